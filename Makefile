@@ -1,0 +1,32 @@
+# `make demo` and `make test` set up all they need: a virtual environment in .venv, and the package in it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Less memory traffic with the system: twice as fast on a CPU.
+export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
+export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/hf-moe-expand demo --out runs/demo
+
+test: $(VENV)/.installed lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@# mypy does not follow the editable install's mapping: it reads a copy laid out as the wheel is.
+	rm -rf build/typed && mkdir -p build/typed && cp -r hf_moe_expand build/typed/
+	cp -r modeling trainers build/typed/hf_moe_expand/
+	cd build/typed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p hf_moe_expand
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,134 @@
+"""Measures the similarity of languages in each layer, at the FFN's input (LayerMoE Eq. 8)."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..errors import InputError
+from ..modeling import decoder_ffns
+from .result import SimilarityResult
+
+
+class MeanDirections:
+    """Running sums of unit vectors: `[layers, h]` float64, and the number of vectors.
+
+    The mean of all `Q x Q` cosines of two languages is the dot product of their mean unit vectors, so this is exact
+    and needs memory for one vector a layer.
+    """
+
+    def __init__(self, num_layers: int, hidden_size: int) -> None:
+        self.sums = torch.zeros(num_layers, hidden_size, dtype=torch.float64)
+        self.counts = [0] * num_layers
+
+    def add(self, layer: int, states_Th: torch.Tensor) -> None:
+        states_Th = states_Th.double()
+        lengths_T1 = states_Th.norm(dim=-1, keepdim=True)
+        # A zero vector has no direction; its cosine with anything counts as 0.
+        units_Th = torch.where(lengths_T1 > 0, states_Th / lengths_T1, torch.zeros_like(states_Th))
+        self.sums[layer] += units_Th.sum(0).cpu()
+        self.counts[layer] += len(states_Th)
+
+    def means(self) -> torch.Tensor:
+        return self.sums / torch.tensor(self.counts, dtype=torch.float64).unsqueeze(-1)
+
+
+@contextmanager
+def ffn_inputs(model: nn.Module, receive: Any) -> Iterator[None]:
+    """Calls `receive(layer, hidden_states)` with every FFN's input, expanded or dense."""
+
+    def hook(layer: int) -> Any:
+        return lambda module, args: receive(layer, args[0])
+
+    handles = [ffn.register_forward_pre_hook(hook(i)) for i, (_, ffn) in enumerate(decoder_ffns(model))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def token_batches(
+    texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches that hold exactly `tokens` tokens: texts cut to blocks, the last batch padded and masked.
+
+    Raises:
+        InputError: the texts hold fewer tokens.
+    """
+    blocks: list[list[int]] = []
+    left = tokens
+    for text in texts:
+        ids = tokenizer(text, verbose=False).input_ids[:left]
+        left -= len(ids)
+        blocks += [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
+        while len(blocks) >= batch_size:
+            yield _padded(blocks[:batch_size])
+            blocks = blocks[batch_size:]
+        if left == 0:
+            break
+    if left:
+        raise InputError(
+            f"has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a smaller --tokens"
+        )
+    if blocks:
+        yield _padded(blocks)
+
+
+def _padded(blocks: list[list[int]]) -> dict[str, torch.Tensor]:
+    longest = max(map(len, blocks))
+    mask = torch.tensor([[1] * len(block) + [0] * (longest - len(block)) for block in blocks])
+    ids = torch.tensor([block + [0] * (longest - len(block)) for block in blocks])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def measure_similarity(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[str]],
+    old: Sequence[str],
+    new: Sequence[str],
+    tokens: int = 100_000,
+    block_size: int = 1024,
+    batch_size: int = 8,
+) -> SimilarityResult:
+    """Mean cosine of hidden states between languages, in every layer, at the FFN's input (Eq. 8-9).
+
+    One forward pass over `tokens` tokens a language; padding excluded; dense and expanded models alike.
+
+    Args:
+        texts: for each language of `old` and `new` its documents.
+        tokens: Q.
+
+    Raises:
+        InputError: a language has fewer tokens than `tokens`.
+    """
+    model.eval()
+    base = getattr(model, "base_model", model)
+    num_layers, hidden_size = len(decoder_ffns(model)), model.config.hidden_size
+    block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
+    means = {}
+    for language in tqdm([*old, *new], desc="similarity", unit="language"):
+        directions = MeanDirections(num_layers, hidden_size)
+        mask: Any = None
+
+        def receive(layer: int, states: torch.Tensor, directions: MeanDirections = directions) -> None:
+            directions.add(layer, states[mask])  # noqa: B023 the current batch's mask, by intent
+
+        try:
+            with ffn_inputs(model, receive):
+                for batch in token_batches(texts[language], tokenizer, tokens, block_size, batch_size):
+                    batch = {name: value.to(model.device) for name, value in batch.items()}
+                    mask = batch["attention_mask"].bool()
+                    base(**batch, use_cache=False)
+        except InputError as error:
+            raise InputError(f"Language {language!r} {error}.") from None
+        means[language] = directions.means()
+    names = [*combinations(new, 2), *((a, b) for a in new for b in old)]
+    pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}
+    return SimilarityResult.from_pairs(pairs, old, new, tokens)

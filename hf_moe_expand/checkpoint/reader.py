@@ -1,0 +1,118 @@
+"""Reads safetensors checkpoints tensor by tensor, a few megabytes in memory at a time."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import load as load_safetensors
+
+from ..errors import InputError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ITEM_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
+    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4,
+}  # fmt: skip
+_CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's type and shape as its safetensors header gives them, and where its bytes lie."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint folder, in one file or in shards.
+
+    Raises:
+        InputError: the folder holds no safetensors weights, or a file is broken.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in self._files():
+            self.tensors.update(_read_header(file))
+
+    def _files(self) -> list[Path]:
+        index = self.folder / INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [self.folder / name for name in names]
+            if missing := [file.name for file in files if not file.is_file()]:
+                raise InputError(f"{self.folder}: the index names {', '.join(missing)}, which is not there.")
+            return files
+        if (self.folder / WEIGHTS).is_file():
+            return [self.folder / WEIGHTS]
+        pickled = [path.name for path in self.folder.glob("pytorch_model*.bin")]
+        hint = (
+            " It holds pickled weights, which are not read: save it once more with save_pretrained." if pickled else ""
+        )
+        raise InputError(f"{self.folder}: no {WEIGHTS} and no {INDEX}: not a safetensors checkpoint.{hint}")
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of a tensor, in pieces."""
+        info = self.tensors[name]
+        with open(info.file, "rb") as file:
+            file.seek(info.start)
+            left = info.nbytes
+            while left:
+                piece = file.read(min(_CHUNK, left))
+                if not piece:
+                    raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
+                left -= len(piece)
+                yield piece
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU."""
+        info = self.tensors[name]
+        header = json.dumps(
+            {name: {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.nbytes]}}
+        ).encode()
+        return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self.chunks(name)))[name]
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with open(file, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            size = file.stat().st_size
+            if length > size:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(handle.read(length))
+    except (struct.error, ValueError) as error:
+        raise InputError(f"{file}: not a safetensors file ({error}).") from None
+    base = 8 + length
+    found = {
+        name: TensorInfo(
+            entry["dtype"],
+            tuple(entry["shape"]),
+            file,
+            base + entry["data_offsets"][0],
+            base + entry["data_offsets"][1],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    if found and max(info.end for info in found.values()) > size:
+        raise InputError(f"{file}: {size:,} bytes, fewer than its header says: the file is incomplete.")
+    return found

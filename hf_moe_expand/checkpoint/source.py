@@ -1,0 +1,98 @@
+"""From what a user names (a folder or a hub id) to a local checkpoint folder and its configuration."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, PreTrainedConfig
+
+from ..errors import InputError
+from ..modeling import SUPPORTED_BACKBONES, LayerMoEConfig
+
+# Everything that travels with a model besides its weights and configuration.
+COMPANIONS = (
+    "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "additional_chat_templates/*", "generation_config.json",
+)  # fmt: skip
+
+
+def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, weights: bool = True) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded (safetensors and JSON, no pickles).
+
+    Args:
+        weights: False leaves the weights on the hub.
+
+    Raises:
+        InputError: it is neither a checkpoint folder nor a model that the hub gives us.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InputError(f"{folder}: not a checkpoint: it has no config.json.")
+        return folder
+    if folder.exists():
+        raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
+    try:
+        patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+    except HFValidationError:
+        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{name}: no such folder, and the hub does not give a model of that name ({reason})."
+        ) from None
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder; runs none of its code.
+
+    Raises:
+        InputError: config.json is broken or of a model type that the installed transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{folder}: its configuration cannot be read ({reason}).") from None
+
+
+def load_expanded_config(folder: Path) -> Any:
+    """The configuration of an expanded checkpoint.
+
+    Raises:
+        InputError: the checkpoint is not expanded.
+    """
+    config = load_config(folder)
+    if config.model_type != LayerMoEConfig.model_type:
+        raise InputError(
+            f"{folder}: a {config.model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first."
+        )
+    return config
+
+
+def expansion_languages(folder: Path) -> tuple[list[str], list[str]] | None:
+    """Old and new languages of an expanded checkpoint's last expansion; None for any other checkpoint."""
+    expansions = getattr(load_config(folder), "expansions", None)
+    return (expansions[-1]["old_languages"], expansions[-1]["new_languages"]) if expansions else None
+
+
+def load_base_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a dense checkpoint that can be expanded.
+
+    Raises:
+        InputError: the architecture is not supported, the checkpoint is expanded already, or it is quantised.
+    """
+    config = load_config(folder)
+    if config.model_type == LayerMoEConfig.model_type:
+        raise InputError(f"{folder}: is an expanded checkpoint already; give the dense model that it came from.")
+    if config.model_type not in SUPPORTED_BACKBONES:
+        raise InputError(
+            f"{folder}: architecture {config.model_type!r} is not supported. "
+            f"Supported: {', '.join(SUPPORTED_BACKBONES)}."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"{folder}: the weights are quantised; expand the unquantised checkpoint.")
+    return config

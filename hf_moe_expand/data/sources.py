@@ -1,0 +1,159 @@
+"""Language-tagged text from files, folders and the hub, one `datasets.Dataset` a source."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+from ..errors import InputError
+
+SUFFIXES = (".jsonl", ".txt", ".parquet")
+_TEXT = Features({"text": Value("string")})
+
+
+@dataclass(frozen=True)
+class LanguageText:
+    """Where the text of one language is.
+
+    Attributes:
+        language: a language code such as `el`.
+        source: a `.jsonl` (`text`, optional `language`), `.txt` (one document a line) or `.parquet` file, a folder of
+            them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]` takes 1000 rows).
+    """
+
+    language: str
+    source: str
+
+    @classmethod
+    def parse(cls, argument: str) -> "LanguageText":
+        """`el=FILE` from a command line."""
+        language, separator, source = argument.partition("=")
+        if not (separator and language and source):
+            raise InputError(f"{argument!r} is not LANGUAGE=FILE, e.g. el=data/el.jsonl.")
+        return cls(language, source)
+
+    def load(self) -> Dataset:
+        """The documents, in order, as a dataset with the column `text`.
+
+        Raises:
+            InputError: the source is missing, empty, not UTF-8, or a line of it is not what it should be.
+        """
+        if self.source.startswith("hub:"):
+            dataset = _generated(read_hub, source=self.source, language=self.language)
+        else:
+            dataset = concatenate_datasets([self._load_file(path) for path in self.files()])
+        if not len(dataset):
+            raise InputError(f"{self.source}: no text in language {self.language!r}.")
+        return dataset
+
+    def files(self) -> list[Path]:
+        """The local files of this source; empty for the hub.
+
+        Raises:
+            InputError: there is no such file, or a folder holds none of a known kind.
+        """
+        if self.source.startswith("hub:"):
+            return []
+        path = Path(self.source).expanduser()
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            if not files:
+                raise InputError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file.")
+            return files
+        if not path.is_file():
+            raise InputError(f"{path}: no such file (text for language {self.language!r}).")
+        if path.suffix not in SUFFIXES:
+            raise InputError(f"{path}: unknown kind of file; known are {', '.join(SUFFIXES)} and folders of them.")
+        if path.stat().st_size == 0:
+            raise InputError(f"{path}: the file is empty.")
+        return [path]
+
+    def _load_file(self, path: Path) -> Dataset:
+        if path.suffix == ".parquet":
+            return self._keep_language(_as_dataset(load_dataset("parquet", data_files=str(path), split="train")), path)
+        stat = path.stat()
+        # Size and time are part of the cache key: an edited file is read anew.
+        stamp = (stat.st_size, stat.st_mtime_ns)
+        return _generated(read_documents, path=str(path), language=self.language, stamp=stamp)
+
+    def _keep_language(self, dataset: Dataset, path: Path) -> Dataset:
+        if "text" not in dataset.column_names:
+            raise InputError(f"{path}: no column `text` (columns: {', '.join(dataset.column_names)}).")
+        if "language" in dataset.column_names:
+            dataset = dataset.filter(lambda language: language == self.language, input_columns="language")
+        return dataset.select_columns("text").cast(_TEXT)
+
+
+def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) -> Dataset:
+    """A cached dataset of what `rows(**arguments)` yields."""
+    if next(rows(**arguments), None) is None:
+        return Dataset.from_dict({"text": []}, features=_TEXT)  # the library refuses an empty one with a riddle
+    try:
+        return _as_dataset(Dataset.from_generator(rows, features=_TEXT, gen_kwargs=arguments))
+    except DatasetGenerationError as error:
+        if isinstance(error.__cause__, InputError):
+            raise error.__cause__ from None
+        raise
+
+
+def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
+    """The documents of `hub:dataset[:config][:split]`, streamed; `train[:1000]` as the split stops after 1000 rows."""
+    name, *rest = source.removeprefix("hub:").split(":", 2)
+    config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
+    slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
+    split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
+    try:
+        stream = load_dataset(name, config, split=split, streaming=True)
+    except (DatasetNotFoundError, ValueError, OSError) as error:
+        raise InputError(f"{source}: the hub does not give this dataset ({str(error).splitlines()[0]}).") from None
+    for number, row in enumerate(islice(stream, limit)):
+        if not isinstance(row.get("text"), str):
+            raise InputError(f"{source}: row {number} has no string under `text` (columns: {', '.join(row)}).")
+        if row["text"].strip() and row.get("language", language) == language:
+            yield {"text": row["text"]}
+
+
+def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict[str, str]]:
+    """The documents of a `.jsonl` or `.txt` file; lines tagged with another language are left out."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                row = _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
+                if row["text"].strip() and row.get("language", language) == language:
+                    yield {"text": row["text"]}
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text near line {number + 1} ({error.reason}).") from None
+
+
+def _json_row(path: str, number: int, line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{number}: not a JSON object ({error.msg}).") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        found = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
+        raise InputError(f'{path}:{number}: needs an object with a string under "text" ({found}).')
+    return row
+
+
+def _as_dataset(loaded: Any) -> Dataset:
+    if isinstance(loaded, DatasetDict) or not isinstance(loaded, Dataset):
+        raise TypeError(f"expected one dataset, got {type(loaded).__name__}")
+    return loaded
+
+
+def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuses a language that is given as old and as new, and an expansion without new languages."""
+    if both := sorted(set(old) & set(new)):
+        raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
+    if not new:
+        raise InputError("No new language was given: an expansion needs at least one.")

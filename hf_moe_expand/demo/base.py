@@ -1,0 +1,131 @@
+"""Makes a small dense base model from scratch, for the demo and for experiments on machines without a hub."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset, interleave_datasets
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from ..checkpoint.writer import new_folder
+from ..data.packing import collate_blocks, pack_texts
+
+END = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class BaseSettings:
+    """Size of the model (Qwen2 architecture) and of its pre-training."""
+
+    vocab_size: int = 8192
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_layers: int = 6
+    num_heads: int = 4
+    block_size: int = 256
+    blocks_per_step: int = 16
+    steps: int = 1000
+    learning_rate: float = 2e-3
+    logging_steps: int = 100
+
+
+def train_tokenizer(texts: Mapping[str, Dataset], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on all of `texts`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for dataset in texts.values() for text in dataset["text"]), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def make_base(
+    out: str | Path, texts: Mapping[str, Dataset], shares: Mapping[str, float], settings: BaseSettings, seed: int = 0
+) -> None:
+    """Trains a tokenizer and a model on texts mixed by `shares`, and saves both.
+
+    Like the tokenizers of real bases, it knows the words of the languages with large shares, and spells the others.
+
+    Args:
+        texts: documents of each language (column `text`).
+        shares: how often a block is drawn from each language; scaled to sum to 1.
+    """
+    set_seed(seed)
+    largest = max(shares.values())
+    kept = {code: max(1, round(len(texts[code]) * share / largest)) for code, share in shares.items()}
+    tokenizer = train_tokenizer({code: texts[code].select(range(n)) for code, n in kept.items()}, settings.vocab_size)
+    blocks = [pack_texts({code: texts[code]}, tokenizer, settings.block_size, seed).dataset for code in shares]
+    total = sum(shares.values())
+    dataset = interleave_datasets(
+        blocks,
+        probabilities=[share / total for share in shares.values()],
+        seed=seed,
+        stopping_strategy="all_exhausted",
+    )
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_heads,
+        max_position_embeddings=2 * settings.block_size,
+        # With the usual 0.02 the rows of rarely seen tokens stay alike, and a frozen head could never tell them apart.
+        initializer_range=settings.hidden_size**-0.5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with new_folder(out) as partial, TemporaryDirectory() as scratch:
+        training = {
+            "max_steps": settings.steps,
+            "per_device_train_batch_size": settings.blocks_per_step,
+            "learning_rate": settings.learning_rate,
+            "logging_steps": settings.logging_steps,
+        }
+        arguments = small_run_arguments(scratch, seed, training)
+        Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages).train()
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+
+
+def small_run_arguments(folder: str, seed: int, training: Mapping[str, Any]) -> TrainingArguments:
+    """Training arguments for a small model on any machine: bfloat16 autocast, cosine, no checkpoints."""
+    return TrainingArguments(
+        **{
+            "output_dir": folder,
+            "seed": seed,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 20,
+            "weight_decay": 0.01,
+            "bf16": True,
+            "use_cpu": not torch.accelerator.is_available(),
+            "save_strategy": "no",
+            "report_to": "none",
+            **training,
+        }
+    )
+
+
+def collate_without_languages(rows: Any) -> dict[str, torch.Tensor]:
+    batch = collate_blocks([{**row, "language_ids": ()} for row in rows])
+    del batch["language_ids"]
+    return batch

@@ -1,0 +1,106 @@
+"""`hf-moe-expand demo`: the whole way on a tiny model, from making a base to loading the expanded checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..data.sources import LanguageText
+from ..errors import InputError
+from ..evaluation.figures import plot_allocation
+from ..pipeline import run_recipe
+from ..planning.plan import Plan
+from ..recipe import Recipe
+from .base import BaseSettings, make_base
+from .sentences import NEW, OLD, documents
+
+TRAIN_DOCUMENTS, TEST_DOCUMENTS = 1000, 60
+# Real bases have seen a little of most languages: 3 % of this one's blocks are of the new ones.
+SHARES = {**dict.fromkeys(OLD, 0.97 / len(OLD)), **dict.fromkeys(NEW, 0.03 / len(NEW))}
+BASE = BaseSettings(
+    vocab_size=1024,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=4,
+    block_size=128,
+    blocks_per_step=16,
+    steps=500,
+    learning_rate=3e-3,
+    logging_steps=50,
+)
+
+RECIPE = """\
+# What the demo runs. Every key that is left out has the value of the papers; see the README.
+base: {out}/base
+output: {out}/run
+seed: {seed}
+old: {{{old}}}
+new: {{{new}}}
+test: {{{test}}}
+analysis: {{tokens: 20000, block_size: 128, batch_size: 32}}
+plan:
+  method: layer-moe          # fewer experts where languages are more alike
+  total_experts: 12          # the parameters of 3 experts in each of the 4 layers
+  classifier_layers: 2       # in the 2 layers where old and new languages are most alike
+post_pretrain:               # stage 1: new experts and routers, new languages only
+  block_size: 128
+  training: {{max_steps: 300, per_device_train_batch_size: 16, learning_rate: 5e-3, bf16: true, logging_steps: 50,
+             lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
+review:                      # stage 2: routers and classifiers, old and new languages
+  block_size: 128
+  training: {{max_steps: 200, per_device_train_batch_size: 16, learning_rate: 1e-2, bf16: true, logging_steps: 50,
+             lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
+evaluation: {{block_size: 128, batch_size: 32}}
+"""
+
+
+def run_demo(out: str | Path, seed: int = 0) -> None:
+    """Makes text, a base model and a recipe under `out`, runs the recipe, draws the plan, and loads the result back."""
+    out = Path(out)
+    data = out / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    sources: dict[str, dict[str, Path]] = {"train": {}, "test": {}}
+    for code in (*OLD, *NEW):
+        for split, count in (("train", TRAIN_DOCUMENTS), ("test", TEST_DOCUMENTS)):
+            path = sources[split][code] = data / f"{code}.{split}.jsonl"
+            if not path.exists():
+                # Another seed for the test split: its documents combine what training saw in ways it did not see.
+                lines = documents(code, count, seed * 2 + (split == "test"))
+                path.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in lines), "utf-8")
+    if not (out / "base").exists():
+        print(f"making a small dense base model in {out / 'base'} ...")
+        texts = {code: LanguageText(code, str(path)).load() for code, path in sources["train"].items()}
+        make_base(out / "base", texts, SHARES, BASE, seed)
+    recipe = out / "recipe.yaml"
+    recipe.write_text(
+        RECIPE.format(
+            out=out,
+            seed=seed,
+            old=_yaml({code: sources["train"][code] for code in OLD}),
+            new=_yaml({code: sources["train"][code] for code in NEW}),
+            test=_yaml(sources["test"]),
+        ),
+        "utf-8",
+    )
+    try:
+        final = run_recipe(Recipe.load(recipe))
+    except InputError as error:
+        raise InputError(f"{error} (The demo lies in {out}; --out gives it another folder.)") from None
+    plan = Plan.load(out / "run" / "plan.json")
+    picture = out / "plan.png"
+    plot_allocation(
+        picture, plan.experts_per_layer, plan.settings["similarity"], plan.classifier_layers, "Similarity and experts"
+    )
+    print(f"picture: {picture}")
+    model: Any = AutoModelForCausalLM.from_pretrained(final, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    print(f"loaded back as {type(model).__name__}; it goes on with four prompts:")
+    for prompt in ("It is raining. Anna goes", "Βρέχει. Η Μαρία πηγαίνει", "Esik az eső. Péter", "Kar yağıyor. Elif"):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        output = model.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        print(f"  {tokenizer.decode(output[0], skip_special_tokens=True)}")
+
+
+def _yaml(paths: dict[str, Path]) -> str:
+    return ", ".join(f"{code}: {json.dumps(str(path))}" for code, path in paths.items())

@@ -1,0 +1,102 @@
+"""Perplexity and bits per byte of a model on the text of each language."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..errors import InputError
+
+
+@dataclass(frozen=True)
+class LanguageScore:
+    """How well a model predicts a language's text; `tokens` and `bytes` are what was scored.
+
+    Bits per byte is the comparable one: it does not depend on the tokenizer.
+    """
+
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+
+
+def scored_stream(
+    texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None
+) -> tuple[list[int], list[bool], int]:
+    """Documents as one stream: token ids, which of them are scored, and the scored text's UTF-8 bytes.
+
+    Each document follows a separator (begin-of-text where the tokenizer adds one, else end-of-text), which is context
+    and not scored; so the scored tokens are exactly the text's. With `max_tokens`, whole documents up to that many.
+    """
+    begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    separator = tokenizer.bos_token_id if begins else tokenizer.eos_token_id
+    if separator is None:
+        raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token.")
+    ids: list[int] = []
+    scored: list[bool] = []
+    size = 0
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
+            break
+        ids += [separator, *tokens]
+        scored += [False, *[True] * len(tokens)]
+        size += len(text.encode())
+    return ids, scored, size
+
+
+def windows(
+    ids: list[int], scored: list[bool], block_size: int, batch_size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of inputs and targets `[batch, block_size]`; windows share one token, so each is a target once."""
+    starts = range(0, len(ids) - 1, block_size)
+    for first in range(0, len(starts), batch_size):
+        inputs, targets = [], []
+        for start in starts[first : first + batch_size]:
+            window = ids[start : start + block_size + 1]
+            wanted = [t if s else -100 for t, s in zip(window, scored[start : start + block_size + 1], strict=True)]
+            padding = block_size + 1 - len(window)
+            inputs.append(window[:-1] + [0] * padding)
+            targets.append(wanted[1:] + [-100] * padding)
+        yield torch.tensor(inputs), torch.tensor(targets)
+
+
+@torch.no_grad()
+def evaluate_model(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[str]],
+    block_size: int = 1024,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+) -> dict[str, LanguageScore]:
+    """Scores each language's documents, in windows of `block_size` tokens.
+
+    Raises:
+        InputError: a language has no text to score.
+    """
+    model.eval()
+    device: Any = model.device
+    block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
+    scores = {}
+    for language in tqdm(list(texts), desc="evaluate", unit="language"):
+        ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens)
+        if not any(scored):
+            raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
+        total = torch.zeros((), dtype=torch.float64)
+        for inputs, targets in windows(ids, scored, block_size, batch_size):
+            # Padding is at the end, where causal attention keeps it from every scored token.
+            logits = model(input_ids=inputs.to(device), use_cache=False).logits.float()
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
+            total += loss.double().cpu()
+        tokens = sum(scored)
+        nats = total.item()
+        perplexity = math.exp(min(nats / tokens, 700.0))
+        scores[language] = LanguageScore(perplexity, nats / math.log(2) / size, tokens, size)
+    return scores

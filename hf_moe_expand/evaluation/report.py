@@ -1,0 +1,68 @@
+"""Evaluation results: one JSON file and one table, several models side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..jsonfile import read_json, write_json
+from .perplexity import LanguageScore
+
+
+@dataclass
+class Evaluation:
+    """Scores of several models: `models[name][language]`."""
+
+    old: list[str]
+    new: list[str]
+    models: dict[str, dict[str, LanguageScore]] = field(default_factory=dict)
+
+    def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
+        """Mean of a measure over languages; None without any."""
+        scores = self.models[model]
+        values = [getattr(scores[code], measure) for code in languages if code in scores]
+        return sum(values) / len(values) if values else None
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes `evaluation.json`: the scores, and `old` and `new` means of bits per byte."""
+        models: dict[str, Any] = {}
+        for name, scores in self.models.items():
+            models[name] = {language: asdict(score) for language, score in scores.items()}
+        means = {n: {"old": self.mean(n, self.old), "new": self.mean(n, self.new)} for n in self.models}
+        write_json(path, {"old": self.old, "new": self.new, "models": models, "mean_bits_per_byte": means})
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "Evaluation":
+        value = read_json(path, "an evaluation")
+        if missing := sorted({"old", "new", "models"} - set(value)):
+            raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
+        models = {
+            n: {c: LanguageScore(**score) for c, score in scores.items()} for n, scores in value["models"].items()
+        }
+        return cls(value["old"], value["new"], models)
+
+    def rows(self, measure: str = "bits_per_byte") -> tuple[list[str], list[list[str]]]:
+        """A table of a measure: header, a row a language, means; the last model's change from the first."""
+        names = list(self.models)
+        header = ["language", *names] + ([f"{names[-1]} vs {names[0]}"] if len(names) > 1 else [])
+        groups: list[tuple[str, Mapping[str, float | None]]] = []
+        for kind, languages in (("old", self.old), ("new", self.new)):
+            for code in languages:
+                groups.append((f"{code} ({kind})", {n: self.mean(n, [code], measure) for n in names}))
+            if len(languages) > 1:
+                groups.append((f"mean of {kind}", {n: self.mean(n, languages, measure) for n in names}))
+        rows = []
+        for label, values in groups:
+            row = [label] + ["-" if values[n] is None else f"{values[n]:.3f}" for n in names]
+            first, last = values[names[0]], values[names[-1]]
+            if len(names) > 1:
+                row.append("-" if first is None or last is None else f"{100 * (last / first - 1):+.1f} %")
+            rows.append(row)
+        return header, rows
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        header, rows = self.rows()
+        lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)

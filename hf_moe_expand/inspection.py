@@ -1,0 +1,83 @@
+"""What an expanded checkpoint consists of: layers, experts, parameters, history. Reads no weights."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoint.source import load_expanded_config, resolve_checkpoint
+from .modeling import LayerMoEForCausalLM
+from .trainers import Stage, freeze
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Parameter counts and history of an expanded checkpoint.
+
+    Attributes:
+        layers: for each layer (experts, has a classifier, parameters of its FFN block).
+        total, active: all parameters, and those that one token uses.
+        base: parameters of the dense model inside.
+        trainable: parameters that each stage trains.
+        expansions: the provenance entries of config.json.
+    """
+
+    backbone: str
+    top_k: int
+    layers: list[tuple[int, bool, int]]
+    total: int
+    active: int
+    base: int
+    trainable: dict[str, int]
+    expansions: list[dict[str, Any]]
+
+    def lines(self) -> list[str]:
+        """The report, a line each."""
+        counts = [experts for experts, _, _ in self.layers]
+        classifiers = [str(index) for index, (_, has_classifier, _) in enumerate(self.layers) if has_classifier]
+        lines = [
+            f"backbone            {self.backbone}, {len(counts)} layers",
+            f"experts per layer   {' '.join(map(str, counts))} (total {sum(counts)}, top-{self.top_k})",
+            f"classifier layers   {', '.join(classifiers) or 'none'}",
+            f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
+            f"active for a token  {self.active:,}",
+        ]
+        for stage, count in self.trainable.items():
+            lines.append(f"trained in {stage:<14}   {count:,} ({100 * count / self.total:.2f} %)")
+        for number, entry in enumerate(self.expansions, start=1):
+            lines.append(
+                f"expansion {number}         {entry['method']} on {entry['base_model']}: "
+                f"old {', '.join(entry['old_languages']) or '-'}; new {', '.join(entry['new_languages']) or '-'}"
+            )
+            lines += [f"  {stage['stage']}, {stage['steps']} steps, seed {stage['seed']}" for stage in entry["stages"]]
+        return lines
+
+
+def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) -> Inspection:
+    """Inspects a folder or hub id.
+
+    Raises:
+        InputError: it is not an expanded checkpoint.
+    """
+    config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
+    with torch.device("meta"):
+        network = LayerMoEForCausalLM(config)
+    layers = [(1, False, 0)] * config.num_hidden_layers
+    idle = added = 0
+    for index, ffn in network.expanded_ffns().items():
+        expert = _size(ffn.experts[0])
+        layers[index] = (len(ffn.experts), ffn.classifier is not None, _size(ffn))
+        idle += (len(ffn.experts) - ffn.top_k) * expert
+        added += _size(ffn) - expert
+    total = _size(network)
+    trainable = {str(stage): freeze(network, stage).trainable for stage in (Stage.POST_PRETRAIN, Stage.REVIEW)}
+    return Inspection(
+        config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
+        config.expansions or [],
+    )  # fmt: skip
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,65 @@
+"""The plan: a small JSON file that says which layer gets what."""
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..jsonfile import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `expand` is to do.
+
+    Attributes:
+        method: `layer-moe`, `uniform`, `mola` or `random`.
+        experts_per_layer: experts of each layer, expert 0 counted; 1 = the layer stays dense.
+        classifier_layers: layers with a routing classifier.
+        top_k: active experts a token.
+        old, new: the languages.
+        settings: what the counts were made from (total, seed, shape, similarities).
+    """
+
+    method: str
+    experts_per_layer: list[int]
+    classifier_layers: list[int] = field(default_factory=list)
+    top_k: int = 2
+    old: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.experts_per_layer or min(self.experts_per_layer) < 1:
+            raise InputError("experts_per_layer must give every layer at least 1 expert.")
+        if max(self.experts_per_layer) < 2:
+            raise InputError("experts_per_layer is 1 everywhere: no layer would be expanded.")
+        for layer in self.classifier_layers:
+            if not 0 <= layer < len(self.experts_per_layer) or self.experts_per_layer[layer] < 2:
+                raise InputError(f"classifier_layers names layer {layer}, which has no router in this plan.")
+
+    @property
+    def total_experts(self) -> int:
+        """Experts of all layers, expert 0 counted."""
+        return sum(self.experts_per_layer)
+
+    def save(self, path: str | Path) -> None:
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Reads `plan.json`.
+
+        Raises:
+            InputError: the file is missing, is not a plan, or contradicts itself.
+        """
+        value = read_json(path, "a plan")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(value) - known):
+            raise InputError(f"{path}: unknown keys {', '.join(unknown)}; a plan has {', '.join(sorted(known))}.")
+        if missing := sorted({"method", "experts_per_layer"} - set(value)):
+            raise InputError(f"{path}: not a plan: {', '.join(missing)} is missing.")
+        try:
+            return cls(**value)
+        except (InputError, TypeError) as error:
+            raise InputError(f"{path}: {error}") from None

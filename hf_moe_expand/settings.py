@@ -1,0 +1,155 @@
+"""The settings of each step, and how they are read from YAML: a mistyped key is an error that names the nearest."""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from .errors import InputError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AnalysisSettings:
+    """`analyze similarity`: tokens a language (Q), and how they are batched."""
+
+    tokens: int = 100_000
+    block_size: int = 1024
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """`plan`: which method, and its numbers."""
+
+    method: str = "layer-moe"
+    total_experts: int | None = None
+    minimum: int = 2
+    similarity_floor: float | None = None
+    experts: int | None = None
+    shape: str = "inverted-triangle"
+    classifier_layers: int = 0
+    classifier_choice: str = "similarity"
+    top_k: int = 2
+
+
+@dataclass(frozen=True)
+class ExpandSettings:
+    """`expand`."""
+
+    expert_init: str = "copy"
+    max_shard_size: str = "5GB"
+
+
+@dataclass(frozen=True)
+class PostPretrainSettings:
+    """Stage 1. `training` goes to `transformers.TrainingArguments` as it is."""
+
+    block_size: int = 1024
+    tokens_per_language: int | None = None
+    balance: float = 0.01
+    language_prior: float = 0.0
+    replay: bool = False
+    everything: bool = False
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReviewSettings:
+    """Stage 2. `old_documents` of each old language, `new_per_old` times as many of each new one."""
+
+    block_size: int = 512
+    old_documents: int | None = None
+    new_per_old: float = 2.0
+    language_prior: float = 0.1
+    classifier: float = 0.1
+    balance: float = 0.0
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """`evaluate`."""
+
+    block_size: int = 1024
+    batch_size: int = 8
+    max_tokens: int | None = None
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 5e-5 as a number, as YAML 1.2 does; PyYAML's YAML 1.1 takes it for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML mapping, loaded safely.
+
+    Raises:
+        InputError: the file is missing, is not YAML (with the line), or holds something else.
+    """
+    try:
+        value = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not YAML: {error}.") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must hold `key: value` lines, found {type(value).__name__}.")
+    return value
+
+
+def from_mapping(cls: type[T], mapping: Any, where: str) -> T:
+    """An instance of a settings class from a mapping, each key and type checked.
+
+    Raises:
+        InputError: an unknown key (names the nearest known one), a missing one, or a value of another type.
+    """
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{where}: must hold `key: value` lines, found {type(mapping).__name__}.")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in mapping.items():
+        if key not in known:
+            raise InputError(f"{where}: {unknown_key(str(key), known)}")
+        values[key] = _checked(value, hints[key], f"{where}.{key}" if where else str(key))
+    for name, f in known.items():
+        if name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise InputError(f"{where}: `{name}` is missing.")
+    return cls(**values)
+
+
+def unknown_key(key: str, known: Any) -> str:
+    """`unknown key ...`, with the nearest known one."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}."
+    return f"unknown key `{key}`; {hint}"
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        plain = typing.get_origin(option) or option
+        if is_dataclass(plain):
+            return from_mapping(typing.cast(type, plain), value, where)
+        if plain is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if plain is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, plain) and not (plain is int and isinstance(value, bool)):
+            return value
+    names = " or ".join(getattr(typing.get_origin(o) or o, "__name__", str(o)) for o in options)
+    raise InputError(f"{where}: {value!r} is not {names.replace('NoneType', 'nothing')}.")

@@ -1,0 +1,137 @@
+"""The flat configuration of an expanded model: every field of the backbone's own configuration, plus ours.
+
+A configuration instance belongs to a class that is made on the spot and derives from both `ExpandedConfig` and the
+backbone's configuration class. So whatever reads a Qwen2 configuration reads an expanded Qwen2 configuration.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# Backbones whose behaviour the test matrix covers. Others are refused by name rather than half supported.
+SUPPORTED_BACKBONES = (
+    "bloom",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+)
+
+_CLASSES: dict[tuple[type, str], type] = {}
+_LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
+
+_NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
+
+
+class ExpandedConfig(PreTrainedConfig):
+    """Fields common to every expanded model.
+
+    Args:
+        backbone_model_type: `model_type` of the dense backbone, e.g. `"qwen2"`.
+        num_experts_per_layer: experts in each decoder layer, the frozen original FFN (expert 0) included;
+            1 means that the layer stays dense.
+        router_top_k: experts that are active for one token (K in the papers).
+        classifier_layers: layers with a routing classifier in front of the router.
+        expansions: provenance, one entry for each expansion in order.
+
+    Raises:
+        ValueError: the backbone is not supported, or the fields contradict each other.
+    """
+
+    backbone_model_type: str | None = None
+    num_experts_per_layer: list[int] | None = None
+    router_top_k: int = 2
+    classifier_layers: list[int] | None = None
+    expansions: list[dict] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "ExpandedConfig":
+        backbone = kwargs.get("backbone_model_type")
+        if backbone is not None and cls.__dict__.get("backbone_config_class") is None:
+            cls = expanded_config_class(cls, backbone)
+        return object.__new__(cls)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.backbone_model_type is not None:
+            self._check_expansion()
+
+    def _check_expansion(self) -> None:
+        layers = self.num_hidden_layers
+        if self.num_experts_per_layer is None:
+            self.num_experts_per_layer = [1] * layers
+        self.classifier_layers = sorted(self.classifier_layers or [])
+        counts = self.num_experts_per_layer
+        if len(counts) != layers:
+            raise ValueError(
+                f"num_experts_per_layer has {len(counts)} entries, but the {self.backbone_model_type} backbone has "
+                f"{layers} layers (num_hidden_layers): give one count for each layer."
+            )
+        if min(counts) < 1:
+            layer = min(range(layers), key=lambda i: counts[i])
+            raise ValueError(
+                f"num_experts_per_layer[{layer}] is {counts[layer]}: a layer keeps at least its original FFN, "
+                "so the smallest count is 1 (the layer stays dense)."
+            )
+        if self.router_top_k < 1:
+            raise ValueError(f"router_top_k is {self.router_top_k}: at least one expert must be active for a token.")
+        for layer in self.classifier_layers:
+            if not 0 <= layer < layers or counts[layer] < 2:
+                raise ValueError(
+                    f"classifier_layers names layer {layer}, which is "
+                    + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
+                    + ": a classifier needs a router behind it."
+                )
+
+    def __reduce__(self) -> tuple:
+        return _blank_config, (static_class(type(self)), self.backbone_model_type), self.__dict__
+
+    @classmethod
+    def from_dense(cls, dense: PreTrainedConfig, **fields: Any) -> "ExpandedConfig":
+        """The configuration of `dense`, expanded; `fields` are this class's own."""
+        inherited = {name: value for name, value in dense.to_dict().items() if name not in _NOT_INHERITED}
+        return cls(backbone_model_type=dense.model_type, **inherited, **fields)
+
+
+def static_class(cls: type) -> type:
+    """The importable class behind a class that `expanded_config_class` made (or `cls` itself)."""
+    return cls.__dict__.get("_static", cls)
+
+
+def expanded_config_class(static: type, backbone: str) -> type:
+    """The class of `static`'s configurations over the backbone type `backbone`, made once a process.
+
+    Raises:
+        ValueError: `backbone` is not supported.
+    """
+    if (static, backbone) not in _CLASSES:
+        if backbone not in SUPPORTED_BACKBONES:
+            raise ValueError(
+                f"Backbone architecture {backbone!r} is not supported. Supported: {', '.join(SUPPORTED_BACKBONES)}."
+            )
+        dense = CONFIG_MAPPING[backbone]
+        namespace = {
+            "__module__": static.__module__,
+            "__qualname__": f"{static.__name__}_{backbone}",
+            "model_type": static.model_type,  # type: ignore[attr-defined]
+            "backbone_config_class": dense,
+            "_static": static,
+        }
+        made = type(static.__name__, (static, dense), namespace)
+        _CLASSES[static, backbone] = made
+        for listener in _LISTENERS:
+            listener(made)
+    return _CLASSES[static, backbone]
+
+
+def on_new_config_class(listener: Any) -> None:
+    """Call `listener(config_class)` for every class made from now on."""
+    _LISTENERS.append(listener)
+
+
+def _blank_config(static: type, backbone: str | None) -> ExpandedConfig:
+    return object.__new__(expanded_config_class(static, backbone) if backbone else static)

@@ -1,0 +1,175 @@
+"""Grows a backbone's own model classes into expanded ones.
+
+`LayerMoEForCausalLM` and the like are static classes that hub checkpoints name. Building one makes an instance of a
+subclass of both it and the backbone's class, whose FFNs are then replaced. All else is the backbone's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from .expanded_config import static_class
+from .expanded_ffn import Classifier, ExpandedFFN, Router, Routing, RoutingControl, init_router
+
+_FFN_NAMES = ("mlp", "feed_forward", "ffn")
+_CLASSES: dict[tuple[type, str], type] = {}
+
+
+def decoder_ffns(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules of the FFN of each decoder layer, dense or expanded, in layer order.
+
+    Raises:
+        ValueError: the model has no list of decoder layers whose FFN is a module of its own.
+    """
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and _ffn_name(module[0])
+    ]
+    if not lists:
+        raise ValueError(
+            f"{type(model).__name__} cannot be expanded: its decoder layers hold no FFN module under one of the names "
+            f"{', '.join(_FFN_NAMES)}."
+        )
+    list_name, layers = max(lists, key=lambda item: len(item[1]))
+    found = []
+    for index, layer in enumerate(layers):
+        name = _ffn_name(layer)
+        if name is None:
+            raise ValueError(f"{type(model).__name__} cannot be expanded: layer {index} has no FFN module.")
+        found.append((f"{list_name}.{index}.{name}", getattr(layer, name)))
+    return found
+
+
+def _ffn_name(layer: nn.Module) -> str | None:
+    return next((name for name in _FFN_NAMES if isinstance(getattr(layer, name, None), nn.Module)), None)
+
+
+class ExpandedModelMixin:
+    """What every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers mapping
+    from configuration class to model class) and `_auto_map` (config.json's entry for the Auto classes)."""
+
+    _dense_class: type | None = None
+    _dense_mapping: Any = None
+    _auto_map: ClassVar[dict[str, str]] = {}
+
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls if config is None else _expanded_class(cls, config))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        """Loads an expanded checkpoint; see `PreTrainedModel.from_pretrained`."""
+        if cls._dense_class is None:
+            if config is None:
+                hub_options = ("cache_dir", "revision", "token", "subfolder", "local_files_only", "force_download")
+                passed = {name: kwargs[name] for name in hub_options if name in kwargs}
+                config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **passed)  # type: ignore[attr-defined]
+            cls = _expanded_class(cls, config)
+        return super().from_pretrained(  # type: ignore[misc]
+            pretrained_model_name_or_path, *args, config=config, **kwargs
+        )
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        return super(ExpandedModelMixin, _expanded_class(cls, config))._from_config(config, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple:
+        return _blank_model, (static_class(type(self)), self.config), self.__dict__  # type: ignore[attr-defined]
+
+    def post_init(self) -> None:
+        # Before the library's own post_init, so that initialisation, tied keys and sharding plans see the final tree.
+        config = self.config  # type: ignore[attr-defined]
+        control = RoutingControl()
+        for index, (name, ffn) in enumerate(decoder_ffns(self)):  # type: ignore[arg-type]
+            num_experts = config.num_experts_per_layer[index]
+            if num_experts > 1:
+                has_classifier = index in config.classifier_layers
+                expanded = ExpandedFFN(
+                    ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control
+                )
+                parent, attribute = name.rsplit(".", 1)
+                setattr(self.get_submodule(parent), attribute, expanded)  # type: ignore[attr-defined]
+        self.routing_control = control
+        super().post_init()  # type: ignore[misc]
+
+    def initialize_weights(self) -> None:
+        # Ours first: the library hands everything below the inner base model to that model's class, which does not
+        # know them.
+        for ffn in self.expanded_ffns().values():
+            for module in (ffn.router, ffn.classifier):
+                if module is not None:
+                    self._initialize_weights(module, self.is_custom_code())  # type: ignore[attr-defined]
+        super().initialize_weights()  # type: ignore[misc]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Router):
+            init_router(module.weight)
+        elif isinstance(module, Classifier):
+            init.zeros_(module.weight)
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def expanded_ffns(self) -> dict[int, ExpandedFFN]:
+        """The expanded layers: layer index to its `ExpandedFFN`."""
+        return {module.layer_index: module for module in self.modules() if isinstance(module, ExpandedFFN)}  # type: ignore[attr-defined]
+
+    @contextmanager
+    def capture_routing(self) -> Iterator[Routing]:
+        """Record the routing of a forward pass that runs inside, whoever calls it (a Trainer, a fused head).
+
+        The logits keep their graph. After several passes the last one's routing is there.
+        """
+        before = self.routing_control.capture
+        self.routing_control.capture = routing = Routing()
+        try:
+            yield routing
+        finally:
+            self.routing_control.capture = before
+
+    @contextmanager
+    def use_expert(self, expert: int) -> Iterator[None]:
+        """Send every token to one expert alone in every expanded layer; expert 0 gives the base model's output."""
+        before = self.routing_control.forced_expert
+        self.routing_control.forced_expert = expert
+        try:
+            yield
+        finally:
+            self.routing_control.forced_expert = before
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        self.config.auto_map = dict(self._auto_map)  # type: ignore[attr-defined]
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+def _expanded_class(cls: Any, config: Any) -> type:
+    """The subclass of the static class `cls` over the backbone that `config` names, made once a process."""
+    if cls._dense_class is not None:
+        return cls
+    backbone = getattr(config, "backbone_model_type", None)
+    if backbone is None:
+        raise ValueError(
+            f"{cls.__name__} needs the configuration of an expanded model, not a {type(config).__name__}: "
+            "expand the dense checkpoint first (`hf-moe-expand expand`), or pass a configuration from "
+            "`LayerMoEConfig.from_dense`."
+        )
+    if (cls, backbone) not in _CLASSES:
+        dense = cls._dense_mapping[type(config).backbone_config_class]
+        namespace = {
+            "__module__": cls.__module__,
+            # The library keys registries by qualified name: it must differ between backbones.
+            "__qualname__": f"{cls.__name__}_{backbone}",
+            "config_class": type(config),
+            "_dense_class": dense,
+            "_static": cls,
+            "_supports_attention_backend": dense._supports_attention_backend,
+        }
+        _CLASSES[cls, backbone] = type(cls.__name__, (cls, dense), namespace)
+    return _CLASSES[cls, backbone]
+
+
+def _blank_model(static: type, config: Any) -> PreTrainedModel:
+    return object.__new__(_expanded_class(static, config))

@@ -1,0 +1,36 @@
+"""LayerMoEModel and LayerMoEForCausalLM: the classes that LayerMoE and MoE-LPR checkpoints name."""
+
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+from .configuration_layer_moe import LayerMoEConfig
+from .expanded_model import ExpandedModelMixin
+
+_AUTO_MAP = {
+    "AutoConfig": "configuration_layer_moe.LayerMoEConfig",
+    "AutoModel": "modeling_layer_moe.LayerMoEModel",
+    "AutoModelForCausalLM": "modeling_layer_moe.LayerMoEForCausalLM",
+}
+
+
+class LayerMoEModel(ExpandedModelMixin, PreTrainedModel):
+    """The decoder without a language-model head. Build it with a `LayerMoEConfig` or `from_pretrained`."""
+
+    config_class = LayerMoEConfig
+    _dense_mapping = MODEL_MAPPING
+    _auto_map = _AUTO_MAP
+    _supports_attention_backend = True  # read on the static class by serving back ends
+
+
+class LayerMoEForCausalLM(ExpandedModelMixin, PreTrainedModel, GenerationMixin):
+    """A language model expanded by MoE-LPR or LayerMoE. Everything that the backbone's own `...ForCausalLM` can do,
+    plus `capture_routing()`, `use_expert()` and `expanded_ffns()`."""
+
+    config_class = LayerMoEConfig
+    _dense_mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+    _auto_map = _AUTO_MAP
+    _supports_attention_backend = True
+
+
+LayerMoEModel.register_for_auto_class("AutoModel")
+LayerMoEForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,0 +1,116 @@
+"""Fixtures: tiny backbones, real text where it is at hand, and a fresh interpreter without the package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hf_moe_expand.modeling import SUPPORTED_BACKBONES
+
+# Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
+DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+FIGURES = DATA.parent / "reference" / "published_figures.json"
+
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 256,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+}
+
+
+def tiny_config(backbone: str, **changes):
+    sizes = dict(SIZES)
+    if backbone == "bloom":
+        sizes = {
+            "vocab_size": 257,
+            "hidden_size": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "pad_token_id": 256,
+            "eos_token_id": 256,
+        }
+    elif backbone == "gpt_neox":
+        del sizes["num_key_value_heads"], sizes["head_dim"]
+    return AutoConfig.for_model(backbone, **{**sizes, **changes})
+
+
+def tiny_dense(backbone: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
+    """A dense model with random weights, none of them special (biases and norms too)."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(backbone, **changes), dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes and an end-of-text token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {"<end>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:
+    """A dense checkpoint with a tokenizer, as a user would bring it."""
+    tiny_dense(backbone, **changes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_texts(path: Path, texts) -> Path:
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8")
+    return path
+
+
+def run_fresh(code: str, *arguments: str) -> str:
+    """Runs code in a new interpreter in which `hf_moe_expand` cannot be imported; returns what it prints."""
+    program = "import sys; sys.modules['hf_moe_expand'] = None\n" + code
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd="/", timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(params=SUPPORTED_BACKBONES)
+def backbone(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def published() -> dict:
+    if not FIGURES.is_file():
+        pytest.skip(f"published figures are not at {FIGURES}")
+    return json.loads(FIGURES.read_text("utf-8"))
+
+
+@pytest.fixture
+def help_text():
+    """`help_text("el", "test", 20)`: so many real documents."""
+    folder = DATA / "help"
+    if not folder.is_dir():
+        pytest.skip(f"real text is not at {folder}; set HF_MOE_EXPAND_DATA to its parent")
+
+    def read(language: str, split: str, count: int) -> list[str]:
+        with open(folder / f"{language}.{split}.jsonl", encoding="utf-8") as file:
+            return [json.loads(line)["text"] for line, _ in zip(file, range(count), strict=False)]
+
+    return read

@@ -1,0 +1,87 @@
+"""One optimizer step of a stage trainer on fixed data; writes the trained parameters. Run by test_trainers.py, alone or
+under torchrun: `python one_step.py OUT.pt '{"settings": ...}'`."""
+
+import json
+import os
+import sys
+
+import torch
+from conftest import tiny_config
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, PostPretrainTrainer, ReviewTrainer, RouterLossWeights
+from hf_moe_expand.data.packing import collate_blocks
+
+PAD = 256
+
+
+def rows():
+    """Eight blocks of 12 tokens with very uneven shares of old (0), new (1) and unknown (-1) languages."""
+    torch.manual_seed(3)
+    ids = torch.randint(0, 250, (8, 12))
+    languages = torch.tensor([[0] * old + [1] * (12 - old) for old in (12, 0, 1, 0, 7, 3, 0, 12)])
+    languages[3, 4:6] = -1
+    return ids, languages
+
+
+def collate_padded(batch):
+    """The same tokens, six more of padding behind them."""
+    found = collate_blocks(batch)
+    mask = torch.ones_like(found["input_ids"])
+    pad = torch.nn.functional.pad
+    return {
+        "input_ids": pad(found["input_ids"], (0, 6), value=PAD),
+        "labels": pad(found["labels"], (0, 6), value=-100),
+        "language_ids": pad(found["language_ids"], (0, 6), value=0),
+        "attention_mask": pad(mask, (0, 6)),
+    }
+
+
+def build(backbone="qwen2"):
+    """The model before the step."""
+    torch.manual_seed(0)
+    config = LayerMoEConfig.from_dense(
+        tiny_config(backbone), num_experts_per_layer=[3, 1, 4], classifier_layers=[0, 2], router_top_k=2
+    )
+    model = LayerMoEForCausalLM(config)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            ffn.router.weight.normal_()
+            ffn.classifier.weight.normal_()
+    return model
+
+
+def train(
+    folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
+    same=False, everything=False, backbone="qwen2", logs=None,
+):  # fmt: skip
+    model = build(backbone)
+    ids, languages = rows()
+    if same:  # every micro-batch holds the same two blocks
+        ids, languages = ids[:2].repeat(4, 1), languages[:2].repeat(4, 1)
+    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
+    arguments = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
+        learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True,
+        report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
+        activation_checkpointing=checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    kind = ReviewTrainer if stage == "review" else PostPretrainTrainer
+    trainer = kind(
+        model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
+        router_losses=RouterLossWeights(balance, prior, classifier), language_classes=[0, 1], everything=everything,
+    )  # fmt: skip
+    trainer.train()
+    if logs is not None:
+        logs.update(trainer.state.log_history[0])
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    out, settings = sys.argv[1], json.loads(sys.argv[2])
+    parameters = train(out + ".run", **settings)
+    if int(os.environ.get("RANK", "0")) == 0:
+        torch.save(parameters, out)

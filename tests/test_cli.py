@@ -1,0 +1,170 @@
+"""The command line as a user meets it: help, the README's commands, and errors."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import save_dense, write_texts
+from typer.testing import CliRunner
+
+from hf_moe_expand import cli
+from hf_moe_expand.recipe import Recipe
+
+README = Path(__file__).parents[1] / "README.md"
+runner = CliRunner()
+
+
+def invoke(*arguments):
+    result = runner.invoke(cli.app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def commands():
+    groups = {"analyze": ["similarity"], "plan": ["layer-moe", "uniform", "mola", "random"]}
+    groups["train"] = ["post-pretrain", "review"]
+    single = [["expand"], ["evaluate"], ["inspect"], ["validate"], ["run"], ["demo"]]
+    return [[group, verb] for group, verbs in groups.items() for verb in verbs] + single
+
+
+@pytest.mark.parametrize("verb", commands(), ids=" ".join)
+def test_every_verb_has_help_with_an_example(verb):
+    text = invoke(*verb, "--help")
+    assert f"Example: hf-moe-expand {' '.join(verb)}" in " ".join(text.split()) or "accelerate launch" in text
+
+
+def test_help_answers_at_once_and_loads_no_torch():
+    code = "import sys; from hf_moe_expand.cli import app; app(['--help'], standalone_mode=False); "
+    code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False False")
+
+
+@pytest.fixture
+def error_of(monkeypatch, capsys, tmp_path):
+    """Runs the entry point in `tmp_path`; what it prints as its error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 2
+        return capsys.readouterr().err.strip()
+
+    return run
+
+
+def test_errors_are_one_line_without_a_traceback(tmp_path, error_of):
+    assert error_of("inspect", "nowhere/at-all/x").startswith("error: nowhere/at-all/x: no such folder")
+    (tmp_path / "recipe.yaml").write_text("bsae: x\noutput: y\nnew: {el: z.jsonl}\n")
+    assert error_of("validate", "recipe.yaml") == "error: recipe.yaml: unknown key `bsae`; did you mean `base`?"
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, help_text):
+    """The README's files, with a tiny model in the place of the real one and settings to match."""
+    monkeypatch.chdir(tmp_path)
+    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=24)
+    for code in ("en", "el"):
+        write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 20)])
+        write_texts(tmp_path / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
+    blocks = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    assert [name for name, _ in blocks] == ["stage1.yaml", "stage2.yaml", "recipe.yaml"]
+    for name, text in blocks:
+        settings = yaml.safe_load(text)
+        stages = [settings[key] for key in ("post_pretrain", "review")] if name == "recipe.yaml" else [settings]
+        for stage in stages:
+            stage["block_size"] = 32
+            stage.pop("old_documents", None)
+            stage["training"] |= {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+            stage["training"]["learning_rate"] = float(stage["training"]["learning_rate"])
+        if name == "recipe.yaml":
+            settings["analysis"] = {"tokens": 300, "block_size": 32}
+            settings["plan"]["similarity_floor"] = 0.01
+        (tmp_path / name).write_text(yaml.safe_dump(settings))
+    return tmp_path
+
+
+def test_every_command_of_the_readme_runs(workplace):
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+        for line in block.splitlines()
+    ]
+    lines = [line.replace("accelerate launch $(which hf-moe-expand)", "hf-moe-expand") for line in lines]
+    lines = [line for line in lines if line.startswith("hf-moe-expand")]
+    assert len(lines) == 7
+    extra = {"analyze": ["--tokens", "300", "--block-size", "32"], "plan": ["--similarity-floor", "0.01"]}
+    said = {}
+    for line in lines:
+        words = shlex.split(line)[1:]
+        said[words[0], words[1]] = invoke(*words, *extra.get(words[0], []))
+    assert "experts per layer" in said["plan", "layer-moe"]
+    assert "(total 72)" in said["plan", "layer-moe"]
+    assert "frozen tensors are byte-identical" in said["train", "review"]
+    assert "mean of" not in said["evaluate", "Qwen/Qwen2.5-0.5B"]  # one old and one new language
+    assert "el (new)" in said["evaluate", "Qwen/Qwen2.5-0.5B"]
+    assert "review, 1 steps" in said["inspect", "qwen-el-2"]
+    assert "recipe.yaml: ok" in invoke("validate", "recipe.yaml")
+    assert Recipe.load("recipe.yaml").plan.classifier_layers == 7
+
+
+def test_the_readmes_python_runs(workplace, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    from hf_moe_expand import settings
+    from hf_moe_expand.analysis import similarity
+
+    small = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    for name in ("PostPretrainSettings", "ReviewSettings"):
+        real = getattr(settings, name)
+        monkeypatch.setattr(
+            settings, name, lambda training, real=real: real(block_size=32, training={**training, **small})
+        )
+    measure = similarity.measure_similarity
+
+    def measured(*arguments, tokens):
+        found = measure(*arguments, tokens=300, block_size=32)
+        return type(found)(**{**vars(found), "similarity": [max(value, 0.01) for value in found.similarity]})
+
+    monkeypatch.setattr(similarity, "measure_similarity", measured)
+    namespace = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
+
+
+def test_plans_from_the_command_line(tmp_path, error_of):
+    text = invoke("plan", "uniform", "--layers", 4, "--experts", 3, "--new", "el", "--out", tmp_path / "a.json")
+    assert "3 3 3 3 (total 12)" in text
+    invoke(
+        "plan",
+        "mola",
+        "--layers",
+        8,
+        "--out",
+        tmp_path / "b.json",
+        "--classifier-choice",
+        "last",
+        "--classifier-layers",
+        2,
+    )
+    assert yaml.safe_load((tmp_path / "b.json").read_text())["classifier_layers"] == [6, 7]
+    save_dense(tmp_path / "base")
+    invoke("plan", "random", "--layers", tmp_path / "base", "--total-experts", 8, "--out", tmp_path / "c.json")
+    assert sum(yaml.safe_load((tmp_path / "c.json").read_text())["experts_per_layer"]) == 8
+    assert "exists already" in error_of("plan", "mola", "--layers", 8, "--out", "b.json")
+
+
+def test_the_readmes_file_tree_names_every_module():
+    tree = README.read_text("utf-8").split("## The files")[1]
+    root = README.parent
+    modules = [path for folder in ("modeling", "trainers", "hf_moe_expand") for path in (root / folder).rglob("*.py")]
+    missing = [path.name for path in modules if path.name != "__init__.py" and path.name not in tree]
+    assert missing == []

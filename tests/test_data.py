@@ -1,0 +1,180 @@
+"""Sources, packing and mixing."""
+
+import json
+
+import pytest
+from conftest import byte_tokenizer, write_texts
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_moe_expand.data.mixing import review_documents
+from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
+from hf_moe_expand.data.sources import LanguageText, check_languages
+from hf_moe_expand.errors import InputError
+
+END = 256
+
+
+def load(path, language="el"):
+    return LanguageText(language, str(path)).load()["text"]
+
+
+def test_jsonl_txt_parquet_and_folders(tmp_path):
+    write_texts(tmp_path / "a.jsonl", ["ένα", "δύο"])
+    (tmp_path / "b.txt").write_text("τρία\n\n  \nτέσσερα\n", "utf-8")
+    Dataset.from_dict({"text": ["πέντε"]}).to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "notes.md").write_text("not text of ours")
+    assert load(tmp_path / "a.jsonl") == ["ένα", "δύο"]
+    assert load(tmp_path / "b.txt") == ["τρία", "τέσσερα"]
+    assert load(tmp_path / "c.parquet") == ["πέντε"]
+    assert load(tmp_path) == ["ένα", "δύο", "τρία", "τέσσερα", "πέντε"]
+
+
+def test_rows_tagged_with_another_language_are_left_out(tmp_path):
+    rows = [{"text": "ένα", "language": "el"}, {"text": "one", "language": "en"}, {"text": "δύο"}]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
+    assert load(tmp_path / "mixed.jsonl") == ["ένα", "δύο"]
+    Dataset.from_list(rows[:2]).to_parquet(tmp_path / "mixed.parquet")
+    assert load(tmp_path / "mixed.parquet") == ["ένα"]
+    (tmp_path / "english.jsonl").write_text(json.dumps(rows[1]))
+    with pytest.raises(InputError, match="no text in language 'el'"):
+        load(tmp_path / "english.jsonl")
+
+
+def test_an_edited_file_is_read_anew(tmp_path):
+    path = write_texts(tmp_path / "a.jsonl", ["old text"])
+    assert load(path) == ["old text"]
+    write_texts(path, ["new text, longer"])
+    assert load(path) == ["new text, longer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"body": "y"}\n',
+            r"a\.jsonl:2: needs an object with a string under \"text\" \(keys: body",
+        ),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl:2: needs"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: .*found a list"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not a JSON object"),
+        ("a.txt", b"good line\n\xff\xfe bad\n", r"a\.txt: not UTF-8 text near line \d"),
+        ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
+        ("a.txt", b"\n  \n", r"no text in language 'el'"),
+        ("a.csv", b"text\nx\n", r"unknown kind of file; known are \.jsonl"),
+    ],
+)
+def test_bad_files_are_told_by_file_and_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load(tmp_path / name)
+
+
+def test_hub_datasets_are_streamed_and_sliced(tmp_path):
+    # The library takes a folder for a hub id: the same code, without a network.
+    write_texts(tmp_path / "train.jsonl", [f"κείμενο {i}" for i in range(9)])
+    assert len(load(f"hub:{tmp_path}")) == 9
+    assert load(f"hub:{tmp_path}::train[:2]") == ["κείμενο 0", "κείμενο 1"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "train.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(InputError, match=r"row 0 has no string under `text` \(columns: body\)"):
+        load(f"hub:{tmp_path / 'other'}")
+    with pytest.raises(InputError, match="the hub does not give this dataset"):
+        load(f"hub:{tmp_path / 'nowhere'}")
+
+
+def test_missing_files_and_arguments(tmp_path):
+    with pytest.raises(InputError, match=r"no such file \(text for language 'el'\)"):
+        load(tmp_path / "none.jsonl")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=r"the folder holds no \.jsonl"):
+        load(tmp_path / "folder")
+    with pytest.raises(InputError, match="is not LANGUAGE=FILE"):
+        LanguageText.parse("el.jsonl")
+    assert LanguageText.parse("el=a=b.txt") == LanguageText("el", "a=b.txt")
+    with pytest.raises(InputError, match="el: given as an old and as a new language"):
+        check_languages({"el": 1, "en": 1}, {"el": 1})
+    with pytest.raises(InputError, match="at least one"):
+        check_languages({"en": 1}, {})
+
+
+def texts(**documents):
+    return {code: Dataset.from_dict({"text": list(values)}) for code, values in documents.items()}
+
+
+words = st.lists(st.text("abαβ", min_size=1, max_size=30), min_size=3, max_size=12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(words, words, st.integers(2, 9), st.integers(0, 5))
+def test_packing_keeps_every_token_in_order_with_its_language(english, greek, block_size, seed):
+    packed = pack_texts(texts(en=english, el=greek), byte_tokenizer(), block_size, seed)
+    ids = [token for row in packed.dataset["input_ids"] for token in row]
+    languages = [token for row in packed.dataset["language_ids"] for token in row]
+    assert all(len(row) == block_size for row in packed.dataset["input_ids"])
+    total = sum(packed.tokens.values())
+    assert total == sum(len(text.encode()) + 1 for text in [*english, *greek])
+    assert len(ids) == total - total % block_size
+    # Cut at document ends: what comes out are the documents, whole (but the last) and with one language each.
+    found, start = [], 0
+    for position, token in enumerate(ids):
+        if token == END:
+            document, language = bytes_of(ids[start:position]), set(languages[start : position + 1])
+            assert len(language) == 1
+            found.append((packed.languages[language.pop()], document))
+            start = position + 1
+    left = [("en", text) for text in english] + [("el", text) for text in greek]
+    for item in found:
+        left.remove(item)
+    assert sum(len(text.encode()) + 1 for _, text in left) == total - start
+
+
+def bytes_of(ids):
+    return byte_tokenizer().decode(ids)
+
+
+def test_the_seed_decides_the_order():
+    data = texts(en=[f"document {i}" for i in range(30)], el=[f"έγγραφο {i}" for i in range(30)])
+    first, again, other = (pack_texts(data, byte_tokenizer(), 8, seed).dataset["input_ids"][:] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_blocks_can_mix_languages():
+    data = texts(en=["ab"] * 50, el=["γδ"] * 50)
+    rows = pack_texts(data, byte_tokenizer(), 32, 0).dataset["language_ids"]
+    assert any(set(row) == {0, 1} for row in rows)
+
+
+def test_tokens_per_language_takes_whole_documents_and_refuses_more_than_there_are():
+    encoded = tokenize(texts(el=["abc"] * 10)["el"], byte_tokenizer(), 0)
+    taken, total = take_tokens(encoded, 9, "el")
+    assert (len(taken), total) == (3, 12)
+    with pytest.raises(InputError, match=r"'el' has 40 tokens, but 41 were asked for"):
+        take_tokens(encoded, 41, "el")
+    with pytest.raises(InputError, match="less than one block of 64"):
+        pack_texts(texts(el=["abc"]), byte_tokenizer(), 64, 0)
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="no end-of-text token"):
+        pack_texts(texts(el=["abc"]), tokenizer, 4, 0)
+
+
+def test_review_mixes_one_old_to_two_new_documents():
+    available = {"en": 500, "es": 400, "el": 300, "hu": 1000}
+    assert review_documents(available, ["en", "es"], ["el", "hu"]) == {"en": 150, "es": 150, "el": 300, "hu": 300}
+    assert review_documents(available, ["en"], ["el"], old_documents=10) == {"en": 10, "el": 20}
+    with pytest.raises(InputError, match=r"'el' has 300 documents, but the mix asks for 400.*150 or fewer"):
+        review_documents(available, ["en"], ["el"], old_documents=200)
+
+
+def test_collated_batches():
+    batch = collate_blocks(
+        [{"input_ids": [1, 2], "language_ids": [0, 0]}, {"input_ids": [3, 4], "language_ids": [0, 1]}]
+    )
+    assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2], [3, 4]]
+    assert batch["language_ids"].tolist() == [[0, 0], [0, 1]]

@@ -1,0 +1,32 @@
+"""The demo, cut short: same road, a few steps; and its text."""
+
+import re
+from dataclasses import replace
+
+from hf_moe_expand.demo import run
+from hf_moe_expand.demo.sentences import NEW, OLD, documents
+
+
+def test_the_demo_goes_the_whole_way_and_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "BASE", replace(run.BASE, steps=2, hidden_size=32, num_layers=2))
+    monkeypatch.setattr(run, "TRAIN_DOCUMENTS", 60)
+    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", run.RECIPE).replace("tokens: 20000", "tokens: 500")
+    monkeypatch.setattr(
+        run, "RECIPE", recipe.replace("total_experts: 12", "similarity_floor: 0.01\n  total_experts: 6")
+    )
+    run.run_demo(tmp_path)
+    said = capsys.readouterr().out
+    assert "| mean of new |" in said
+    assert "loaded back as LayerMoEForCausalLM" in said
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+    run.run_demo(tmp_path)
+    assert capsys.readouterr().out.count("done already") == 6
+
+
+def test_every_language_has_its_own_documents_and_the_splits_differ():
+    for code in (*OLD, *NEW):
+        train, test = documents(code, 200, 0), documents(code, 60, 1)
+        assert train == documents(code, 200, 0)
+        assert "{" not in "".join(train)
+        assert len(set(train) & set(test)) == 0
+        assert len(set(train)) == 200

@@ -1,0 +1,104 @@
+"""Perplexity and bits per byte against a slow definition, and the table."""
+
+import math
+
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_dense
+
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.figures import plot_allocation
+from hf_moe_expand.evaluation.perplexity import LanguageScore, evaluate_model, scored_stream
+from hf_moe_expand.evaluation.report import Evaluation
+
+TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
+
+
+def slow_score(model, tokenizer, texts, block_size):
+    """Each token's probability from a forward pass of its own, given what its window holds before it."""
+    stream, of_text = [], []
+    for text in texts:
+        ids = tokenizer(text).input_ids
+        stream += [tokenizer.eos_token_id, *ids]
+        of_text += [False] + [True] * len(ids)
+    nats = 0.0
+    for position in range(1, len(stream)):
+        start = (position - 1) // block_size * block_size
+        logits = model(torch.tensor([stream[start:position]])).logits[0, -1]
+        if of_text[position]:
+            nats -= logits.log_softmax(-1)[stream[position]].item()
+    return nats, sum(of_text), sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize(("block_size", "batch_size"), [(8, 3), (5, 1), (60, 4)])
+def test_every_token_is_scored_once_and_bytes_are_the_texts(block_size, batch_size):
+    model, tokenizer = tiny_dense("qwen2"), byte_tokenizer()
+    found = evaluate_model(model, tokenizer, TEXTS, block_size, batch_size)
+    for code, texts in TEXTS.items():
+        with torch.no_grad():
+            nats, tokens, size = slow_score(model, tokenizer, texts, block_size)
+        assert (found[code].tokens, found[code].bytes) == (tokens, size)
+        assert found[code].bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+        assert found[code].perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+
+
+def test_a_uniform_model_needs_log2_of_its_vocabulary():
+    model = tiny_dense("qwen2", tie_word_embeddings=False)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    score = evaluate_model(model, byte_tokenizer(), TEXTS, 16, 2)["en"]
+    assert score.perplexity == pytest.approx(257, rel=1e-4)
+    assert score.bits_per_byte == pytest.approx(math.log2(257), rel=1e-5)
+
+
+def test_begin_of_text_is_the_separator_where_the_tokenizer_adds_one():
+    class WithBegin:
+        bos_token_id, eos_token_id = 1, 2
+
+        def __call__(self, text, add_special_tokens=True, **_):
+            ids = [10 + ord(character) for character in text]
+            return type("Encoding", (), {"input_ids": [1, *ids] if add_special_tokens else ids})
+
+    ids, scored, size = scored_stream(["ab", "c"], WithBegin())
+    assert ids == [1, 107, 108, 1, 109]
+    assert scored == [False, True, True, False, True]
+    assert size == 3
+
+
+def test_max_tokens_takes_whole_documents():
+    ids, _, size = scored_stream(["abc", "defg", "h"], byte_tokenizer(), max_tokens=9)
+    assert (len(ids), size) == (9, 7)
+    with pytest.raises(InputError, match="'en': no text to score"):
+        evaluate_model(tiny_dense("qwen2"), byte_tokenizer(), TEXTS, max_tokens=3)
+
+
+def evaluation():
+    def score(bits):
+        return LanguageScore(2.0**bits, bits, 10, 10)
+
+    base = {"en": score(1.0), "es": score(2.0), "el": score(4.0)}
+    after = {"en": score(1.1), "es": score(2.0), "el": score(3.0)}
+    return Evaluation(["en", "es"], ["el"], {"base": base, "after": after})
+
+
+def test_table_and_json(tmp_path):
+    result = evaluation()
+    assert result.markdown().splitlines() == [
+        "| language | base | after | after vs base |",
+        "| --- | ---: | ---: | ---: |",
+        "| en (old) | 1.000 | 1.100 | +10.0 % |",
+        "| es (old) | 2.000 | 2.000 | +0.0 % |",
+        "| mean of old | 1.500 | 1.550 | +3.3 % |",
+        "| el (new) | 4.000 | 3.000 | -25.0 % |",
+    ]
+    assert result.rows("perplexity")[1][0] == ["en (old)", "2.000", "2.144", "+7.2 %"]
+    result.to_json(tmp_path / "evaluation.json")
+    assert Evaluation.from_json(tmp_path / "evaluation.json") == result
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(InputError, match="not an evaluation"):
+        Evaluation.from_json(tmp_path / "other.json")
+
+
+def test_the_picture_is_drawn(tmp_path):
+    for suffix in ("png", "svg"):
+        plot_allocation(tmp_path / f"plan.{suffix}", [4, 3, 2], [0.1, 0.2, 0.3], [2], "title")
+        assert (tmp_path / f"plan.{suffix}").stat().st_size > 2000

@@ -1,0 +1,269 @@
+"""Out-of-core expansion: what it writes, and what it refuses."""
+
+import builtins
+import errno
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import byte_tokenizer, save_dense, tiny_config, tiny_dense
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GenerationConfig
+
+from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.errors import InputError
+
+PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
+
+
+@pytest.fixture
+def base(tmp_path):
+    return save_dense(tmp_path / "base")
+
+
+def tensors(folder):
+    reader = CheckpointReader(folder)
+    return {name: reader.tensor(name) for name in reader.tensors}
+
+
+def test_every_tensor_of_the_base_is_there_byte_for_byte_and_copies_are_copies(base, tmp_path):
+    report = expand_checkpoint(base, tmp_path / "out", PLAN)
+    before, after = load_file(base / "model.safetensors"), tensors(tmp_path / "out")
+    for name, value in before.items():
+        homes = [name] if name in after else [name.replace(".mlp.", f".mlp.experts.{e}.") for e in range(3)]
+        homes = [home for home in homes if home in after]
+        assert homes
+        assert all(torch.equal(after.pop(home), value) for home in homes), name
+    assert sorted(after) == [
+        "model.layers.0.mlp.router.weight",
+        "model.layers.2.mlp.classifier.weight",
+        "model.layers.2.mlp.router.weight",
+    ]
+    assert not after["model.layers.2.mlp.classifier.weight"].any()
+    assert report.parameters == sum(value.numel() for value in tensors(tmp_path / "out").values())
+
+
+def test_the_file_is_what_the_library_itself_writes(base, tmp_path):
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    LayerMoEForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
+    for path in (tmp_path / "again").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
+
+
+def test_shards_in_and_out(tmp_path):
+    tiny_dense("qwen2").save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    tiny_dense("qwen2").save_pretrained(tmp_path / "single")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    expand_checkpoint(tmp_path / "sharded", tmp_path / "one", PLAN)
+    expand_checkpoint(tmp_path / "single", tmp_path / "many", PLAN, max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 4
+    found = compare_checkpoints(tmp_path / "one", tmp_path / "many")
+    assert found.identical
+    assert found.changed + found.added + found.removed == []
+    ids = torch.randint(0, 256, (1, 8))
+    one, many = (LayerMoEForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "many"))
+    assert torch.equal(one(ids).logits, many(ids).logits)
+    LayerMoEForCausalLM.from_pretrained(tmp_path / "many").save_pretrained(tmp_path / "again", max_shard_size="20KB")
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "again" / index).read_bytes() == (tmp_path / "many" / index).read_bytes()
+
+
+def test_the_seed_decides_and_routers_differ_between_layers(base, tmp_path):
+    plan = Plan("uniform", [3, 3, 3])
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        expand_checkpoint(base, tmp_path / name, plan, seed=seed, expert_init="random")
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    a, c = tensors(tmp_path / "a"), tensors(tmp_path / "c")
+    drawn = [name for name in a if "router" in name or ".experts.1." in name or ".experts.2." in name]
+    assert sorted(name for name in a if not torch.equal(a[name], c[name])) == sorted(drawn)
+    routers = [a[f"model.layers.{layer}.mlp.router.weight"] for layer in range(3)]
+    assert not torch.equal(routers[0], routers[1])
+    assert routers[0].std().item() == pytest.approx((2 / (32 + 3)) ** 0.5, rel=0.3)
+
+
+def test_random_experts_are_drawn_as_the_backbone_draws(tmp_path):
+    config = tiny_config("gpt_neox", hidden_size=64, intermediate_size=512, initializer_range=0.05)
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("uniform", [2, 2, 2]), expert_init="random")
+    found = tensors(tmp_path / "out")
+    prefix = "gpt_neox.layers.0.mlp.experts"
+    drawn, kept = (found[f"{prefix}.{e}.dense_h_to_4h.weight"] for e in (1, 0))
+    assert drawn.std().item() == pytest.approx(0.05, rel=0.05)
+    assert not torch.equal(drawn, kept)
+    assert not found[f"{prefix}.1.dense_h_to_4h.bias"].any()
+
+
+def test_companions_travel_along_and_the_template_works(tmp_path):
+    base = tmp_path / "base"
+    tiny_dense("qwen2").save_pretrained(base)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}!{% endfor %}"
+    tokenizer.save_pretrained(base)
+    GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=256).save_pretrained(base)
+    (base / "README.md").write_text("the base model's card")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_provenance_says_what_was_done_and_holds_no_local_path(base, tmp_path):
+    expand_checkpoint(base, tmp_path / "out", PLAN, seed=7)
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert str(tmp_path) not in text
+    (entry,) = json.loads(text)["expansions"]
+    assert entry["method"] == "layer-moe"
+    assert entry["base_model"] == "base"
+    assert (entry["old_languages"], entry["new_languages"]) == (["en"], ["el"])
+    assert entry["experts_per_layer"] == [3, 1, 2]
+    assert entry["seed"] == 7
+    assert entry["versions"]["torch"] == torch.__version__
+
+
+def test_bloom_checkpoints_without_the_base_prefix(tmp_path):
+    # The published BLOOM checkpoints have `h.0...` instead of `transformer.h.0...`.
+    tiny_dense("bloom").save_pretrained(tmp_path / "full")
+    shutil.copytree(tmp_path / "full", tmp_path / "short")
+    weights = load_file(tmp_path / "full" / "model.safetensors")
+    weights = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    save_file(weights, tmp_path / "short" / "model.safetensors", metadata={"format": "pt"})
+    for name in ("full", "short"):
+        expand_checkpoint(tmp_path / name, tmp_path / f"{name}-out", PLAN)
+    found = compare_checkpoints(tmp_path / "full-out", tmp_path / "short-out")
+    assert found.changed + found.added + found.removed == []
+
+
+def test_tensors_that_the_backbone_does_not_know_are_left_out_aloud(base, tmp_path):
+    weights = load_file(base / "model.safetensors") | {"extra.weight": torch.ones(2)}
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    assert expand_checkpoint(base, tmp_path / "out", PLAN).left_out == ["extra.weight"]
+
+
+def assert_nothing_left(folder, *names):
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
+def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
+    def refused(source, plan, message, **options):
+        with pytest.raises(InputError, match=message):
+            expand_checkpoint(source, tmp_path / "out", plan, **options)
+
+    refused(tmp_path / "nowhere", PLAN, "no such folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", PLAN, "not a checkpoint: it has no config.json")
+    refused(base, Plan("uniform", [2, 2]), "plan is for 2 layers, but .* has 3")
+    refused(base, PLAN, "expert_init is 'zero'", expert_init="zero")
+    refused(base / "config.json", PLAN, "is a file")
+    shutil.copytree(base, tmp_path / "t5")
+    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
+    refused(tmp_path / "t5", PLAN, "'t5' is not supported. Supported: bloom, gemma")
+    shutil.copytree(base, tmp_path / "moe")
+    (tmp_path / "moe" / "config.json").write_text('{"model_type": "mixtral"}')
+    refused(tmp_path / "moe", PLAN, "'mixtral' is not supported")
+    shutil.copytree(base, tmp_path / "pickled")
+    os.rename(tmp_path / "pickled/model.safetensors", tmp_path / "pickled/pytorch_model.bin")
+    refused(tmp_path / "pickled", PLAN, "pickled weights, which are not read")
+    assert_nothing_left(tmp_path, "base", "empty", "t5", "moe", "pickled")
+    expand_checkpoint(base, tmp_path / "done", PLAN)
+    refused(tmp_path / "done", PLAN, "is an expanded checkpoint already")
+    with pytest.raises(InputError, match="exists already"):
+        expand_checkpoint(base, tmp_path / "done", PLAN)
+    with pytest.raises(InputError, match="is the input folder"):
+        expand_checkpoint(base, base, PLAN, overwrite=True)
+    expand_checkpoint(base, tmp_path / "done", Plan("uniform", [2, 2, 2]), overwrite=True)
+    assert LayerMoEForCausalLM.from_pretrained(tmp_path / "done").config.num_experts_per_layer == [2, 2, 2]
+
+
+def test_broken_weight_files_are_refused(base, tmp_path):
+    file = base / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match="incomplete"):
+        expand_checkpoint(base, tmp_path / "out", PLAN)
+    file.write_bytes(b"not safetensors at all")
+    with pytest.raises(InputError, match="not a safetensors file"):
+        expand_checkpoint(base, tmp_path / "out", PLAN)
+    weights = tensors_of(content, tmp_path)
+    del weights["model.norm.weight"]
+    save_file(weights, file)
+    with pytest.raises(InputError, match=r"missing from the checkpoint: model\.norm\.weight"):
+        expand_checkpoint(base, tmp_path / "out", PLAN)
+    weights["model.norm.weight"] = torch.ones(31)
+    save_file(weights, file)
+    with pytest.raises(InputError, match=r"'model\.norm\.weight' has shape \[31\], but .* \[32\]"):
+        expand_checkpoint(base, tmp_path / "out", PLAN)
+    assert not (tmp_path / "out").exists()
+
+
+def tensors_of(content, tmp_path):
+    (tmp_path / "whole.safetensors").write_bytes(content)
+    return load_file(tmp_path / "whole.safetensors")
+
+
+def test_a_full_disk_leaves_nothing_behind(base, tmp_path, monkeypatch):
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(InputError, match="the disk has 100 free"):
+        expand_checkpoint(base, tmp_path / "out", PLAN)
+    monkeypatch.setattr(shutil, "disk_usage", real)
+    opened = builtins.open
+
+    def full(path, mode="r", *args, **kwargs):
+        file = opened(path, mode, *args, **kwargs)
+        if "w" in mode and str(path).endswith(".safetensors"):
+
+            def write(data):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            file = SimpleNamespace(write=write, __enter__=None)
+            return _Context(file)
+        return file
+
+    monkeypatch.setattr(builtins, "open", full)
+    with pytest.raises(InputError, match="the disk is full; nothing was left behind"):
+        expand_checkpoint(base, tmp_path / "out", PLAN)
+    monkeypatch.undo()
+    assert_nothing_left(tmp_path, "base")
+
+
+class _Context:
+    def __init__(self, value):
+        self.value = value
+
+    def __enter__(self):
+        return self.value
+
+    def __exit__(self, *_):
+        return False
+
+
+def test_an_interruption_leaves_nothing_behind_and_keeps_what_was_there(base, tmp_path, monkeypatch):
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CheckpointReader, "chunks", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        expand_checkpoint(base, tmp_path / "out", Plan("uniform", [2, 2, 2]), overwrite=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert_nothing_left(tmp_path, "base", "out")
+
+
+def test_comparison_finds_one_changed_bit(base, tmp_path):
+    shutil.copytree(base, tmp_path / "other")
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nextafter(weights["model.norm.weight"][3], torch.tensor(9.0))
+    extra = weights.pop("lm_head.weight")
+    save_file(weights | {"new.weight": extra}, tmp_path / "other" / "model.safetensors")
+    found = compare_checkpoints(base, tmp_path / "other")
+    assert (found.changed, found.removed, found.added) == (["model.norm.weight"], ["lm_head.weight"], ["new.weight"])

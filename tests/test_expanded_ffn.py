@@ -1,0 +1,199 @@
+"""One expanded layer against a slow, obvious definition: forward, gradients, top-k, classifier, residual."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hf_moe_expand.modeling.expanded_ffn import (
+    ExpandedFFN,
+    Routing,
+    RoutingControl,
+    init_router,
+    select_experts,
+)
+
+HIDDEN = 6
+
+
+class PlainFFN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 10), nn.Linear(10, HIDDEN)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class ResidualFFN(PlainFFN):
+    def forward(self, x, residual):
+        return super().forward(x) + residual
+
+
+def build(num_experts, top_k, classifier=False, ffn=PlainFFN, dtype=torch.float32):
+    torch.manual_seed(num_experts * 10 + top_k)
+    layer = ExpandedFFN(ffn(), HIDDEN, num_experts, top_k, 0, classifier, RoutingControl())
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    return layer.to(dtype)
+
+
+def slow(layer, x):
+    """Token by token, straight from the equations."""
+    out = []
+    for token in x.reshape(-1, HIDDEN):
+        scores = (layer.router.weight.float() @ token.float()).softmax(-1)
+        if layer.classifier is not None and not layer.training:
+            old, new = layer.classifier.weight.float() @ token.float()
+            if old > new:
+                out.append(layer.experts[0](token))
+                continue
+        chosen = sorted(range(len(layer.experts)), key=lambda e: -scores[e].item())[: layer.top_k]
+        norm = sum(scores[e] for e in chosen)
+        out.append(sum(scores[e] / norm * layer.experts[e](token).float() for e in chosen).to(token.dtype))
+    return torch.stack(out).view_as(x)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 5), (2, 1), (1, 64)])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(2, 1), (2, 2), (3, 2), (5, 2), (4, 3), (2, 5)])
+@pytest.mark.parametrize("classifier", [False, True])
+def test_forward_is_the_definition(shape, num_experts, top_k, classifier):
+    layer = build(num_experts, top_k, classifier).eval()
+    x = torch.randn(*shape, HIDDEN)
+    torch.testing.assert_close(layer(x), slow(layer, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(2, 2), (5, 2), (6, 3)])
+def test_gradients_are_the_definitions(num_experts, top_k):
+    layer = build(num_experts, top_k).train()
+    x = torch.randn(2, 9, HIDDEN, requires_grad=True)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    fast = torch.autograd.grad(layer(x).square().sum(), [x, *parameters], allow_unused=False)
+    obvious = torch.autograd.grad(slow(layer, x).square().sum(), [x, *parameters], allow_unused=True)
+    for name, a, b in zip(["x", *names], fast, obvious, strict=True):
+        torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_top_1_has_weight_one_and_the_gradient_of_log_g():
+    logits = torch.randn(4, 3, requires_grad=True)
+    weights, index = select_experts(logits, 1)
+    assert torch.equal(weights.detach(), torch.ones(4, 1))
+    assert torch.equal(index[:, 0], logits.argmax(-1))
+    (found,) = torch.autograd.grad(weights.sum(), logits)
+    (expected,) = torch.autograd.grad(logits.log_softmax(-1).amax(-1).sum(), logits)
+    torch.testing.assert_close(found, expected)
+
+
+def test_weights_sum_to_one():
+    weights, index = select_experts(torch.randn(100, 5), 2)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(100))
+    assert (index[:, 0] != index[:, 1]).all()
+
+
+def test_tokens_that_all_go_to_expert_0_have_the_dense_output_bit_for_bit():
+    layer = build(4, 2, classifier=True).eval()
+    with torch.no_grad():
+        layer.classifier.weight.copy_(torch.stack([torch.ones(HIDDEN), torch.zeros(HIDDEN)]))
+    x = torch.rand(3, 17, HIDDEN)  # positive: all classed old
+    assert torch.equal(layer(x), layer.experts[0](x))
+    layer.control.forced_expert = 0
+    x = torch.randn(3, 17, HIDDEN)
+    assert torch.equal(layer(x), layer.experts[0](x))
+
+
+def test_in_a_mixed_batch_an_old_token_has_expert_0s_output_bit_for_bit():
+    # Compared with what expert 0 really returned: a matrix product of other rows may round differently.
+    layer = build(4, 2, classifier=True).eval()
+    ran = {}
+    layer.experts[0].register_forward_hook(
+        lambda _, args, out: ran.update(zip(map(tuple, args[0].tolist()), out, strict=True))
+    )
+    x = torch.randn(50, HIDDEN)
+    logits = x @ layer.classifier.weight.T
+    old = logits[:, 0] > logits[:, 1]
+    assert 0 < old.sum() < 50
+    y = layer(x)
+    assert all(torch.equal(y[t], ran[tuple(x[t].tolist())]) for t in old.nonzero().flatten().tolist())
+
+
+def test_the_classifier_decides_in_evaluation_only():
+    layer = build(3, 2, classifier=True)
+    x = torch.randn(40, HIDDEN)
+    without = copy.deepcopy(layer)
+    without.classifier = None
+    assert torch.equal(layer.train()(x), without.train()(x))
+    assert not torch.allclose(layer.eval()(x), without.eval()(x))
+
+
+def test_an_untrained_classifier_changes_nothing():
+    layer = build(3, 2, classifier=True).eval()
+    nn.init.zeros_(layer.classifier.weight)
+    without = copy.deepcopy(layer)
+    without.classifier = None
+    x = torch.randn(40, HIDDEN)
+    assert torch.equal(layer(x), without(x))
+
+
+def test_old_tokens_run_one_expert_and_once():
+    layer = build(3, 2, classifier=True).eval()
+    with torch.no_grad():
+        layer.classifier.weight.copy_(torch.stack([torch.ones(HIDDEN), torch.zeros(HIDDEN)]))
+    rows = [0, 0, 0]
+    for number, expert in enumerate(layer.experts):
+        expert.register_forward_pre_hook(lambda _, args, n=number: rows.__setitem__(n, rows[n] + len(args[0])))
+    layer(torch.rand(30, HIDDEN))  # positive inputs: all classed old
+    assert rows == [30, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_residual_is_added_once(mode):
+    layer = getattr(build(3, 2, ffn=ResidualFFN), mode)()
+    x, residual = torch.randn(2, 5, HIDDEN), torch.randn(2, 5, HIDDEN)
+    torch.testing.assert_close(layer(x, residual), layer(x, torch.zeros_like(x)) + residual)
+
+
+def test_equal_experts_give_the_dense_output_in_bfloat16_too():
+    layer = build(4, 2, dtype=torch.bfloat16).eval()
+    for expert in layer.experts[1:]:
+        expert.load_state_dict(layer.experts[0].state_dict())
+    x = torch.randn(200, HIDDEN, dtype=torch.bfloat16)
+    assert torch.equal(layer(x), layer.experts[0](x))
+
+
+def test_routing_is_float32_under_autocast_and_captured_with_its_graph():
+    layer = build(3, 2, classifier=True)
+    layer.control.capture = routing = Routing()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = torch.randn(8, HIDDEN)
+        layer(x)
+    assert routing.layers[0].router_logits.dtype == torch.float32
+    assert torch.equal(routing.layers[0].router_logits, x @ layer.router.weight.T)
+    assert routing.layers[0].router_logits.requires_grad
+    assert routing.layers[0].classifier_logits.shape == (8, 2)
+
+
+def test_idle_experts_get_zero_gradients_in_training():
+    layer = build(4, 1).train()
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[0].fill_(1.0)
+    layer(torch.rand(6, HIDDEN)).sum().backward()  # positive inputs: expert 0 wins everywhere
+    assert all(p.grad is not None and not p.grad.any() for p in layer.experts[3].parameters())
+
+
+def test_a_forced_expert_that_a_layer_lacks_is_an_error():
+    layer = build(2, 2)
+    layer.control.forced_expert = 2
+    with pytest.raises(ValueError, match=r"layer 0 has experts 0\.\.1"):
+        layer(torch.randn(3, HIDDEN))
+
+
+def test_router_initialisation_is_xavier_normal_and_seeded():
+    weight = torch.empty(8, 4000)
+    init_router(weight, torch.Generator().manual_seed(3))
+    again = torch.empty(8, 4000)
+    init_router(again, torch.Generator().manual_seed(3))
+    assert torch.equal(weight, again)
+    assert weight.std().item() == pytest.approx((2 / 4008) ** 0.5, rel=0.02)

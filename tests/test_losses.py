@@ -1,0 +1,103 @@
+"""The losses against slow, obvious definitions."""
+
+import math
+
+import pytest
+import torch
+
+from hf_moe_expand.trainers import (
+    classifier_loss,
+    expert_selections,
+    language_prior_routing_loss,
+    load_balance_loss,
+)
+
+
+def slow_balance(logits, top_k, counted):
+    T, N = sum(counted), logits.shape[1]
+    loss = 0.0
+    for i in range(N):
+        selections, scores = 0, 0.0
+        for t in range(logits.shape[0]):
+            if not counted[t]:
+                continue
+            exponentials = [math.exp(value) for value in logits[t].tolist()]
+            ranked = sorted(range(N), key=lambda e: -exponentials[e])
+            selections += i in ranked[:top_k]
+            scores += exponentials[i] / sum(exponentials)
+        loss += (N / (min(top_k, N) * T) * selections) * (scores / T)
+    return loss
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 2, 2), (7, 3, 2), (13, 5, 2), (9, 4, 1), (5, 2, 3)])
+def test_balance_loss_is_its_definition(tokens, experts, top_k):
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, experts)
+    counted = [t % 4 != 3 for t in range(tokens)]
+    found = load_balance_loss(logits, top_k, torch.tensor(counted))
+    assert found.item() == pytest.approx(slow_balance(logits, top_k, counted), rel=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_even_routing_costs_one(top_k):
+    # Every expert is selected equally often and has the same mean score: rotate one token's logits.
+    logits = torch.stack([torch.tensor([2.0, 1.0, 0.0, -1.0]).roll(shift) for shift in range(4)])
+    assert load_balance_loss(logits, top_k).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_collapsed_routing_costs_more_and_the_gradient_spreads_it():
+    logits = torch.tensor([[4.0, 2.0, 0.0, 0.0]]).repeat(6, 1).requires_grad_()
+    loss = load_balance_loss(logits, 2)
+    loss.backward()
+    assert loss > 1.5
+    assert logits.grad[0, 0] > 0 > logits.grad[0, 2]
+
+
+def test_selections_conserve_mass():
+    logits = torch.randn(50, 5)
+    mask = torch.rand(50) > 0.3
+    assert expert_selections(logits, 2, mask).sum() == 2 * mask.sum()
+
+
+def test_balance_of_ranks_adds_up_to_that_of_all_tokens():
+    logits = torch.randn(12, 4)
+    selections, tokens = expert_selections(logits, 2), 12
+    parts = [load_balance_loss(part, 2, None, selections, tokens) for part in logits.split([5, 7])]
+    assert sum(parts).item() == pytest.approx(load_balance_loss(logits, 2).item(), rel=1e-6)
+
+
+def test_language_prior_loss_is_mean_log_score_of_expert_0():
+    logits = torch.randn(9, 3)
+    old = torch.tensor([True, False, True, True, False, False, False, True, False])
+    expected = [-math.log(math.exp(row[0]) / sum(map(math.exp, row))) for row in logits[old].tolist()]
+    assert language_prior_routing_loss(logits, old).item() == pytest.approx(sum(expected) / 4, rel=1e-5)
+
+
+def test_language_prior_loss_without_old_tokens_is_zero_with_zero_gradient():
+    logits = torch.randn(4, 3, requires_grad=True)
+    loss = language_prior_routing_loss(logits, torch.zeros(4, dtype=torch.bool))
+    loss.backward()
+    assert loss == 0
+    assert logits.grad.abs().sum() == 0
+
+
+def test_classifier_loss_is_cross_entropy_over_all_tokens_so_a_constant_does_not_satisfy_it():
+    classes, mask = torch.tensor([0, 1, 1, 0]), torch.tensor([True, True, True, False])
+    logits = torch.randn(4, 2)
+    expected = 0.0
+    for t in range(3):
+        row = logits[t].tolist()
+        expected -= math.log(math.exp(row[classes[t]]) / sum(map(math.exp, row))) / 3
+    assert classifier_loss(logits, classes, mask).item() == pytest.approx(expected, rel=1e-5)
+    always_old = torch.tensor([[10.0, -10.0]]).repeat(4, 1)
+    assert classifier_loss(always_old, classes, mask) > 10
+
+
+def test_losses_divided_by_a_given_count_add_up_over_any_split():
+    logits, old, classes = torch.randn(10, 3), torch.rand(10) > 0.5, torch.randint(0, 2, (10,))
+    pairs = [(0, 3), (3, 4), (4, 10)]
+    prior = sum(language_prior_routing_loss(logits[a:b], old[a:b], old.sum()) for a, b in pairs)
+    assert prior.item() == pytest.approx(language_prior_routing_loss(logits, old).item(), rel=1e-5)
+    two = logits[:, :2]
+    classifier = sum(classifier_loss(two[a:b], classes[a:b], count=10) for a, b in pairs)
+    assert classifier.item() == pytest.approx(classifier_loss(two, classes).item(), rel=1e-5)

@@ -1,0 +1,234 @@
+"""`run` on real text: the whole way, P3, resuming (P7), repeating (P8), and the ablations."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import yaml
+from conftest import run_fresh, save_dense, write_texts
+from transformers import Trainer, TrainerCallback
+
+from hf_moe_expand import pipeline, training
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.pipeline import run_recipe
+from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.settings import (
+    AnalysisSettings,
+    EvaluationSettings,
+    ExpandSettings,
+    PlanSettings,
+    PostPretrainSettings,
+    ReviewSettings,
+)
+from hf_moe_expand.training import check_frozen, train_stage
+
+TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("road")
+
+
+@pytest.fixture
+def recipe(root, help_text):
+    if not (root / "base").exists():
+        save_dense(root / "base")
+        for code in ("en", "zh", "el", "tr"):
+            write_texts(root / f"{code}.jsonl", [text[:400] for text in help_text(code, "train", 12)])
+            write_texts(root / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
+    return Recipe(
+        base=str(root / "base"),
+        output=str(root / "run"),
+        old={code: str(root / f"{code}.jsonl") for code in ("en", "zh")},
+        new={code: str(root / f"{code}.jsonl") for code in ("el", "tr")},
+        test={code: str(root / f"{code}.test.jsonl") for code in ("en", "zh", "el", "tr")},
+        analysis=AnalysisSettings(tokens=500, block_size=32, batch_size=4),
+        plan=PlanSettings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
+        post_pretrain=PostPretrainSettings(block_size=32, training={**TRAINING, "max_steps": 6, "save_steps": 2}),
+        review=ReviewSettings(block_size=32, training={**TRAINING, "max_steps": 4}),
+        evaluation=EvaluationSettings(block_size=32, batch_size=4),
+    )
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
+    said = []
+    final = run_recipe(recipe, said.append)
+    text = "\n".join(said)
+    assert "[6/6] evaluate: 4 languages, 3 models" in text
+    assert "frozen tensors are byte-identical" in text
+    assert "| mean of new |" in text
+    assert "parameters train" in capsys.readouterr().out
+    evaluation = json.loads((root / "run" / "evaluation.json").read_text())
+    scores = evaluation["models"]
+    assert scores["post-pretrained"]["el"]["bits_per_byte"] < scores["base"]["el"]["bits_per_byte"]
+    stages = json.loads((final / "config.json").read_text())["expansions"][-1]["stages"]
+    assert [(stage["stage"], stage["steps"]) for stage in stages] == [("post-pretrain", 6), ("review", 4)]
+    assert str(root) not in (final / "config.json").read_text()
+    # P3 over the whole way: every tensor of the base is in the final checkpoint, as expert 0 or under its own name.
+    base, last = CheckpointReader(root / "base"), CheckpointReader(final)
+    for name in base.tensors:
+        home = name if name in last.tensors else name.replace(".mlp.", ".mlp.experts.0.")
+        assert torch.equal(base.tensor(name), last.tensor(home)), name
+    # Once more: nothing is done twice.
+    before = {path: path.stat().st_mtime_ns for path in (root / "run").rglob("*") if path.is_file()}
+    again = []
+    run_recipe(recipe, again.append)
+    assert sum("done already" in line for line in again) == 6
+    assert before == {path: path.stat().st_mtime_ns for path in (root / "run").rglob("*") if path.is_file()}
+    # P8: the same seed elsewhere gives the same bytes; another seed does not.
+    twin = run_recipe(replace(recipe, output=str(root / "twin"), test={}), said.append)
+    assert weights(twin) == weights(final)
+    # P4 after training: a fresh process loads it and generates.
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "m = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "t = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "print(m.generate(**t('Ένα', return_tensors='pt'), max_new_tokens=4, do_sample=False).shape)"
+    )
+    assert "torch.Size([1, 10])" in run_fresh(code, str(final))
+    # A recipe that changed after its steps ran is refused, by step.
+    with pytest.raises(InputError, match="changed after step `plan` had run"):
+        run_recipe(replace(recipe, plan=PlanSettings(total_experts=8)), said.append)
+    inspection = "\n".join(inspect_checkpoint(final).lines())
+    assert "(total 7, top-2)" in inspection
+    assert "review, 4 steps, seed 0" in inspection
+
+
+class StopAt(TrainerCallback):
+    """Kills the process's work after a step, as a time limit would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypatch):
+    whole = run_recipe(replace(recipe, output=str(root / "whole"), test={}), lambda line: None)
+    broken = replace(recipe, output=str(root / "broken"), test={})
+    made = training._trainer
+
+    def interrupted(*args):
+        trainer = made(*args)
+        trainer.add_callback(StopAt(5))
+        return trainer
+
+    monkeypatch.setattr(training, "_trainer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(broken, lambda line: None)
+    assert (root / "broken" / "post_pretrain.training" / "checkpoint-4").is_dir()
+    assert not (root / "broken" / "post_pretrain").exists()
+    monkeypatch.undo()
+    other = replace(broken, post_pretrain=replace(broken.post_pretrain, balance=0.5))
+    with pytest.raises(InputError, match="an interrupted run with other settings"):
+        run_recipe(other, lambda line: None)
+    resumed = []
+    train = Trainer.train
+    monkeypatch.setattr(
+        Trainer, "train", lambda self, resume_from_checkpoint=None, **rest: (
+            resumed.append(resume_from_checkpoint), train(self, resume_from_checkpoint, **rest)
+        )[1]
+    )  # fmt: skip
+    final = run_recipe(broken, lambda line: None)
+    assert resumed[0].endswith("checkpoint-4")
+    assert weights(final) == weights(whole)
+    assert not (root / "broken" / "post_pretrain.training").exists()
+
+
+def test_two_ranks_run_a_recipe_together(recipe, root):
+    recipe = replace(recipe, output=str(root / "ranks"))
+    (root / "recipe.yaml").write_text(yaml.safe_dump(asdict(recipe)))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, "-m", "hf_moe_expand.cli", "run", str(root / "recipe.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("[6/6] evaluate: 4 languages, 3 models") == 1
+    assert done.stdout.count("frozen tensors are byte-identical") == 2
+    stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
+    assert [stage["steps"] for stage in stages] == [6, 4]
+
+
+def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root):
+    base = save_dense(root / "bf16", dtype=torch.bfloat16)
+    final = run_recipe(replace(recipe, base=str(base), output=str(root / "bf16-run"), test={}), lambda line: None)
+    reader = CheckpointReader(final)
+    assert {info.dtype for info in reader.tensors.values()} == {"BF16"}
+    assert check_frozen(root / "bf16-run" / "expanded", root / "bf16-run" / "post_pretrain", "post-pretrain") > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved"),
+    [
+        ({"expand": ExpandSettings(expert_init="random"), "review": None}, "experts"),
+        ({"plan": PlanSettings(method="uniform", experts=2), "review": None}, "experts"),
+        ({"post_pretrain": {"everything": True}, "review": None}, "base"),
+        ({"post_pretrain": {"replay": True, "language_prior": 0.1}, "review": None}, "experts"),
+        ({"review": {"language_prior": 0.0}}, "experts"),
+    ],
+    ids=["w/o expert copy", "w/o review", "everything trained", "one stage", "w/o LPR"],
+)
+def test_ablations(recipe, tmp_path, changes, moved):
+    changes = {
+        name: replace(getattr(recipe, name), **value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    recipe = replace(recipe, output=str(tmp_path / "run"), test={}, **changes)
+    final = run_recipe(recipe, lambda line: None)
+    found = compare_checkpoints(tmp_path / "run" / "expanded", final)
+    assert any("self_attn" in name for name in found.changed) == (moved == "base")
+    assert any(".experts.1." in name for name in found.changed)
+    assert (final.name == "review") == (recipe.review is not None)
+
+
+def test_a_stage_that_moves_what_it_must_not_is_found_out(recipe, root, tmp_path):
+    final = run_recipe(replace(recipe, output=str(root / "whole"), test={}), lambda line: None)
+    stage1 = root / "whole" / "post_pretrain"
+    assert check_frozen(stage1, final, "review") > 0
+    with pytest.raises(RuntimeError, match="changed tensors that it had to leave alone"):
+        check_frozen(root / "whole" / "expanded", final, "review")
+
+
+def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
+    run_recipe(replace(recipe, output=str(root / "whole"), test={}), lambda line: None)
+    expanded = root / "whole" / "expanded"
+    texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "zh", "el", "tr")}
+    new = {code: texts[code] for code in ("el", "tr")}
+
+    def refused(data, settings, message, model=expanded):
+        with pytest.raises(InputError, match=message):
+            train_stage(model, tmp_path / "out", data, settings)
+        assert not (tmp_path / "out").exists()
+
+    refused(new | {"hu": texts["el"]}, PostPretrainSettings(), "hu: not a language of this expansion")
+    refused({"el": texts["el"]}, PostPretrainSettings(), "tr: no text was given")
+    refused(texts, PostPretrainSettings(), "en, zh: post-pretraining sees new languages only; set `replay: true`")
+    refused(new, PostPretrainSettings(language_prior=0.1), "language_prior in post-pretraining needs old-language text")
+    refused(new, ReviewSettings(), "en, zh: review needs text")
+    refused(new, PostPretrainSettings(tokens_per_language=10**6), "tokens, but 1,000,000 were asked for")
+    refused(texts, ReviewSettings(old_documents=100), "mix asks for 100")
+    refused(new, PostPretrainSettings(training={"max_step": 3}), "unknown key `max_step`; did you mean `max_steps`")
+    refused(new, PostPretrainSettings(), "not an expanded one", model=root / "base")
+
+
+def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
+    shutil.rmtree(root / "nothing", ignore_errors=True)
+    wrong = replace(recipe, output=str(root / "nothing"), plan=PlanSettings(total_experts=3))
+    with pytest.raises(InputError, match="too few"):
+        run_recipe(wrong)
+    assert not (root / "nothing").exists()
+    assert pipeline.validate_recipe(recipe)

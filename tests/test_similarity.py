@@ -1,0 +1,116 @@
+"""Similarity analysis against the Q x Q definition, on random models and real text."""
+
+import pytest
+import torch
+from conftest import byte_tokenizer, save_dense, tiny_dense
+
+from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_similarity
+from hf_moe_expand.analysis.result import SimilarityResult
+from hf_moe_expand.analysis.similarity import MeanDirections, ffn_inputs, token_batches
+from hf_moe_expand.errors import InputError
+
+TEXTS = {
+    "en": ["A plain sentence.", "Another one, a little longer than the first."] * 4,
+    "el": ["Μια απλή πρόταση.", "Και μία ακόμα, λίγο πιο μεγάλη."] * 4,
+    "hu": ["Egy egyszerű mondat.", "Még egy, kicsit hosszabb."] * 6,
+}
+SETTINGS = {"tokens": 150, "block_size": 16, "batch_size": 3}
+
+
+def slow_similarity(model, tokenizer, a, b, settings):
+    """Every state of `a` with every state of `b`, straight from Eq. 8, no batching and so no padding."""
+
+    def states(texts):
+        collected = {}
+        left = settings["tokens"]
+        with ffn_inputs(model, lambda layer, x: collected.setdefault(layer, []).append(x[0])), torch.no_grad():
+            for text in texts:
+                ids = tokenizer(text).input_ids[:left]
+                left -= len(ids)
+                for start in range(0, len(ids), settings["block_size"]):
+                    model(torch.tensor([ids[start : start + settings["block_size"]]]))
+                if not left:
+                    break
+        return [torch.cat(collected[layer]).double() for layer in sorted(collected)]
+
+    found = []
+    for u, v in zip(states(a), states(b), strict=True):
+        assert len(u) == len(v) == settings["tokens"]
+        found.append(torch.nn.functional.cosine_similarity(u[:, None], v[None], dim=-1).mean().item())
+    return found
+
+
+@pytest.mark.parametrize("backbone", ["qwen2", "bloom", "gemma3_text"])
+def test_similarity_is_the_mean_of_all_pairs(backbone):
+    model, tokenizer = tiny_dense(backbone), byte_tokenizer()
+    result = measure_similarity(model, tokenizer, TEXTS, ["en"], ["el", "hu"], **SETTINGS)
+    assert sorted(result.pairs) == ["el-en", "el-hu", "hu-en"]
+    for pair, values in result.pairs.items():
+        a, b = pair.split("-")
+        assert values == pytest.approx(slow_similarity(model, tokenizer, TEXTS[a], TEXTS[b], SETTINGS), abs=1e-6)
+    for layer in range(3):
+        new_old = (result.pairs["el-en"][layer] + result.pairs["hu-en"][layer]) / 2
+        assert result.new_old[layer] == pytest.approx(new_old)
+        assert result.similarity[layer] == pytest.approx((new_old + result.pairs["el-hu"][layer]) / 2)
+
+
+def test_an_expanded_model_is_measured_at_the_same_place(tmp_path):
+    base = save_dense(tmp_path / "base")
+    expand_checkpoint(base, tmp_path / "out", Plan("uniform", [3, 1, 2]))
+    dense = tiny_dense("qwen2")
+    expanded = LayerMoEForCausalLM.from_pretrained(tmp_path / "out")
+    before = measure_similarity(dense, byte_tokenizer(), TEXTS, ["en"], ["el"], **SETTINGS)
+    after = measure_similarity(expanded, byte_tokenizer(), TEXTS, ["en"], ["el"], **SETTINGS)
+    assert len(after.similarity) == 3
+    assert after.similarity == pytest.approx(before.similarity, abs=1e-5)
+
+
+def test_one_new_language_has_no_new_new():
+    result = measure_similarity(tiny_dense("qwen2"), byte_tokenizer(), TEXTS, ["en", "hu"], ["el"], **SETTINGS)
+    assert result.new_new is None
+    assert result.similarity == result.new_old
+
+
+def test_batching_does_not_matter():
+    model, tokenizer = tiny_dense("llama"), byte_tokenizer()
+    results = [
+        measure_similarity(
+            model, tokenizer, TEXTS, ["en"], ["el"], tokens=150, block_size=16, batch_size=size
+        ).similarity
+        for size in (1, 2, 7)
+    ]
+    assert results[0] == pytest.approx(results[1], abs=1e-6)
+    assert results[0] == pytest.approx(results[2], abs=1e-6)
+
+
+def test_exactly_so_many_tokens_are_counted_and_padding_never():
+    batches = list(token_batches(TEXTS["en"], byte_tokenizer(), 101, 16, 4))
+    assert sum(int(batch["attention_mask"].sum()) for batch in batches) == 101
+    directions = MeanDirections(1, 3)
+    directions.add(0, torch.tensor([[3.0, 0, 0], [0, 0, 0], [0, 0.1, 0]]))
+    assert directions.means()[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0])
+
+
+def test_too_little_text_is_refused_by_language():
+    with pytest.raises(InputError, match=r"Language 'el' has \d+ tokens, but 9,000 were asked for"):
+        measure_similarity(
+            tiny_dense("qwen2"), byte_tokenizer(), {"en": ["x" * 9000], "el": ["ψ"]}, ["en"], ["el"], 9000
+        )
+
+
+def test_json_round_trip(tmp_path):
+    result = SimilarityResult.from_pairs({"el-en": [0.1, 0.2]}, ["en"], ["el"], 5)
+    result.to_json(tmp_path / "analysis.json")
+    assert SimilarityResult.from_json(tmp_path / "analysis.json") == result
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(InputError, match="not a similarity analysis: new, new_new"):
+        SimilarityResult.from_json(tmp_path / "plan.json")
+
+
+def test_real_text(help_text):
+    texts = {code: help_text(code, "test", 10) for code in ("en", "el", "zh")}
+    result = measure_similarity(
+        tiny_dense("qwen2"), byte_tokenizer(), texts, ["en", "zh"], ["el"], tokens=2000, block_size=64, batch_size=8
+    )
+    assert all(-1 <= value <= 1 for value in result.similarity)
+    assert len(set(result.similarity)) == 3

@@ -1,0 +1,20 @@
+"""Losses, freezing and the Trainer subclasses that carry them."""
+
+from .freezing import FreezeReport, Stage, freeze
+from .losses import classifier_loss, expert_selections, language_prior_routing_loss, load_balance_loss
+from .router_losses import RouterLossMixin, RouterLossWeights
+from .stages import PostPretrainTrainer, ReviewTrainer
+
+__all__ = [
+    "FreezeReport",
+    "PostPretrainTrainer",
+    "ReviewTrainer",
+    "RouterLossMixin",
+    "RouterLossWeights",
+    "Stage",
+    "classifier_loss",
+    "expert_selections",
+    "freeze",
+    "language_prior_routing_loss",
+    "load_balance_loss",
+]
