@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 
 from .analysis.result import SimilarityResult
@@ -50,8 +51,9 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     Raises:
         InputError: the recipe is wrong, or it was changed after one of its steps had run.
     """
-    # The other ranks wait while the first analyses and evaluates, which may take hours.
-    state = PartialState(timeout=timedelta(days=7))
+    # The other ranks wait while the first analyses and evaluates, which may take hours. Without `cpu`, accelerate takes
+    # each rank of a machine without an accelerator for a run of its own.
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
     if not state.is_main_process:
         say = _say_nothing
     validate_recipe(recipe)

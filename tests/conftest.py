@@ -86,7 +86,7 @@ def run_fresh(code: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd="/", timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
