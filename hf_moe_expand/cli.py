@@ -476,6 +476,17 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        _leave_ranks()
+
+
+def _leave_ranks() -> None:
+    # A rank that exits inside its process group may abort when another is gone already.
+    if "torch" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

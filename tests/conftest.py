@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 
+HERE = Path(__file__).resolve().parent
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
-DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
 FIGURES = DATA.parent / "reference" / "published_figures.json"
 
 SIZES = {
@@ -86,6 +87,14 @@ def run_fresh(code: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd="/", timeout=300, check=False
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_ranks(*command: str, count: int = 2) -> str:
+    """Runs a script (or `-m` a module) on several ranks; returns what they print."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    done = subprocess.run([*launch, *command], capture_output=True, text=True, cwd=HERE, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -85,3 +85,5 @@ if __name__ == "__main__":
     parameters = train(out + ".run", **settings)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(parameters, out)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 import yaml
-from conftest import run_fresh, save_dense, write_texts
+from conftest import run_fresh, run_ranks, save_dense, write_texts
 from transformers import Trainer, TrainerCallback
 
 from hf_moe_expand import pipeline, training
@@ -153,12 +151,9 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
 def test_two_ranks_run_a_recipe_together(recipe, root):
     recipe = replace(recipe, output=str(root / "ranks"))
     (root / "recipe.yaml").write_text(yaml.safe_dump(asdict(recipe)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, "-m", "hf_moe_expand.cli", "run", str(root / "recipe.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("[1/6] analyze ...") == done.stdout.count("[6/6] evaluate: 4 languages, 3 models") == 1
-    assert done.stdout.count("frozen tensors are byte-identical") == 2
+    said = run_ranks("-m", "hf_moe_expand.cli", "run", str(root / "recipe.yaml"))
+    assert said.count("[1/6] analyze ...") == said.count("[6/6] evaluate: 4 languages, 3 models") == 1
+    assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
     assert [stage["steps"] for stage in stages] == [6, 4]
 

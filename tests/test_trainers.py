@@ -1,13 +1,10 @@
 """Freezing, the losses inside a Trainer (P3, P6), and what is logged."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import HERE, run_ranks, tiny_config
 from datasets import Dataset
 from one_step import build, rows, train
 from transformers import Trainer, TrainingArguments
@@ -15,8 +12,6 @@ from transformers import Trainer, TrainingArguments
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, ReviewTrainer, RouterLossMixin, RouterLossWeights
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.trainers import Stage, expert_selections, freeze, load_balance_loss
-
-HERE = Path(__file__).parent
 
 
 def model(backbone="qwen2", **changes):
@@ -116,10 +111,7 @@ def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path):
     ids=["post-pretrain", "review"],
 )
 def test_p6_two_ranks_make_the_step_of_one(tmp_path, options):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(HERE / "one_step.py"), str(tmp_path / "two.pt"), json.dumps({**options, "batch": 4})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=HERE)
-    assert done.returncode == 0, done.stderr
+    run_ranks(str(HERE / "one_step.py"), str(tmp_path / "two.pt"), json.dumps({**options, "batch": 4}))
     assert_same(torch.load(tmp_path / "two.pt"), train(str(tmp_path / "one"), **options, batch=8))
 
 
