@@ -11,16 +11,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 # Backbones whose behaviour the test matrix covers. Others are refused by name rather than half supported.
 SUPPORTED_BACKBONES = (
-    "bloom",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt_neox",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-)
+    "bloom", "cohere", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gptj", "granite",
+    "llama", "mistral", "mpt", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 
 _CLASSES: dict[tuple[type, str], type] = {}
 _LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy

@@ -173,7 +173,12 @@ class ExpandedFFN(nn.Module):
         weights_TK, index_TK = select_experts(logits_TN, self.top_k)
         if classifier_logits_TC is not None and not self.training:
             weights_TK, index_TK = send_old_home(classifier_logits_TC, weights_TK, index_TK, len(self.experts))
-        y_Th = self.dispatch(x_Th, weights_TK, index_TK, residual is not None)
+        if torch.compiler.is_compiling():
+            y_Th = self.combine_all(x_Th, weights_TK, index_TK, residual is not None)
+        elif x_Th.shape[0] == 1 and not self.training:
+            y_Th = self.run_one_token(x_Th, weights_TK, index_TK, residual is not None)
+        else:
+            y_Th = self.dispatch(x_Th, weights_TK, index_TK, residual is not None)
         y = y_Th.view(hidden_states.shape)
         return y if residual is None else y + residual
 
@@ -201,7 +206,7 @@ class ExpandedFFN(nn.Module):
         inputs = x_Th[order_A[: T * K - unassigned] // K].split(counts)
         # In training idle experts run on nothing: they stay in the graph, so ranks of a distributed run agree on it.
         outputs = [
-            expert(x, *((torch.zeros_like(x),) if takes_residual else ()))
+            self._run(expert, x, takes_residual)
             for expert, x in zip(self.experts, inputs, strict=True)
             if self.training or x.shape[0]
         ]
@@ -211,3 +216,29 @@ class ExpandedFFN(nn.Module):
         place_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(T * K, device=order_A.device))
         y_TKh = sorted_Ah[place_A].view(T, K, -1)
         return (y_TKh.float() * weights_TK.unsqueeze(-1)).sum(1).to(sorted_Ah.dtype)
+
+    def run_one_token(
+        self, x_1h: torch.Tensor, weights_1K: torch.Tensor, index_1K: torch.Tensor, takes_residual: bool
+    ) -> torch.Tensor:
+        """`dispatch` of a single token, as in decoding: nothing to sort."""
+        outputs = [
+            self._run(self.experts[e], x_1h, takes_residual) for e in index_1K[0].tolist() if e < len(self.experts)
+        ]
+        y_Kh = torch.cat(outputs)
+        weights_K1 = weights_1K[0, : len(outputs)].unsqueeze(-1)
+        return (y_Kh.float() * weights_K1).sum(0, keepdim=True).to(y_Kh.dtype)
+
+    def combine_all(
+        self, x_Th: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool
+    ) -> torch.Tensor:
+        """`dispatch` for `torch.compile` and `torch.export`: every expert sees every token, so that no shape depends on
+        the data. Costs N FFNs a token instead of K."""
+        N = len(self.experts)
+        weights_TN = weights_TK.new_zeros(x_Th.shape[0], N + 1).scatter(1, index_TK, weights_TK)
+        outputs = [self._run(expert, x_Th, takes_residual) for expert in self.experts]
+        y_Th = sum(y.float() * w_T1 for y, w_T1 in zip(outputs, weights_TN[:, :N].split(1, 1), strict=True))
+        return y_Th.to(outputs[0].dtype)
+
+    @staticmethod
+    def _run(expert: nn.Module, x_Th: torch.Tensor, takes_residual: bool) -> torch.Tensor:
+        return expert(x_Th, torch.zeros_like(x_Th)) if takes_residual else expert(x_Th)

@@ -18,8 +18,8 @@ HERE = Path(__file__).resolve().parent
 DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
 FIGURES = DATA.parent / "reference" / "published_figures.json"
 
+VOCABULARY = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 256}
 SIZES = {
-    "vocab_size": 257,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -27,26 +27,26 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
-    "pad_token_id": 256,
-    "bos_token_id": None,
-    "eos_token_id": 256,
 }
+# Backbones whose configuration has names of its own.
+OTHER_SIZES = {
+    "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "falcon": {"hidden_size": 32, "ffn_hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 32, "n_inner": 48, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "gpt_neo": {
+        "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 64,
+        "attention_types": [[["global", "local", "global"], 1]], "window_size": 8,
+    },
+    "gpt_neox": {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")},
+    "gptj": {"n_embd": 32, "n_inner": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
+    "mpt": {"d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 2},
+    "starcoder2": {**SIZES, "sliding_window": 16},
+}  # fmt: skip
 
 
 def tiny_config(backbone: str, **changes):
-    sizes = dict(SIZES)
-    if backbone == "bloom":
-        sizes = {
-            "vocab_size": 257,
-            "hidden_size": 32,
-            "n_layer": 3,
-            "n_head": 4,
-            "pad_token_id": 256,
-            "eos_token_id": 256,
-        }
-    elif backbone == "gpt_neox":
-        del sizes["num_key_value_heads"], sizes["head_dim"]
-    return AutoConfig.for_model(backbone, **{**sizes, **changes})
+    """A configuration with three layers and 257 tokens."""
+    return AutoConfig.for_model(backbone, **{**VOCABULARY, **OTHER_SIZES.get(backbone, SIZES), **changes})
 
 
 def tiny_dense(backbone: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
@@ -99,7 +99,12 @@ def run_ranks(*command: str, count: int = 2) -> str:
     return done.stdout
 
 
-@pytest.fixture(params=SUPPORTED_BACKBONES)
+# One backbone of each kind of FFN call, of head and of key names; the others are in the wide matrix.
+COMMON_BACKBONES = ("bloom", "gemma3_text", "gpt_neox", "llama", "qwen2")
+WIDE_BACKBONES = tuple(name for name in SUPPORTED_BACKBONES if name not in COMMON_BACKBONES)
+
+
+@pytest.fixture(params=[*COMMON_BACKBONES, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE_BACKBONES)])
 def backbone(request) -> str:
     return request.param
 

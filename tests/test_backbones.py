@@ -6,34 +6,37 @@ import pickle
 
 import pytest
 import torch
-from conftest import byte_tokenizer, run_fresh, save_dense, tiny_config, tiny_dense
+from conftest import COMMON_BACKBONES, WIDE_BACKBONES, byte_tokenizer, run_fresh, save_dense, tiny_config, tiny_dense
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, LayerMoEModel, Plan, expand_checkpoint
-from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 
 # A layer with three experts, one that stays dense, one with two and a classifier.
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """For each backbone a dense checkpoint and its expansion."""
+def checkpoint(tmp_path_factory):
+    """`checkpoint("qwen2")`: a folder with a dense checkpoint and its expansion, made once."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for name in SUPPORTED_BACKBONES:
-        save_dense(root / name / "dense", name)
-        expand_checkpoint(root / name / "dense", root / name / "expanded", PLAN)
-    return root
+
+    def made(name):
+        if not (root / name).exists():
+            save_dense(root / name / "dense", name)
+            expand_checkpoint(root / name / "dense", root / name / "expanded", PLAN)
+        return root / name
+
+    return made
 
 
 @pytest.fixture
-def dense(checkpoints, backbone):
-    return AutoModelForCausalLM.from_pretrained(checkpoints / backbone / "dense").eval()
+def dense(checkpoint, backbone):
+    return AutoModelForCausalLM.from_pretrained(checkpoint(backbone) / "dense").eval()
 
 
 @pytest.fixture
-def expanded(checkpoints, backbone):
-    return LayerMoEForCausalLM.from_pretrained(checkpoints / backbone / "expanded").eval()
+def expanded(checkpoint, backbone):
+    return LayerMoEForCausalLM.from_pretrained(checkpoint(backbone) / "expanded").eval()
 
 
 def padded_batch():
@@ -72,9 +75,9 @@ def test_p2_with_every_token_at_expert_0_logits_and_generation_are_the_dense_mod
         assert torch.equal(expanded.generate(**batch, **options), dense.generate(**batch, **options))
 
 
-def test_p2_with_every_token_classed_old_too(checkpoints, backbone):
+def test_p2_with_every_token_classed_old_too(dense):
     # Router replaced by classifiers that say "old" to everything, in every layer.
-    base = AutoModelForCausalLM.from_pretrained(checkpoints / backbone / "dense").eval()
+    base = dense
     config = LayerMoEConfig.from_dense(base.config, num_experts_per_layer=[3, 2, 2], classifier_layers=[0, 1, 2])
     torch.manual_seed(1)
     model = LayerMoEForCausalLM(config).eval()
@@ -92,14 +95,15 @@ class _SaysOld(torch.nn.Module):
         return torch.tensor([1.0, 0.0]).expand(len(x), 2)
 
 
-def test_p4_checkpoints_load_in_a_fresh_process_and_save_the_same_bytes(checkpoints, tmp_path):
+@pytest.mark.parametrize("names", [COMMON_BACKBONES, pytest.param(WIDE_BACKBONES, marks=pytest.mark.wide)])
+def test_p4_checkpoints_load_in_a_fresh_process_and_save_the_same_bytes(checkpoint, names, tmp_path):
     program = """
 import json, sys, torch
 from pathlib import Path
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-root, out = Path(sys.argv[1]), Path(sys.argv[2])
+out = Path(sys.argv[1])
 found = {}
-for folder in sorted(root.iterdir()):
+for folder in map(Path, sys.argv[2:]):
     path = folder / "expanded"
     config = AutoConfig.from_pretrained(path, trust_remote_code=True)
     base = AutoModel.from_pretrained(path, trust_remote_code=True)
@@ -117,20 +121,20 @@ for folder in sorted(root.iterdir()):
 assert sys.modules["hf_moe_expand"] is None
 (out / 'found.json').write_text(json.dumps(found))
 """
-    run_fresh(program, str(checkpoints), str(tmp_path))
+    run_fresh(program, str(tmp_path), *(str(checkpoint(name)) for name in names))
     found = json.loads((tmp_path / "found.json").read_text())
-    assert sorted(found) == sorted(SUPPORTED_BACKBONES)
+    assert sorted(found) == sorted(names)
     ids = byte_tokenizer()("Ένα, két, three", return_tensors="pt").input_ids
     for name, result in found.items():
         assert result["classes"] == ["LayerMoEConfig", "LayerMoEModel", "LayerMoEForCausalLM"]
         assert result["module"] == "transformers_modules"
         assert result["hidden"]
-        here = LayerMoEForCausalLM.from_pretrained(checkpoints / name / "expanded").eval()
+        here = LayerMoEForCausalLM.from_pretrained(checkpoint(name) / "expanded").eval()
         assert result["last"] == here(ids).logits[0, -1].tolist()
         assert result["generated"] == here.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=256).tolist()
         saved = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         for file, content in saved.items():
-            assert content == (checkpoints / name / "expanded" / file).read_bytes(), f"{name}: {file}"
+            assert content == (checkpoint(name) / "expanded" / file).read_bytes(), f"{name}: {file}"
         assert {"config.json", "model.safetensors", "modeling_layer_moe.py", "expanded_ffn.py"} <= set(saved)
 
 
@@ -154,8 +158,8 @@ def test_p5_cached_batched_left_padded_generation_is_the_uncached_forward(expand
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_checkpoints_stay_exact(backbone, dtype, tmp_path):
-    model = tiny_dense(backbone, dtype=dtype)
-    model.save_pretrained(tmp_path / "dense")
+    tiny_dense(backbone, dtype=dtype).save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype="auto").eval()
     expand_checkpoint(tmp_path / "dense", tmp_path / "out", PLAN)
     expanded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").eval()
     assert {parameter.dtype for parameter in expanded.parameters()} == {dtype}
@@ -204,7 +208,7 @@ def test_configurations_that_contradict_themselves_are_refused():
         LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 0, 2])
     with pytest.raises(ValueError, match=r"layer 1, which is dense"):
         LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 1, 2], classifier_layers=[1])
-    with pytest.raises(ValueError, match=r"'t5' is not supported. Supported: bloom, gemma"):
+    with pytest.raises(ValueError, match=r"'t5' is not supported. Supported: bloom, cohere"):
         LayerMoEConfig(backbone_model_type="t5")
     with pytest.raises(ValueError, match="not a Qwen2Config"):
         LayerMoEForCausalLM(dense)

@@ -162,16 +162,21 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     refused(base, Plan("uniform", [2, 2]), "plan is for 2 layers, but .* has 3")
     refused(base, PLAN, "expert_init is 'zero'", expert_init="zero")
     refused(base / "config.json", PLAN, "is a file")
-    shutil.copytree(base, tmp_path / "t5")
-    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
-    refused(tmp_path / "t5", PLAN, "'t5' is not supported. Supported: bloom, gemma")
-    shutil.copytree(base, tmp_path / "moe")
-    (tmp_path / "moe" / "config.json").write_text('{"model_type": "mixtral"}')
-    refused(tmp_path / "moe", PLAN, "'mixtral' is not supported")
+    reasons = {
+        "t5": "it is not a decoder language model. Supported: bloom, cohere",
+        "vit": "it is not a decoder language model",
+        "mixtral": "it is a mixture of experts already",
+        "qwen3_moe": "it is a mixture of experts already",
+        "opt": "not in a module that could become an expert",
+    }
+    for architecture, reason in reasons.items():
+        shutil.copytree(base, tmp_path / architecture)
+        (tmp_path / architecture / "config.json").write_text(json.dumps({"model_type": architecture}))
+        refused(tmp_path / architecture, PLAN, f"architecture '{architecture}' is not supported: .*{reason}")
     shutil.copytree(base, tmp_path / "pickled")
     os.rename(tmp_path / "pickled/model.safetensors", tmp_path / "pickled/pytorch_model.bin")
     refused(tmp_path / "pickled", PLAN, "pickled weights, which are not read")
-    assert_nothing_left(tmp_path, "base", "empty", "t5", "moe", "pickled")
+    assert_nothing_left(tmp_path, "base", "empty", *reasons, "pickled")
     expand_checkpoint(base, tmp_path / "done", PLAN)
     refused(tmp_path / "done", PLAN, "is an expanded checkpoint already")
     with pytest.raises(InputError, match="exists already"):

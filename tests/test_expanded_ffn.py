@@ -65,6 +65,27 @@ def test_forward_is_the_definition(shape, num_experts, top_k, classifier):
     torch.testing.assert_close(layer(x), slow(layer, x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("ffn", [PlainFFN, ResidualFFN])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_compiled_it_is_one_graph_with_the_same_output(ffn, mode):
+    layer = getattr(build(4, 2, classifier=True, ffn=ffn), mode)()
+    x = torch.randn(3, 7, HIDDEN)
+    inputs = (x,) if ffn is PlainFFN else (x, torch.randn_like(x))
+    torch.compiler.reset()
+    found = torch.compile(layer, backend="eager", fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, layer(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_token_runs_its_own_experts_only():
+    layer = build(5, 2).eval()
+    ran = []
+    for number, expert in enumerate(layer.experts):
+        expert.register_forward_pre_hook(lambda _, args, n=number: ran.append(n))
+    x = torch.randn(1, 1, HIDDEN)
+    layer(x)
+    assert sorted(ran) == sorted((layer.router.weight @ x[0, 0]).topk(2).indices.tolist())
+
+
 @pytest.mark.parametrize(("num_experts", "top_k"), [(2, 2), (5, 2), (6, 3)])
 def test_gradients_are_the_definitions(num_experts, top_k):
     layer = build(num_experts, top_k).train()

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import InputError
 from ..modeling import SUPPORTED_BACKBONES, LayerMoEConfig
@@ -16,6 +17,9 @@ COMPANIONS = (
     "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "additional_chat_templates/*", "generation_config.json",
 )  # fmt: skip
+
+_COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_FFN_NOT_A_MODULE = ("biogpt", "opt", "xglm")
 
 
 def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, weights: bool = True) -> Path:
@@ -90,9 +94,19 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
         raise InputError(f"{folder}: is an expanded checkpoint already; give the dense model that it came from.")
     if config.model_type not in SUPPORTED_BACKBONES:
         raise InputError(
-            f"{folder}: architecture {config.model_type!r} is not supported. "
+            f"{folder}: architecture {config.model_type!r} is not supported{_reason(config)}. "
             f"Supported: {', '.join(SUPPORTED_BACKBONES)}."
         )
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{folder}: the weights are quantised; expand the unquantised checkpoint.")
     return config
+
+
+def _reason(config: PreTrainedConfig) -> str:
+    if any(getattr(config, name, None) for name in _COUNTS_OF_EXPERTS):
+        return ": it is a mixture of experts already"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
+        return ": it is not a decoder language model"
+    if config.model_type in _FFN_NOT_A_MODULE:
+        return ": its layers hold the FFN's linear layers one by one, not in a module that could become an expert"
+    return ""

@@ -1,0 +1,147 @@
+"""An expanded model behaves as any other model of the library does, on every backbone."""
+
+import json
+import os
+
+import pytest
+import torch
+from conftest import tiny_config, tiny_dense
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256, "eos_token_id": None}
+
+
+def build(backbone, **changes):
+    """Three experts, a dense layer, two experts behind a classifier; nothing in it is zero or alike."""
+    torch.manual_seed(0)
+    config = LayerMoEConfig.from_dense(
+        tiny_config(backbone, **changes), num_experts_per_layer=[3, 1, 2], classifier_layers=[2]
+    )
+    model = LayerMoEForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.fixture
+def model(backbone):
+    return build(backbone)
+
+
+@pytest.fixture
+def ids():
+    torch.manual_seed(1)
+    return torch.randint(0, 256, (2, 9))
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_resized_embeddings_survive_saving(model, ids, tmp_path):
+    before = model(ids).logits
+    model.resize_token_embeddings(270)
+    assert model.config.vocab_size == 270
+    close(model(ids).logits[..., :257], before)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(ids + 13).logits, model(ids + 13).logits)
+
+
+def test_built_on_the_meta_device_it_has_the_same_tensors(model):
+    with torch.device("meta"):
+        empty = LayerMoEForCausalLM(model.config)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    assert {name: value.shape for name, value in empty.state_dict().items()} == shapes
+
+
+def test_offloaded_to_disk_it_computes_the_same(model, ids, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    sizes = {"cpu": sum(p.numel() * 4 for p in model.parameters()) // 3}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map="auto", max_memory=sizes, offload_folder=tmp_path / "offload"
+    ).eval()
+    assert "disk" in offloaded.hf_device_map.values()
+    close(offloaded(ids).logits, model(ids).logits)
+
+
+def test_the_attention_switch_reaches_every_part(model, ids):
+    if not model._supports_sdpa:
+        pytest.skip("the backbone has one attention implementation")
+    expected = model(ids).logits
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        found = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+        assert found == {implementation}
+        close(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}], ids=["beams", "static"]
+)
+def test_generation_is_the_dense_models_generation_where_expert_0_is_alone(backbone, ids, options):
+    dense = tiny_dense(backbone)
+    config = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=[3, 1, 2], classifier_layers=[2])
+    model = LayerMoEForCausalLM(config).eval()
+    weights = dense.state_dict()
+    sources = {name: name.replace(".experts.0.", ".") for name in model.state_dict()}
+    model.load_state_dict({name: weights[old] for name, old in sources.items() if old in weights}, strict=False)
+    with model.use_expert(0):
+        assert torch.equal(model.generate(ids, **GREEDY, **options), dense.generate(ids, **GREEDY, **options))
+
+
+def test_a_static_cache_changes_nothing(model, ids):
+    static = model.generate(ids, **GREEDY, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, model.generate(ids, **GREEDY))
+
+
+def test_tuples_instead_of_named_outputs(model, ids):
+    named = model(ids, labels=ids)
+    loss, logits = model(ids, labels=ids, return_dict=False)[:2]
+    assert torch.equal(loss, named.loss)
+    assert torch.equal(logits, named.logits)
+
+
+def test_gradients_under_checkpointing_are_equal(model, ids):
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(2)  # some backbones have dropout
+        with model.capture_routing() as routing:
+            loss = model(ids, labels=ids, use_cache=False).loss
+        (loss + sum(layer.router_logits.logsumexp(-1).mean() for layer in routing)).backward()
+        assert sorted(routing.layers) == [0, 2]
+        return {
+            name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
+
+    model.train()
+    plain = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputed = gradients()
+    assert plain.keys() == recomputed.keys()
+    assert any("router" in name for name in plain)
+    for name, expected in plain.items():
+        torch.testing.assert_close(recomputed[name], expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_it_compiles_into_one_graph(model, ids):
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        close(compiled(ids, use_cache=False).logits, expected)
+
+
+def test_the_saved_configuration_is_the_backbones_plus_ours(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == "layer_moe"
+    assert saved["architectures"] == ["LayerMoEForCausalLM"]
+    # These names make some library take the model for a mixture of another kind.
+    assert not {"num_experts", "num_local_experts", "output_router_logits", "router_aux_loss_coef"} & set(saved)
+    assert model.config.get_text_config() is model.config
+    assert os.path.isfile(tmp_path / "expanded_ffn.py")
