@@ -1,0 +1,254 @@
+"""PEFT adapters on expanded models, and module replacement as quantising libraries do it."""
+
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from conftest import byte_tokenizer, run_fresh
+from one_sft_step import NEW_EXPERTS, ROWS, lora, save_expanded, trainer
+from one_step import build
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_moe_expand.trainers import Stage, freeze, load_balance_loss
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::DeprecationWarning"),
+    pytest.mark.filterwarnings("error::FutureWarning"),
+    # TRL and PEFT themselves use old names of transformers.
+    pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+]
+DOCUMENT = Path(__file__).parents[1] / "docs" / "trl_and_peft.md"
+IDS = torch.arange(3, 27).view(2, 12)
+SOME_BACKBONES = ("qwen2", "bloom", "gpt_neox")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("CI", "true")  # TRL sends no telemetry
+    datasets.disable_progress_bars()
+
+
+def linear_layers(model):
+    head = model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+
+
+def adapted(wrapped):
+    names = {name for name, _ in wrapped.named_parameters() if ".lora_A." in name}
+    return {name.removeprefix("base_model.model.").split(".lora_A.")[0] for name in names}
+
+
+@pytest.mark.parametrize("backbone", SOME_BACKBONES)
+def test_all_linear_is_every_expert_and_no_router(backbone):
+    model = build(backbone)
+    linear = linear_layers(model)
+    assert sum(".experts." in name for name in linear) == (3 + 4) * (3 if backbone == "qwen2" else 2)
+    wrapped = get_peft_model(model, lora(target_modules="all-linear"))
+    assert adapted(wrapped) == linear
+    assert not any("router" in name or "classifier" in name for name in linear)
+    # Experts without a token have gradients too, of zero: ranks of a distributed run agree on what there is.
+    wrapped.train()(IDS[:1, :1], labels=IDS[:1, :1]).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in wrapped.parameters() if parameter.requires_grad)
+    plain = wrapped.eval()(IDS).logits
+    torch.testing.assert_close(wrapped.merge_and_unload()(IDS).logits, plain)
+    assert (plain - build(backbone).eval()(IDS).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("backbone", SOME_BACKBONES)
+def test_an_adapter_of_the_new_experts_leaves_expert_0_as_it_was(backbone):
+    model = build(backbone).eval()
+    linear = linear_layers(model)
+    with model.use_expert(0):
+        home = model(IDS).logits
+    free = model(IDS).logits
+    wrapped = get_peft_model(model, lora(**NEW_EXPERTS)).eval()
+    assert adapted(wrapped) == {name for name in linear if re.search(r"\.experts\.[1-9]", name)}
+    with wrapped.use_expert(0):
+        assert torch.equal(wrapped(IDS).logits, home)
+    assert (wrapped(IDS).logits - free).abs().max() > 1e-2
+
+
+def test_the_documents_patterns_name_what_they_say():
+    text = DOCUMENT.read_text("utf-8")
+    linear = linear_layers(build())
+    experts = {name for name in linear if ".experts." in name}
+    new = {name for name in experts if ".experts.0." not in name}
+    assert f'exclude_modules=r"{NEW_EXPERTS["exclude_modules"]}"' in text
+    patterns = re.findall(r'(target|exclude)_modules=r"(.*?)"', text)
+    assert len(patterns) == 3
+    for kind, pattern in patterns:
+        chosen = {"target_modules": "all-linear", f"{kind}_modules": pattern}
+        assert adapted(get_peft_model(build(), lora(**chosen))) == (new if "[1-9]" in pattern else experts)
+    with pytest.raises(ValueError, match="Please specify `target_modules`"):
+        get_peft_model(build(), lora())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint, an adapter with routers trained on it, and the trained model's logits."""
+    folder = tmp_path_factory.mktemp("adapter")
+    base = save_expanded(folder)
+    one = trainer(
+        folder / "adapter", model=str(base), balance=0.1, prior=1.0, classifier=1.0, learning_rate=0.1,
+        adapter=lora(**NEW_EXPERTS, modules_to_save=["router", "classifier"]),
+    )  # fmt: skip
+    before = {name: parameter.detach().clone() for name, parameter in one.model.named_parameters()}
+    one.train()
+    one.save_model()
+    return base, folder / "adapter", one.model.eval(), before
+
+
+def test_routers_train_and_travel_in_the_adapter(trained):
+    _, folder, model, before = trained
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert {name for name in moved if ".lora_" not in name} == {
+        f"base_model.model.model.layers.{layer}.mlp.{part}.modules_to_save.default.weight"
+        for layer, part in ((0, "router"), (2, "router"), (2, "classifier"))
+    }
+    saved = load_file(folder / "adapter_model.safetensors")
+    layers = model.get_base_model().model.layers
+    for layer in (0, 2):
+        router = saved[f"base_model.model.model.layers.{layer}.mlp.router.weight"]
+        assert torch.equal(router, layers[layer].mlp.router.modules_to_save["default"].weight)
+    assert not any("base_layer" in name or "experts.0" in name for name in saved)
+
+
+def test_an_adapter_loads_and_merges_in_a_fresh_process(trained, tmp_path):
+    base, adapter, model, _ = trained
+    code = """
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
+base, adapter, out = sys.argv[1:]
+ids = torch.arange(3, 27).view(2, 12)
+model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True).eval()
+before = model(ids).logits
+model = PeftModel.from_pretrained(model, adapter).eval()
+loaded = model(ids).logits
+again = AutoPeftModelForCausalLM.from_pretrained(adapter, trust_remote_code=True).eval()(ids).logits
+merged = model.merge_and_unload()
+merged.save_pretrained(out)
+reloaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+torch.save([before, loaded, again, merged(ids).logits, reloaded(ids).logits], out + "/logits.pt")
+print(sorted(type(m).__name__ for m in (merged, reloaded)))
+"""
+    assert "['LayerMoEForCausalLM', 'LayerMoEForCausalLM']" in run_fresh(code, str(base), str(adapter), str(tmp_path))
+    before, loaded, again, merged, reloaded = torch.load(tmp_path / "logits.pt")
+    with torch.no_grad():
+        expected = model(IDS).logits
+    assert (expected - before).abs().max() > 1e-2
+    for found in (loaded, again):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(reloaded, merged)
+
+
+def test_a_wrapped_routers_lost_gradient_is_noticed(tmp_path):
+    one = trainer(tmp_path, balance=1.0, adapter=lora(**NEW_EXPERTS, modules_to_save=["router"]))
+    one.model.get_base_model().activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="router logits carry no gradient although the routers train"):
+        one.train()
+
+
+def test_stages_refuse_a_model_with_an_adapter():
+    with pytest.raises(ValueError, match="has a PEFT adapter, which itself says what trains"):
+        freeze(get_peft_model(build(), lora(**NEW_EXPERTS)), Stage.REVIEW)
+
+
+@pytest.mark.parametrize(
+    ("kind", "virtual"), [(PromptTuningConfig, 5), (PrefixTuningConfig, 0)], ids=["prompt", "prefix"]
+)
+def test_virtual_tokens_are_no_part_of_the_router_losses(tmp_path, kind, virtual):
+    adapter = kind(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    one = trainer(tmp_path, balance=1.0, prior=1.0, classifier=1.0, adapter=adapter)
+    wrapped, tokenizer = one.model.train(), byte_tokenizer()
+    before = {name: parameter.detach().clone() for name, parameter in wrapped.named_parameters()}
+    balance, prior = [], []
+    found = {0: [], 2: []}
+    for row in ROWS:
+        ids = torch.tensor([tokenizer(row["prompt"] + row["completion"])["input_ids"] + [256]])
+        with torch.no_grad(), wrapped.capture_routing() as routing:
+            wrapped(ids)
+        for index, layer in routing.layers.items():
+            logits = layer.router_logits[virtual:]
+            assert len(logits) == ids.shape[1]
+            found[index].append((logits, row["language"] == "en"))
+    for layers in found.values():
+        balance.append(load_balance_loss(torch.cat([logits for logits, _ in layers]), 2))
+        old = torch.cat([logits for logits, is_old in layers if is_old])
+        prior.append(-old.log_softmax(-1)[:, 0].mean())
+    one.train()
+    logs = one.state.log_history[0]
+    assert logs["balance_loss"] == pytest.approx(sum(balance).item() / 2, abs=1e-5)
+    assert logs["language_prior_loss"] == pytest.approx(sum(prior).item() / 2, abs=1e-5)
+    moved = {name for name, parameter in wrapped.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {"prompt_encoder.default.embedding.weight"}
+    assert one.model.eval().generate(input_ids=IDS[:1], max_new_tokens=2).shape == (1, 14)
+
+
+def test_experts_are_linear_modules_under_the_names_of_the_backbone():
+    modules = dict(build().named_modules())
+    for layer, count in ((0, 3), (2, 4)):
+        for expert in range(count):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                assert type(modules[f"model.layers.{layer}.mlp.experts.{expert}.{name}"]) is nn.Linear
+    assert type(modules["model.layers.1.mlp.up_proj"]) is nn.Linear
+    parameters = {name for name, _ in build().named_parameters() if ".mlp." in name}
+    owned = {name.rsplit(".", 1)[0] for name in parameters}
+    others = {type(modules[name]).__name__ for name in owned if type(modules[name]) is not nn.Linear}
+    assert others == {"Router", "Classifier"}
+
+
+class RoundedLinear(nn.Linear):
+    """Weights in 8 bits, a scale for each row: the arithmetic of 8-bit libraries."""
+
+    def forward(self, x):
+        scale = self.weight.abs().amax(1, keepdim=True) / 127
+        return nn.functional.linear(x, (self.weight / scale).round() * scale, self.bias)
+
+
+@register_quantization_config("rounded")
+class RoundedConfig(QuantizationConfigMixin):
+    def __init__(self, **options):
+        self.quant_method = "rounded"
+
+
+@register_quantizer("rounded")
+class RoundedQuantizer(HfQuantizer):
+    """Puts RoundedLinear where nn.Linear was, before the weights are loaded, as quantising libraries do."""
+
+    requires_calibration = False
+    is_serializable = is_trainable = True
+
+    def _process_model_before_weight_loading(self, model, **options):
+        for name in linear_layers(model):
+            parent, attribute = name.rsplit(".", 1)
+            old = model.get_submodule(name)
+            sizes = {"in_features": old.in_features, "out_features": old.out_features, "bias": old.bias is not None}
+            setattr(
+                model.get_submodule(parent), attribute, RoundedLinear(**sizes, device="meta", dtype=old.weight.dtype)
+            )
+
+
+def test_a_library_may_replace_the_linear_layers_while_it_loads(tmp_path):
+    model = build().eval()
+    model.save_pretrained(tmp_path)
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=RoundedConfig()).eval()
+    replaced = {name for name, module in rounded.named_modules() if isinstance(module, RoundedLinear)}
+    assert replaced == linear_layers(model)
+    exact, found = model(IDS).logits, rounded(IDS).logits
+    difference = (found - exact).abs().max().item()
+    assert 0 < difference < 0.03 * exact.abs().max().item()
+    wrapped = get_peft_model(rounded, lora(**NEW_EXPERTS, modules_to_save=["router"]))
+    assert adapted(wrapped) == {name for name in replaced if re.search(r"\.experts\.[1-9]", name)}
+    with wrapped.capture_routing() as routing:
+        wrapped.train()(IDS, labels=IDS).loss.backward()
+    assert len(routing) == 2
+    assert all(parameter.grad is not None for parameter in wrapped.parameters() if parameter.requires_grad)

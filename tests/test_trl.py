@@ -1,0 +1,439 @@
+"""TRL on expanded models: MoESFTTrainer, the router losses in DPO, and docs/trl_and_peft.md."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+import trl
+from conftest import HERE, byte_tokenizer, run_ranks
+from datasets import Dataset
+from one_sft_step import LANGUAGES, NEW_EXPERTS, ROWS, lora, save_expanded, settings, train, trainer
+from one_step import build
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
+
+from hf_moe_expand import MoESFTTrainer, RouterLossMixin, RouterLossWeights
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.trainers import load_balance_loss
+
+pytestmark = [
+    pytest.mark.filterwarnings("error::DeprecationWarning"),
+    pytest.mark.filterwarnings("error::FutureWarning"),
+    # TRL and PEFT themselves use old names of transformers.
+    pytest.mark.filterwarnings(r"ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+]
+DOCUMENT = Path(__file__).parents[1] / "docs" / "trl_and_peft.md"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("CI", "true")  # TRL sends no telemetry
+    datasets.disable_progress_bars()
+
+
+def assert_same(a, b, **tolerances):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], msg=name, **(tolerances or {"rtol": 1e-4, "atol": 1e-6}))
+
+
+def largest_difference(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def obvious_losses(model, completion_only=True, rows=ROWS):
+    """The losses of one batch, row by row, without padding: next token, balance, language prior, classifier."""
+    tokenizer = byte_tokenizer()
+    predicted, layers = [], {index: [] for index in model.expanded_ffns()}
+    classes = []
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor(prompt + tokenizer(row["completion"])["input_ids"] + [256])
+        with model.capture_routing() as routing:
+            logits = model(ids[None]).logits[0]
+        start = len(prompt) if completion_only else 1
+        predicted += [-logits[place - 1].log_softmax(-1)[ids[place]] for place in range(start, len(ids))]
+        kind = {"en": 0, "el": 1, "tr": 1, None: -1}[row["language"]]
+        classes += [kind] * len(ids)
+        for index, layer in routing.layers.items():
+            layers[index].append(layer)
+    classes = torch.tensor(classes)
+    balance, prior, classifier = [], [], []
+    for found in layers.values():
+        logits = torch.cat([layer.router_logits for layer in found])
+        balance.append(load_balance_loss(logits, 2))
+        prior.append(-logits.log_softmax(-1)[classes == 0, 0].mean())
+        if found[0].classifier_logits is not None:
+            scores = torch.cat([layer.classifier_logits for layer in found])
+            classifier.append(F.cross_entropy(scores[classes >= 0], classes[classes >= 0]))
+    return [torch.stack(losses).mean() for losses in (predicted, balance, prior, classifier)]
+
+
+@pytest.mark.parametrize("completion_only", [True, False])
+def test_a_step_and_its_log_are_those_of_the_obvious_losses(tmp_path, completion_only):
+    weights, logs = {"balance": 0.5, "prior": 1.0, "classifier": 0.7}, {}
+    after = train(tmp_path, logs=logs, completion_only_loss=completion_only, **weights)
+    model = build().train()
+    parts = obvious_losses(model, completion_only)
+    loss = parts[0] + 0.5 * parts[1] + parts[2] + 0.7 * parts[3]
+    loss.backward()
+    expected = {name: (p - (p.grad if p.grad is not None else 0)).detach() for name, p in model.named_parameters()}
+    assert_same(after, expected)
+    assert largest_difference(after, dict(build().named_parameters())) > 0.1
+    for name, part in zip(("next_token", "balance", "language_prior", "classifier"), parts, strict=True):
+        assert logs[f"{name}_loss"] == pytest.approx(part.item(), abs=1e-5), name
+    assert logs["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def whole_step(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("whole"), prior=1.0, classifier=1.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+        {"pad_to_multiple_of": 64},
+    ],
+    ids=str,
+)
+def test_p6_a_step_does_not_depend_on_how_it_is_cut(tmp_path, whole_step, change):
+    # completion-only: the micro-batches differ in padding and in the number of labels
+    assert_same(train(tmp_path, prior=1.0, classifier=1.0, **change), whole_step)
+
+
+def test_the_check_above_can_fail(tmp_path, whole_step):
+    assert largest_difference(train(tmp_path, prior=1.1, classifier=1.0), whole_step) > 1e-3
+
+
+@pytest.mark.parametrize("adapter", [None, lora(**NEW_EXPERTS, modules_to_save=["router"])], ids=["whole", "lora"])
+def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path, adapter):
+    rows = [{key: row[key] for key in ("prompt", "completion")} for row in ROWS[:2] * 4]  # no languages at all
+    one = train(tmp_path, rows=rows, balance=1.0, adapter=adapter, per_device_train_batch_size=2)
+    four = train(
+        tmp_path, rows=rows, balance=1.0, adapter=adapter, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
+    assert_same(one, four)
+    assert largest_difference(one, train(tmp_path, rows=rows, adapter=adapter, per_device_train_batch_size=2)) > 1e-3
+
+
+def test_p6_two_ranks_make_the_step_of_one(tmp_path):
+    options = {"balance": 1.0, "prior": 1.0, "classifier": 1.0}
+    cut = {**options, "per_device_train_batch_size": 4}
+    run_ranks(str(HERE / "one_sft_step.py"), str(tmp_path / "two.pt"), json.dumps(cut))
+    assert_same(torch.load(tmp_path / "two.pt"), train(tmp_path / "one", **options))
+
+
+def collated(one):
+    """The tokens of a trainer's data with their language ids, padding left out."""
+    rows = list(one.train_dataset)
+    batch = one.data_collator(rows)
+    assert batch["language_ids"].shape == batch["input_ids"].shape
+    real = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(batch["input_ids"]).bool()
+    assert (batch["language_ids"][~real] == -1).all()
+    return batch["input_ids"][real].tolist(), batch["language_ids"][real].tolist()
+
+
+# The letter tells the language: a is old, b and d are new, c is unknown.
+LETTERS = [
+    {"language": language, "text": letter * count}
+    for language, letter, count in (("en", "a", 5), ("el", "b", 30), (None, "c", 2), ("tr", "d", 9), ("en", "a", 17))
+]
+CLASS_OF_LETTER = {64: 0, 65: 1, 66: -1, 67: 1}
+
+
+def check_letters(ids, languages):
+    before = None
+    for token, language in zip(ids, languages, strict=True):
+        before = CLASS_OF_LETTER.get(token, before)  # an end of text belongs to what it ends
+        assert language == before
+    return sum(language >= 0 for language in languages)
+
+
+CUTS = [
+    ({"max_length": 12}, 6 + 12 + 10 + 12),
+    ({"max_length": 12, "packing": True}, 6 + 12 + 10 + 12),
+    ({"max_length": 12, "packing": True, "packing_strategy": "bfd_split"}, 65),
+    ({"max_length": 12, "packing": True, "packing_strategy": "wrapped"}, 65),
+    ({"max_length": 12, "packing": True, "shuffle_dataset": True}, 6 + 12 + 10 + 12),
+    ({"max_length": None, "padding_free": True}, 65),
+    ({"max_length": 64, "pad_to_multiple_of": 16}, 65),
+]
+
+
+def letters_trainer(folder, data, **cut):
+    options = {"processing_class": byte_tokenizer(), "router_losses": RouterLossWeights(language_prior=0.1)}
+    return MoESFTTrainer(build(), settings(folder, **cut), train_dataset=data, **options, language_classes=LANGUAGES)
+
+
+@pytest.mark.parametrize(("cut", "tagged"), CUTS, ids=str)
+def test_every_token_keeps_its_language(tmp_path, cut, tagged):
+    assert check_letters(*collated(letters_trainer(tmp_path, Dataset.from_list(LETTERS), **cut))) == tagged
+
+
+def test_every_token_of_a_stream_keeps_its_language(tmp_path):
+    for packing in (False, True):
+        stream = Dataset.from_list(LETTERS).to_iterable_dataset()
+        one = letters_trainer(tmp_path, stream, max_length=12, packing=packing)
+        assert check_letters(*collated(one)) == 6 + 12 + 10 + 12
+
+
+TOKENISED = [([64] * 5 + [65] * 30 + [256], [4] * 5 + [2] * 31), ([66] * 3 + [67] * 2, [-1] * 3 + [0] * 2)]
+
+
+def tokenised_trainer(folder, **cut):
+    data = Dataset.from_list([{"input_ids": ids, "language_ids": languages} for ids, languages in TOKENISED])
+    return MoESFTTrainer(
+        build(), settings(folder, **cut), train_dataset=data, processing_class=byte_tokenizer(),
+        router_losses=RouterLossWeights(language_prior=0.1), language_classes=[1, 0, 1, 0, 0],
+    )  # fmt: skip
+
+
+def check_tokenised(one, count):
+    language_of = {64: 4, 65: 2, 66: -1, 67: 0, 256: 2}
+    ids, languages = collated(one)
+    assert languages == [language_of[token] for token in ids]
+    assert len(ids) == count
+
+
+def test_language_ids_of_tokenised_text_stay_beside_their_tokens(tmp_path):
+    one = tokenised_trainer(tmp_path)
+    check_tokenised(one, 41)
+    assert one._language_classes.tolist() == [1, 0, 1, 0, 0]
+    one.train()
+    check_tokenised(tokenised_trainer(tmp_path, max_length=12), 17)
+    check_tokenised(tokenised_trainer(tmp_path, max_length=12, packing=True, packing_strategy="bfd_split"), 41)
+    with pytest.warns(FutureWarning, match="keep_end"):  # going from TRL
+        one = tokenised_trainer(tmp_path, max_length=12, truncation_mode="keep_end")
+    check_tokenised(one, 17)
+    assert one.train_dataset["language_ids"][0] == [2] * 12
+
+
+@pytest.mark.parametrize("change", [{"packing": True}, {"padding_free": True, "max_length": None}], ids=str)
+def test_a_packed_step_is_that_of_the_rows_alone(tmp_path, whole_step, change):
+    assert_same(train(tmp_path, prior=1.0, classifier=1.0, **change), whole_step, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_logs_each_part(tmp_path):
+    one = trainer(tmp_path, balance=0.5, prior=1.0, classifier=0.7)
+    metrics = one.evaluate(Dataset.from_list(ROWS))
+    with torch.no_grad():
+        parts = [part.item() for part in obvious_losses(build().eval())]
+    logged = one.state.log_history[-1]
+    assert metrics["eval_loss"] == pytest.approx(parts[0] + 0.5 * parts[1] + parts[2] + 0.7 * parts[3], rel=1e-5)
+    for name, part in zip(("next_token", "balance", "language_prior", "classifier"), parts, strict=True):
+        assert logged[f"eval_{name}_loss"] == pytest.approx(part, abs=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def expanded(tmp_path_factory):
+    return save_expanded(tmp_path_factory.mktemp("expanded"))
+
+
+def test_languages_are_those_that_the_checkpoint_records(tmp_path, expanded):
+    data = Dataset.from_list(LETTERS)
+    for model in (str(expanded), AutoModelForCausalLM.from_pretrained(expanded)):
+        one = MoESFTTrainer(
+            model, settings(tmp_path), train_dataset=data, router_losses=RouterLossWeights(language_prior=0.1)
+        )
+        assert check_letters(*collated(one)) == 65
+    other = {"el": 0, "en": 1, "tr": 1}
+    anew = MoESFTTrainer(model, settings(tmp_path), train_dataset=data, language_classes=other)
+    ids, languages = collated(anew)
+    assert {(token, language) for token, language in zip(ids, languages, strict=True) if token != 256} == {
+        (64, 1), (65, 0), (66, -1), (67, 1)
+    }  # fmt: skip
+    # A grown model: class g is what expansion g brought.
+    model.config.expansions = [
+        {"old_languages": ["en"], "new_languages": ["el"]},
+        {"old_languages": ["en", "el"], "new_languages": ["tr"]},
+    ]
+    grown = MoESFTTrainer(
+        model, settings(tmp_path), train_dataset=data, router_losses=RouterLossWeights(language_prior=0.1)
+    )
+    ids, languages = collated(grown)
+    assert dict(zip(ids, languages, strict=True)) | {256: None} == {64: 0, 65: 1, 66: -1, 67: 2, 256: None}
+    assert grown._language_classes.tolist() == [0, 1, 2]
+    # Without a loss that needs them, a column `language` may hold anything.
+    unused = MoESFTTrainer(model, settings(tmp_path), train_dataset=data.map(lambda row: {"language": "?"}))
+    assert "language_ids" not in unused.data_collator(list(unused.train_dataset))
+    unused.train()
+
+
+def test_refusals_say_what_to_set(tmp_path, expanded):
+    def build_trainer(rows=LETTERS, prior=0.1, **options):
+        changes = {name: options.pop(name) for name in ("packing", "max_length") if name in options}
+        return MoESFTTrainer(
+            options.pop("model", build()), settings(tmp_path, **changes), train_dataset=Dataset.from_list(rows),
+            processing_class=byte_tokenizer(), router_losses=RouterLossWeights(language_prior=prior), **options,
+        )  # fmt: skip
+
+    with pytest.raises(InputError, match="records no languages: pass the class of each code, such as"):
+        build_trainer()
+    with pytest.raises(InputError, match="language 'tr', which is none of en, el: pass language_classes"):
+        build_trainer(language_classes={"en": 0, "el": 1})
+    with pytest.raises(InputError, match=r"train data set has no column `language` .*nor `language_ids`"):
+        build_trainer([{"text": "abc"}], language_classes=LANGUAGES)
+    with pytest.raises(InputError, match="eval data set has no column `language`"):
+        build_trainer(eval_dataset=Dataset.from_list([{"text": "abc"}]), language_classes=LANGUAGES)
+    with pytest.raises(InputError, match="list of language_classes is for a column `language_ids`: pass the class"):
+        build_trainer(language_classes=[0, 1, 1])
+    with pytest.raises(InputError, match="packing=True needs max_length"):
+        build_trainer(packing=True, max_length=None, language_classes=LANGUAGES)
+    with pytest.raises(InputError, match="but no input_ids: tokenise its text, or give a column `language`"):
+        build_trainer([{"text": "abc", "language_ids": [0, 0, 0]}], language_classes=[0])
+    with pytest.raises(InputError, match="a row of 3 input_ids with 2 language_ids"):
+        build_trainer([{"input_ids": [1, 2, 3], "language_ids": [0, 0]}], language_classes=[0])
+    with pytest.raises(InputError, match=r"language id 2, but language_classes holds 2 classes, of the ids 0\.\.1"):
+        build_trainer([{"input_ids": [1, 2], "language_ids": [0, 2]}], language_classes=[0, 1])
+    with pytest.raises(ValueError, match="need language_classes"):
+        build_trainer([{"input_ids": [1, 2], "language_ids": [0, 1]}])
+    with pytest.raises(ValueError, match="Reentrant gradient checkpointing"):
+        trainer(
+            tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True}, prior=0.1
+        )
+    with pytest.raises(InputError, match="group loss needs the group of each code of the column `language`: pass"):
+        MoESFTTrainer(
+            str(expanded), settings(tmp_path), train_dataset=Dataset.from_list(LETTERS),
+            router_losses=RouterLossWeights(group=1.0),
+        )  # fmt: skip
+
+
+PREFERENCES = [
+    {"prompt": "Good day. ", "chosen": "Hello!", "rejected": "No."},
+    {"prompt": "Καλημέρα. ", "chosen": "Γεια!", "rejected": "Όχι, δεν θέλω."},
+]
+
+
+class MoEDPOTrainer(RouterLossMixin, DPOTrainer):
+    pass
+
+
+def dpo(folder, kind=DPOTrainer, rows=PREFERENCES, balance=None, steps=1, model=None, **options):
+    losses = {} if balance is None else {"router_losses": RouterLossWeights(balance=balance)}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": steps}
+    return kind(
+        build() if model is None else model, args=settings(folder, DPOConfig, **sizes), **losses, **options,
+        train_dataset=Dataset.from_list(rows), processing_class=byte_tokenizer(),
+    )  # fmt: skip
+
+
+def parameters_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_dpo_with_an_adapter_leaves_the_routers_alone(tmp_path):
+    one = dpo(tmp_path, peft_config=lora(target_modules="all-linear"))
+    before = parameters_of(one.model)
+    assert torch.isfinite(torch.tensor(one.train().training_loss))
+    moved = {name for name, value in parameters_of(one.model).items() if not torch.equal(value, before[name])}
+    assert moved
+    assert all(".lora_" in name for name in moved)
+
+
+def test_dpo_with_a_reference_model(tmp_path):
+    reference = build()
+    with torch.no_grad():
+        reference.lm_head.weight.add_(0.1 * torch.randn_like(reference.lm_head.weight))
+    before = parameters_of(reference)
+    one = dpo(tmp_path, ref_model=reference)
+    loss = one.train().training_loss
+    assert loss > 0
+    assert loss != pytest.approx(0.6931, abs=1e-3)  # log 2: what a model costs that is its own reference
+    assert_same(parameters_of(reference), before, rtol=0, atol=0)
+    assert largest_difference(parameters_of(one.model), parameters_of(build())) > 1e-3
+
+
+def test_dpo_loads_its_reference_from_the_checkpoint(tmp_path, expanded):
+    assert dpo(tmp_path, model=str(expanded)).train().training_loss == pytest.approx(0.6931, abs=1e-3)
+
+
+def balance_gradients(model):
+    """Gradients of the balance loss over both answers of each row."""
+    tokenizer, layers = byte_tokenizer(), {}
+    for row in PREFERENCES:
+        for answer in (row["chosen"], row["rejected"]):
+            with model.train().capture_routing() as routing:
+                model(torch.tensor([tokenizer(row["prompt"] + answer)["input_ids"] + [256]]))
+            for index, layer in routing.layers.items():
+                layers.setdefault(index, []).append(layer.router_logits)
+    loss = sum(load_balance_loss(torch.cat(logits), 2) for logits in layers.values()) / len(layers)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(loss, trained.values(), allow_unused=True)
+    return {name: found for name, found in zip(trained, gradients, strict=True) if found is not None}
+
+
+@pytest.mark.parametrize("reference", ["a model of its own", "the model without its adapter"])
+def test_router_losses_in_dpo_count_the_trained_model_alone(tmp_path, reference):
+    def one_step(kind, **options):
+        if reference == "a model of its own":
+            options["ref_model"] = build()
+        else:
+            options["peft_config"] = lora(target_modules="all-linear", modules_to_save=["router"])
+        return dpo(tmp_path, kind, **options)
+
+    with_loss, plain = one_step(MoEDPOTrainer, balance=1.0), one_step(DPOTrainer)
+    expected = balance_gradients(with_loss.model)
+    for one in (with_loss, plain):
+        one.train()
+    after, without = parameters_of(with_loss.model), dict(plain.model.named_parameters())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(without[name] - after[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+    routers = [gradient.abs().max() for name, gradient in expected.items() if ".router." in name]
+    assert len(routers) == 2
+    assert min(routers) > 1e-2
+    logged = with_loss.state.log_history[0]
+    assert logged["loss"] == pytest.approx(plain.state.log_history[0]["loss"] + logged["balance_loss"], abs=1e-4)
+
+
+def test_p6_accumulation_does_not_multiply_the_balance_weight_in_dpo(tmp_path):
+    steps = []
+    for count in (1, 4):
+        one = dpo(tmp_path, MoEDPOTrainer, PREFERENCES * count, 1.0, count, ref_model=build())
+        one.train()
+        steps.append(parameters_of(one.model))
+    assert_same(*steps)
+
+
+def test_a_trainer_whose_batches_hold_no_token_ids_is_refused(tmp_path):
+    one = dpo(tmp_path, MoEDPOTrainer, balance=1.0, ref_model=build())
+    one.data_collator = list  # GRPOTrainer's batches are lists of rows
+    with pytest.raises(ValueError, match="MoEDPOTrainer's batches hold no input_ids"):
+        one.train()
+
+
+def test_the_documents_python_runs(tmp_path, monkeypatch, expanded):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen-el-2").symlink_to(expanded)
+    for name, rows in (("chat", ROWS), ("preferences", PREFERENCES)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    small = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none", "max_length": 64}
+    for name in ("SFTConfig", "DPOConfig"):
+        real = getattr(trl, name)
+        monkeypatch.setattr(trl, name, lambda folder, real=real, **given: real(folder, **{**given, **small}))
+    namespace = {}
+    found = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
+    assert len(found) == 4
+    for block in found:
+        exec(block, namespace)
+    merged = AutoModelForCausalLM.from_pretrained("qwen-el-merged").eval()
+    ids = torch.arange(24)[None]
+    torch.testing.assert_close(merged(ids).logits, namespace["merged"].eval()(ids).logits)
+    assert (merged(ids).logits - AutoModelForCausalLM.from_pretrained(expanded).eval()(ids).logits).abs().max() > 0
+    assert type(namespace["trainer"]).__name__ == "MoEDPOTrainer"
+
+
+def test_trl_is_imported_on_first_use_alone():
+    code = "import sys; from hf_moe_expand.trainers import RouterLossMixin; before = 'trl' in sys.modules; "
+    code += "from hf_moe_expand import MoESFTTrainer; print(before, 'trl' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

@@ -1,0 +1,184 @@
+"""MoESFTTrainer: TRL's supervised fine-tuning with the routers' losses."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from transformers import PreTrainedConfig
+from trl import SFTTrainer, pack_dataset
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from ..errors import InputError
+from .losses import OLD
+from .router_losses import RouterLossMixin
+
+UNKNOWN = -1  # language id of padding and of text whose language is not known
+
+
+@dataclass
+class CollatorWithLanguages(DataCollatorForLanguageModeling):
+    """TRL's collator, which also pads (with -1) or joins `language_ids` where the rows have them."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        if "language_ids" in examples[0]:
+            rows = [torch.tensor(example["language_ids"]) for example in examples]
+            if self.padding_free:
+                rows = [torch.cat(rows)]
+            length = batch["input_ids"].shape[1]
+            batch["language_ids"] = torch.stack([F.pad(row, (0, length - len(row)), value=UNKNOWN) for row in rows])
+        return batch
+
+
+class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
+    """`trl.SFTTrainer` with router losses: the same data sets, the same `SFTConfig`, LoRA by `peft_config` as there.
+
+    The balance loss needs nothing more. Language-prior and classifier losses need to know languages. A data set tells
+    them in one of two columns:
+
+    - `language`: a code such as "el" for each row, None where unknown. The class of each code is in the model's
+      config.json, which records its expansions, or in `language_classes={"en": 0, "el": 1}`.
+    - `language_ids`, beside `input_ids` (text that is tokenised already): an id for each token, negative where unknown.
+      Then `language_classes=[0, 1]` gives each id its class.
+
+    Truncation and packing keep the ids beside their tokens. Router losses count every token but padding, those of a
+    prompt too: `completion_only_loss` and masked labels concern the next-token loss alone.
+
+    Args:
+        model: as in `SFTTrainer`: a model, a folder or a hub id.
+        router_losses: as in `RouterLossMixin`.
+        language_classes: for each code or each id its class: 0 for a language of the base model, g for one that
+            expansion g brought; with the group loss, its language group.
+
+    Raises:
+        InputError: a loss needs languages and a data set does not tell them, or tells what does not fit.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        *others: Any,
+        language_classes: Mapping[str, int] | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._codes_given = isinstance(language_classes, Mapping)
+        self._ids_given = language_classes is not None and not self._codes_given
+        class_of_code: Any = language_classes if self._codes_given else _recorded(model, args)
+        class_of_id: Any = language_classes if self._ids_given else None
+        self._class_of_code = {**class_of_code, None: UNKNOWN}
+        super().__init__(model, args, *others, language_classes=class_of_id, **kwargs)
+        if type(self.data_collator) is DataCollatorForLanguageModeling:
+            self.data_collator = CollatorWithLanguages(**vars(self.data_collator))
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        columns = get_dataset_column_names(dataset)
+        step: Callable[..., dict]
+        options: dict[str, Any]
+        if "language_ids" in columns:
+            classes = None if self._language_classes is None else len(self._language_classes)
+            dataset = _map(dataset, args, _check_ids, classes=classes, name=dataset_name)
+            step, options = _cut_ids, {"keep_end": args.truncation_mode == "keep_end"}
+        elif "language" in columns and (self._needs_languages or self._codes_given):
+            self._use_codes(dataset_name)
+            step, options = _ids_of_code, {"class_of": self._class_of_code, "name": dataset_name}
+        elif self._needs_languages:
+            raise InputError(
+                f"The {dataset_name} data set has no column `language` (a code for each row), nor `language_ids` (an "
+                "id for each token of tokenised text): the language-prior and classifier losses need one of them."
+            )
+        else:
+            return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        whole = args
+        if packing:  # TRL packs token ids and labels and drops the rest: it prepares whole rows, which are packed here
+            if args.max_length is None:
+                raise InputError("packing=True needs max_length, the length of a packed row: set it in SFTConfig.")
+            whole = copy.copy(args)
+            whole.max_length = None
+        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        dataset = _map(dataset, args, step, **options)
+        if packing:
+            dataset = dataset.select_columns(["input_ids", "labels", "language_ids"])
+            dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
+            dataset = dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        return dataset
+
+    def _use_codes(self, name: str) -> None:
+        example = 'language_classes={"en": 0, "el": 1}'
+        if self._ids_given:
+            raise InputError(
+                f"The {name} data set has a column `language`, but a list of language_classes is for a column "
+                f"`language_ids`: pass the class of each code, such as {example}."
+            )
+        if not self._codes_given and self.router_losses.group:
+            raise InputError(f"The group loss needs the group of each code of the column `language`: pass {example}.")
+        if len(self._class_of_code) == 1:
+            raise InputError(
+                f"The {name} data set has a column `language`, but the model's config.json records no languages: pass "
+                f"the class of each code, such as {example}."
+            )
+        self._language_classes = torch.arange(max(self._class_of_code.values()) + 1)  # a code's id is its class
+
+
+def _recorded(model: Any, args: Any) -> dict[str, int]:
+    """The class of each language in the model's record: 0 for the base model's, g for those of expansion g."""
+    if isinstance(model, str):
+        options = getattr(args, "model_init_kwargs", None) or {}
+        expansions = PreTrainedConfig.get_config_dict(model, **options)[0].get("expansions")
+    else:
+        expansions = getattr(model.config, "expansions", None)
+    classes: dict[str, int] = {}
+    for number, entry in enumerate(expansions or [], start=1):
+        if number == 1:
+            classes |= dict.fromkeys(entry.get("old_languages", ()), OLD)
+        classes |= dict.fromkeys(entry.get("new_languages", ()), number)
+    return classes
+
+
+def _map(dataset: Any, args: Any, step: Callable[..., dict], **options: Any) -> Any:
+    several = {"num_proc": args.dataset_num_proc, "desc": "languages"} if isinstance(dataset, Dataset) else {}
+    with args.main_process_first(desc="languages"):
+        return dataset.map(step, fn_kwargs=options, **several)
+
+
+def _check_ids(row: dict, classes: int | None, name: str) -> dict:
+    ids = row["language_ids"]
+    if "input_ids" not in row:
+        raise InputError(
+            f"The {name} data set has language_ids, an id for each token, but no input_ids: tokenise its text, or give "
+            "a column `language` with a code for each row."
+        )
+    if len(ids) != len(row["input_ids"]):
+        raise InputError(
+            f"The {name} data set has a row of {len(row['input_ids'])} input_ids with {len(ids)} language_ids: each "
+            "token needs one (-1 where its language is not known)."
+        )
+    if classes is not None and max(ids, default=0) >= classes:
+        raise InputError(
+            f"The {name} data set has the language id {max(ids)}, but language_classes holds {classes} classes, of the "
+            f"ids 0..{classes - 1}."
+        )
+    return {}
+
+
+def _cut_ids(row: dict, keep_end: bool) -> dict:
+    """Where TRL cut a row to max_length, cuts its language ids."""
+    length, ids = len(row["input_ids"]), row["language_ids"]
+    return {"language_ids": ids[len(ids) - length :] if keep_end else ids[:length]}
+
+
+def _ids_of_code(row: dict, class_of: dict, name: str) -> dict:
+    if row["language"] not in class_of:
+        known = ", ".join(code for code in class_of if code)
+        raise InputError(
+            f"The {name} data set has the language {row['language']!r}, which is none of {known}: pass "
+            "language_classes with every code of the column `language`."
+        )
+    return {"language_ids": [class_of[row["language"]]] * len(row["input_ids"])}
