@@ -1,10 +1,12 @@
-"""The trainers of MoE-LPR's and LayerMoE's two stages."""
+"""The trainers of each stage: MoE-LPR's and LayerMoE's two, DMoE's extension and adaptation."""
 
 from typing import Any
 
+import torch
 from transformers import Trainer
 
 from .freezing import FreezeReport, Stage, freeze
+from .grouped_sampler import GroupedSampler
 from .router_losses import RouterLossMixin, RouterLossWeights
 
 
@@ -48,3 +50,72 @@ class ReviewTrainer(_StageTrainer):
 
     stage = Stage.REVIEW
     default_losses = RouterLossWeights(language_prior=0.1, classifier=0.1)
+
+
+class GroupTrainer(_StageTrainer):
+    """DMoE's extension stage (Eq. 4): batches of one language group each train that group's expert alone.
+
+    `L = L_CLM + 1.28 * mean over (layer, token) of - log p(group | token)`; all parameters train. `language_classes`
+    gives the group of each language id, which is the number of its expert; `RouterLossWeights(group=0)` is the ablation
+    without the classification loss. The rows of the data set must hold one group each.
+
+    Raises:
+        ValueError: a batch mixes groups, or a group has less than one batch of rows.
+    """
+
+    stage = Stage.GROUP
+    default_losses = RouterLossWeights(group=1.28)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> GroupedSampler:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        classes = self._classes()
+        groups = [classes[int(languages[0])] for languages in dataset["language_ids"]]
+        return GroupedSampler(groups, self.args.per_device_train_batch_size, self.args.seed)
+
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        # Around the backward pass too: gradient checkpointing runs the forward pass again there.
+        with self.accelerator.unwrap_model(model).use_expert(self._group_of(inputs)):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _classes(self) -> list[int]:
+        if self._language_classes is None:
+            raise ValueError("GroupTrainer needs language_classes: the language group of each language id.")
+        return self._language_classes.tolist()
+
+    def _group_of(self, inputs: dict) -> int:
+        classes = self._classes()
+        ids = inputs["language_ids"].unique().tolist()
+        groups = {classes[i] for i in ids if i >= 0}
+        if len(groups) != 1:
+            raise ValueError(
+                f"A batch holds languages of {len(groups)} groups ({sorted(groups)}): in this stage each batch belongs "
+                "to one group. Pack documents group by group."
+            )
+        return groups.pop()
+
+
+class NormalTrainer(_StageTrainer):
+    """DMoE after its extension stage, or any expanded model with nothing frozen: mixed batches, the top experts."""
+
+    stage = Stage.NORMAL
+    default_losses = RouterLossWeights(balance=0.02)
+
+
+class AdaptTrainer(_StageTrainer):
+    """DMoE's adaptation (section 3.3): the newest expert of each layer and its row of the router learn one language.
+
+    Everything else stays as it is, bit for bit: the other rows' gradients are zeroed, and routers do not decay.
+    """
+
+    stage = Stage.ADAPT
+    default_losses = RouterLossWeights()
+
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for ffn in self.accelerator.unwrap_model(model).expanded_ffns().values():
+            if ffn.router.weight.grad is not None:
+                ffn.router.weight.grad[:-1] = 0
+        return loss
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("router.weight")]

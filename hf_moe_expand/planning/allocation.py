@@ -51,10 +51,11 @@ def allocate_experts(
     return counts
 
 
-def uniform_experts(num_layers: int, experts: int) -> list[int]:
+def uniform_experts(num_layers: int, experts: int, minimum: int = 2) -> list[int]:
     """The same count in every layer (MoE-LPR)."""
-    if experts < 2:
-        raise InputError(f"{experts} experts a layer: a mixture needs at least 2, the original FFN and a new expert.")
+    if experts < minimum:
+        needed = "2, the original FFN and a new expert" if minimum == 2 else str(minimum)
+        raise InputError(f"{experts} experts a layer: a mixture needs at least {needed}.")
     return [experts] * num_layers
 
 

@@ -1,11 +1,44 @@
-"""Which layers get a routing classifier."""
+"""Which layers become mixtures (DMoE), and which get a routing classifier (LayerMoE)."""
 
 import random
 from collections.abc import Sequence
+from math import floor, isfinite
 
 from ..errors import InputError
 
 CHOICES = ("similarity", "random", "last", "all", "none")
+
+
+def select_layers(deviation: Sequence[float], ratio: float | None = None, threshold: float | None = None) -> list[int]:
+    """Layers that become mixtures, in order: those that fine-tuning moves most (DMoE section 3.2).
+
+    Args:
+        deviation: of each layer.
+        ratio: alpha; the `floor(alpha * layers)` layers that deviate most, the first ones on a tie.
+        threshold: instead, as in the authors' scripts: layers whose deviation, scaled so that the smallest is 0 and the
+            largest 1, is at least this.
+
+    Raises:
+        InputError: not exactly one of the two is given, it selects no layer, or it is out of range.
+    """
+    if not deviation or not all(isfinite(value) for value in deviation):
+        raise InputError("The deviations must be finite numbers, one a layer.")
+    if ratio is not None and threshold is None:
+        if not 0 < ratio <= 1:
+            raise InputError(f"The ratio of layers is {ratio:g}; it must be above 0 and at most 1.")
+        count = floor(round(ratio * len(deviation), 9))  # 0.29 * 100 is 28.999999999999996
+        if count == 0:
+            raise InputError(f"A ratio of {ratio:g} selects no layer: {ratio:g} of {len(deviation)} layers is below 1.")
+        return sorted(sorted(range(len(deviation)), key=lambda layer: (-deviation[layer], layer))[:count])
+    if threshold is not None and ratio is None:
+        lowest, highest = min(deviation), max(deviation)
+        if lowest == highest:
+            raise InputError("All layers deviate equally, so no threshold tells them apart: give a ratio instead.")
+        chosen = [layer for layer, value in enumerate(deviation) if (value - lowest) / (highest - lowest) >= threshold]
+        if not chosen:
+            raise InputError(f"A threshold of {threshold:g} selects no layer: scaled deviations run from 0 to 1.")
+        return chosen
+    raise InputError("Layers are selected by a ratio or by a threshold: give exactly one of the two.")
 
 
 def classifier_layers(

@@ -1,0 +1,282 @@
+"""Fine-tunes a dense model a few steps on each language: which FFNs move, and which languages move them alike."""
+
+import hashlib
+import os
+import random
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm.auto import tqdm
+from transformers import get_linear_schedule_with_warmup
+
+from ..checkpoint.writer import new_folder
+from ..data.packing import encode_documents
+from ..errors import InputError
+from ..jsonfile import read_json, write_json
+from ..modeling import decoder_ffns
+from .result import DeviationResult
+
+_SETTINGS = "settings.json"
+_FOUND = "deviation.json"
+_DOCUMENTS = 256  # tokenised at a time
+_ELEMENTS = 1 << 16  # of each language's change in memory at a time
+
+
+def measure_deviation(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[str]],
+    *,
+    work_dir: str | os.PathLike,
+    steps: int = 10,
+    learning_rate: float = 8e-6,
+    batch_size: int = 2048,
+    block_size: int = 512,
+    micro_batch_size: int = 8,
+    last_layers: int = 3,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+) -> DeviationResult:
+    """How far each layer's FFN moves on each language, and the cosine of two languages' ways (DMoE section 3.1, Eq. 1).
+
+    From the same weights, all parameters are trained on each language alone (AdamW without weight decay, linear decay
+    to zero), in float32 whatever the model's type: in bfloat16 such steps round away. The change of a layer is that of
+    all its FFN's parameters. The model is given back as it was.
+
+    In memory are the weights twice (as they were, and trained) besides gradients and AdamW's state. The changes that
+    the cosines need go to `work_dir`: 4 bytes for each FFN parameter of the chosen layers, for each language. Run again
+    with the same `work_dir`, finished languages are not trained again, and more languages may be added.
+
+    Args:
+        texts: for each language its documents.
+        work_dir: folder for what is found on each language; yours to delete.
+        steps: of training on each language.
+        learning_rate: of the first step.
+        batch_size: blocks in a step.
+        block_size: tokens in a block.
+        micro_batch_size: blocks in one forward and backward pass; changes nothing but memory and speed.
+        last_layers: the cosines are taken over the FFNs of so many last layers.
+        layers: or over those of these layers.
+        seed: of the order of documents, and of dropout.
+
+    Raises:
+        InputError: a language has too little text, `work_dir` was made with another model, text or other settings, a
+            setting is out of range, or training went nowhere.
+    """
+    ffns = decoder_ffns(model)
+    chosen = _chosen_layers(len(ffns), last_layers, layers)
+    numbers: dict[str, Any] = {
+        "steps": steps,
+        "batch_size": batch_size,
+        "block_size": block_size,
+        "learning_rate": learning_rate,
+    }
+    for name, value in {**numbers, "micro_batch_size": micro_batch_size}.items():
+        if not value > 0:
+            raise InputError(f"{name} is {value}; it must be positive.")
+    longest = getattr(model.config, "max_position_embeddings", block_size)
+    if not 1 < block_size <= longest:
+        raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
+    blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
+    work_dir = Path(work_dir)
+    folders = {language: work_dir / f"language-{quote(language, safe='')}" for language in texts}
+    with _in_float32(model) as start:
+        _claim(work_dir, {**numbers, "layers": chosen, "seed": seed, "model": _digest(start)})
+        unfinished = [language for language in texts if not _finished(folders[language], language, blocks[language])]
+        for language in tqdm(unfinished, desc="deviation", unit="language"):
+            torch.manual_seed(seed)
+            _fine_tune(model, blocks[language], steps, learning_rate, batch_size, micro_batch_size)
+            _write_change(folders[language], language, ffns, chosen, start, _digest({"tokens": blocks[language]}))
+            with torch.no_grad():
+                for name, tensor in _floating(model):
+                    tensor.copy_(start[name])
+    found = {language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()}
+    return DeviationResult(
+        languages=list(texts),
+        deviation=[sum(values) / len(values) for values in zip(*found.values(), strict=True)],
+        by_language=found,
+        similarity=change_cosines(list(folders.values()), chosen),
+        layers=chosen,
+        seed=seed,
+        **numbers,
+    )
+
+
+def change_cosines(folders: Sequence[Path], layers: Sequence[int]) -> list[list[float]]:
+    """Cosines of the changes in `folders`, over `layers` together: `[n, n]`.
+
+    Dot products are summed in float64, a piece of a tensor of every folder in memory at a time.
+    """
+    gram = torch.zeros(len(folders), len(folders), dtype=torch.float64)
+    for layer in layers:
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(_layer_file(folder, layer), "pt")) for folder in folders]
+            for name in files[0].keys():  # noqa: SIM118 not a dictionary
+                changes = [file.get_slice(name) for file in files]
+                for begin in range(0, changes[0].get_shape()[0], _ELEMENTS):
+                    piece_LE = torch.stack([change[begin : begin + _ELEMENTS] for change in changes]).double()
+                    gram += piece_LE @ piece_LE.T
+    norms = gram.diagonal().sqrt()
+    cosines = gram / torch.outer(norms, norms)
+    return ((cosines + cosines.T) / 2).tolist()
+
+
+def _chosen_layers(num_layers: int, last_layers: int, layers: Sequence[int] | None) -> list[int]:
+    if layers is None:
+        if not 1 <= last_layers <= num_layers:
+            raise InputError(f"last_layers is {last_layers}; this model has {num_layers} layers.")
+        return list(range(num_layers - last_layers, num_layers))
+    if not layers or not all(0 <= layer < num_layers for layer in layers):
+        raise InputError(f"layers is {list(layers)}; this model has layers 0 to {num_layers - 1}: name some of them.")
+    return sorted(set(layers))
+
+
+def _blocks(
+    texts: Mapping[str, Sequence[str]], tokenizer: Any, count: int, block_size: int, seed: int
+) -> dict[str, torch.Tensor]:
+    """`[count, block_size]` tokens of each language; every language is looked at before the first is trained."""
+    if not texts:
+        raise InputError("No language was given.")
+    needed = count * block_size
+    tokens = {language: _first_tokens(documents, tokenizer, needed, seed) for language, documents in texts.items()}
+    if short := [f"{language} has {len(found):,}" for language, found in tokens.items() if len(found) < needed]:
+        raise InputError(
+            f"Too little text: {count:,} blocks (steps x batch_size) of {block_size} tokens need {needed:,} tokens of "
+            f"each language, but {', '.join(short)}. Give more text, or fewer steps or smaller batches."
+        )
+    return {language: found.view(count, block_size) for language, found in tokens.items()}
+
+
+def _first_tokens(documents: Sequence[str], tokenizer: Any, needed: int, seed: int) -> torch.Tensor:
+    """The first `needed` tokens (or all, where there are fewer) of the documents in a random order, int32."""
+    order = random.Random(seed).sample(range(len(documents)), len(documents))
+    tokens = array("i")
+    for begin in range(0, len(order), _DOCUMENTS):
+        for row in encode_documents([documents[i] for i in order[begin : begin + _DOCUMENTS]], tokenizer):
+            tokens.extend(row)
+        if len(tokens) >= needed:
+            break
+    return torch.tensor(tokens[:needed], dtype=torch.int32)
+
+
+def _floating(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers that a change of type changes; tied ones once."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
+@contextmanager
+def _in_float32(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The model in float32 and in training mode; gives its weights as they were (on the CPU), and puts them back."""
+    start = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _floating(model)}
+    training = model.training
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            model.float().train()
+            yield start
+    finally:
+        model.zero_grad()
+        for name, tensor in _floating(model):
+            tensor.data = start[name].to(tensor.device)
+        model.train(training)
+
+
+def _fine_tune(
+    model: Any, blocks: torch.Tensor, steps: int, learning_rate: float, batch_size: int, micro_batch_size: int
+) -> None:
+    # Fused: the other forms hold further copies of the weights for a moment.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=steps)
+    for batch in blocks.split(batch_size):
+        for part in batch.split(micro_batch_size):
+            input_ids = part.long().to(model.device)
+            loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+            (loss * len(part) / batch_size).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def _write_change(
+    folder: Path,
+    language: str,
+    ffns: Sequence[tuple[str, Any]],
+    chosen: Sequence[int],
+    start: Mapping[str, torch.Tensor],
+    text: str,
+) -> None:
+    """Writes each layer's deviation, and the changes of the chosen layers, into `folder`: whole or not at all."""
+    deviation = []
+    sizes = [sum(parameter.numel() for parameter in ffns[layer][1].parameters()) for layer in chosen]
+    with new_folder(folder, needed_bytes=4 * sum(sizes)) as partial:
+        for layer, (prefix, ffn) in enumerate(ffns):
+            changes, squares = {}, 0.0
+            for name, parameter in ffn.named_parameters():
+                change = parameter.detach().cpu() - start[f"{prefix}.{name}"].float()
+                squares += change.double().square().sum().item()
+                if layer in chosen:
+                    changes[name] = change.flatten()
+            # Also false for a number that is none.
+            if not 0 < squares < float("inf"):
+                raise InputError(
+                    f"Fine-tuning on {language!r} moved the FFN of layer {layer} by {squares**0.5:g}: check that its "
+                    "weights are trainable and finite, and the learning rate."
+                )
+            deviation.append(squares**0.5)
+            if layer in chosen:
+                save_file(changes, _layer_file(partial, layer))
+        write_json(partial / _FOUND, {"text": text, "deviation": deviation})
+
+
+def _layer_file(folder: Path, layer: int) -> Path:
+    return folder / f"layer-{layer}.safetensors"
+
+
+def _claim(work_dir: Path, settings: dict[str, Any]) -> None:
+    """Refuses a folder that holds anything but the work of the same model and settings."""
+    record = work_dir / _SETTINGS
+    if not record.is_file():
+        if work_dir.exists() and (not work_dir.is_dir() or any(work_dir.iterdir())):
+            raise InputError(f"{work_dir}: exists, and holds no deviation analysis; give another work folder.")
+        write_json(record, settings)
+        return
+    before = read_json(record, "the record of a deviation analysis")
+    differing = [
+        f"{name} was {before.get(name)}, is {value}" if name != "model" else "the model is another"
+        for name, value in settings.items()
+        if before.get(name) != value
+    ]
+    if differing:
+        raise InputError(
+            f"{work_dir}: was made otherwise: {'; '.join(differing)}. Give another work folder, or delete this one."
+        )
+
+
+def _finished(folder: Path, language: str, blocks: torch.Tensor) -> bool:
+    if not folder.is_dir():
+        return False
+    if read_json(folder / _FOUND, "a deviation").get("text") != _digest({"tokens": blocks}):
+        raise InputError(
+            f"{folder}: was made of another text of {language!r} (or with another tokenizer). Give another work "
+            "folder, or delete this one."
+        )
+    return True
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of names, types, shapes and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

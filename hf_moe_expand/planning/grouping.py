@@ -1,0 +1,213 @@
+"""Which languages share an expert: balanced groups of similar ones (DMoE Algorithm 1), and what to compare with."""
+
+import csv
+import json
+import random
+from collections.abc import Sequence
+from itertools import combinations
+from math import comb, inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..jsonfile import read_json
+
+# A group is the best of all sets while there are at most so many to choose from (C(18, 9) is 48,620).
+MOST_SETS = 1_000_000
+
+
+def group_languages(
+    similarity: Sequence[Sequence[float]], languages: Sequence[str], num_groups: int
+) -> list[list[str]]:
+    """Balanced groups of similar languages (DMoE Eq. 2, Algorithm 1).
+
+    While languages remain, the next group is the set of `ceil(remaining languages / remaining groups)` whose least
+    similar pair is most similar; on a tie the first set in the alphabetical order of language names. So
+    sizes differ by one at most, larger groups first. The set is the best of all while at most `MOST_SETS` can be formed
+    of the remaining languages; beyond, it grows from the most similar pair, each time by the language whose least
+    similarity to the set is largest.
+
+    Args:
+        similarity: `[n, n]`, symmetric; the diagonal is not read.
+        languages: `n` names.
+
+    Returns:
+        The groups in the order found, the languages of each in alphabetical order.
+
+    Raises:
+        InputError: the matrix does not fit the languages, a language is named twice, or there are more groups than
+            languages.
+    """
+    _check_number(languages, num_groups)
+    matrix = _checked_matrix(similarity, languages)
+    order = sorted(range(len(languages)), key=lambda i: languages[i])
+    rows = matrix[np.ix_(order, order)].tolist()
+    remaining, groups = list(range(len(order))), []
+    for size in _sizes(len(order), num_groups):
+        find = _best_set if comb(len(remaining), size) <= MOST_SETS else _grown_set
+        group = find(rows, remaining, size)
+        remaining = [i for i in remaining if i not in group]
+        groups.append([languages[order[i]] for i in group])
+    return groups
+
+
+def random_groups(languages: Sequence[str], num_groups: int, seed: int = 0) -> list[list[str]]:
+    """Balanced groups at random (DMoE's ablation), of sizes as `group_languages` has them.
+
+    Raises:
+        InputError: a language is named twice, or there are more groups than languages.
+    """
+    _check_number(languages, num_groups)
+    shuffled = sorted(languages)
+    random.Random(seed).shuffle(shuffled)
+    return [sorted(shuffled.pop() for _ in range(size)) for size in _sizes(len(languages), num_groups)]
+
+
+def check_groups(groups: Sequence[Sequence[str]], languages: Sequence[str] | None = None) -> None:
+    """Refuses an empty group, a language that is named twice and, given `languages`, one that is missing or unknown."""
+    if not all(isinstance(group, list) for group in groups):
+        raise InputError("groups: must be lists of languages, such as [[en, de], [fr, es]].")
+    named = [language for group in groups for language in group]
+    if not all(isinstance(language, str) for language in named):
+        raise InputError("groups: put language codes in quotes: YAML reads `no` as false.")
+    if not groups or not all(groups):
+        raise InputError("groups: a group is empty; every group needs a language.")
+    _refuse_twice(named)
+    if languages is None:
+        return
+    if missing := sorted(set(languages) - set(named)):
+        raise InputError(f"groups: {', '.join(missing)} is in no group; every language needs one.")
+    if unknown := sorted(set(named) - set(languages)):
+        raise InputError(f"groups: {', '.join(unknown)} was not measured; known: {', '.join(languages)}.")
+
+
+def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[float]]:
+    """Cosines of linguistic vectors, such as lang2vec's: `[n, n]`.
+
+    Args:
+        path: `.json` (`{"el": [0.1, ...]}`) or `.csv` (`el,0.1,...`; a first line without numbers is a header).
+
+    Raises:
+        InputError: the file cannot be read, lacks a language, or holds vectors of several lengths, a value that is not
+            a number, or a vector of zeros.
+    """
+    vectors = _read_vectors(Path(path))
+    if missing := [language for language in languages if language not in vectors]:
+        raise InputError(f"{path}: no vector for {', '.join(missing)}.")
+    lengths = {language: len(vectors[language]) for language in languages}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{language} has {length}" for language, length in lengths.items())
+        raise InputError(f"{path}: the vectors differ in length: {found}.")
+    matrix = np.array([vectors[language] for language in languages], dtype=np.float64)
+    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+    for language, norm in zip(languages, norms[:, 0], strict=True):
+        if norm == 0:
+            raise InputError(f"{path}: the vector of {language} is all zeros: it has no direction.")
+    units = matrix / norms
+    cosines = units @ units.T
+    return ((cosines + cosines.T) / 2).tolist()
+
+
+def _sizes(num_languages: int, num_groups: int) -> list[int]:
+    # Larger groups first: a group of one taken first would be a language picked by its name alone.
+    smaller, larger = divmod(num_languages, num_groups)
+    return [smaller + (group < larger) for group in range(num_groups)]
+
+
+def _best_set(rows: list[list[float]], remaining: list[int], size: int) -> list[int]:
+    """The set whose smallest similarity is largest, the first such in order; what cannot beat the best is not tried."""
+    best: list[int] = remaining[:size]
+    best_least = -inf
+
+    def extend(chosen: list[int], least: float, start: int) -> None:
+        nonlocal best, best_least
+        if len(chosen) == size:
+            best, best_least = chosen, least
+            return
+        for position in range(start, len(remaining) - (size - len(chosen)) + 1):
+            language = remaining[position]
+            row = rows[language]
+            lowest = min([least, *(row[other] for other in chosen)])
+            if lowest > best_least:
+                extend([*chosen, language], lowest, position + 1)
+
+    extend([], inf, 0)
+    return best
+
+
+def _grown_set(rows: list[list[float]], remaining: list[int], size: int) -> list[int]:
+    """The most similar pair, then one by one the language whose smallest similarity to the set is largest."""
+    chosen = [*max(combinations(remaining, 2), key=lambda pair: rows[pair[0]][pair[1]])]
+    while len(chosen) < size:
+        others = (i for i in remaining if i not in chosen)
+        chosen.append(max(others, key=lambda i: min(rows[i][j] for j in chosen)))
+    return sorted(chosen)
+
+
+def _check_number(languages: Sequence[str], num_groups: int) -> None:
+    _refuse_twice(languages)
+    if not 1 <= num_groups <= len(languages):
+        raise InputError(f"{num_groups} groups were asked for, but there are {len(languages)} languages.")
+
+
+def _refuse_twice(languages: Sequence[str]) -> None:
+    if twice := sorted({language for language in languages if list(languages).count(language) > 1}):
+        raise InputError(f"groups: {', '.join(twice)} is named twice; a language is in one group.")
+
+
+def _checked_matrix(similarity: Sequence[Sequence[float]], languages: Sequence[str]) -> np.ndarray:
+    matrix = np.asarray(similarity, dtype=np.float64)
+    if matrix.shape != (len(languages), len(languages)):
+        raise InputError(
+            f"The similarities have shape {list(matrix.shape)}, but {len(languages)} languages need "
+            f"{[len(languages)] * 2}."
+        )
+    if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
+        raise InputError("The similarities are not a symmetric matrix of finite numbers.")
+    return matrix
+
+
+def _read_vectors(path: Path) -> dict[str, list[float]]:
+    if path.suffix == ".json":
+        rows = list(read_json(path, "linguistic vectors").items())
+    elif path.suffix == ".csv":
+        rows = _csv_rows(path)
+    else:
+        raise InputError(f"{path}: unknown kind of file; linguistic vectors are .json or .csv.")
+    vectors: dict[str, list[float]] = {}
+    for language, values in rows:
+        if language in vectors:
+            raise InputError(f"{path}: {language} has two vectors.")
+        if not isinstance(values, list):
+            raise InputError(f"{path}: {language}: {json.dumps(values)} is not a list of numbers.")
+        vectors[language] = [_number(value, f"{path}: {language}") for value in values]
+    return vectors
+
+
+def _csv_rows(path: Path) -> list[tuple[str, list[Any]]]:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            lines = [[cell.strip() for cell in line] for line in csv.reader(file) if line]
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file (linguistic vectors).") from None
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not linguistic vectors: {error}.") from None
+    if lines and not any(_is_number(cell) for cell in lines[0][1:]):
+        lines = lines[1:]
+    return [(line[0], line[1:]) for line in lines]
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _number(value: Any, where: str) -> float:
+    if not _is_number(value) or isinstance(value, bool) or not isfinite(float(value)):
+        raise InputError(f"{where}: {json.dumps(value)} is not a finite number.")
+    return float(value)

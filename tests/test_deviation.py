@@ -1,0 +1,274 @@
+"""Deviation analysis against a fine-tuning written out, on every backbone; resuming; refusals; its picture."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import byte_tokenizer, tiny_dense
+from matplotlib.figure import Figure
+
+from hf_moe_expand import measure_deviation
+from hf_moe_expand.analysis import deviation
+from hf_moe_expand.analysis.result import DeviationResult
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import figures
+
+# One document a language, so that the order of documents is none.
+TEXTS = {
+    "en": ["A plain sentence, and another one that is a little longer than the first. " * 3],
+    "el": ["Μια απλή πρόταση, και μία ακόμα, λίγο πιο μεγάλη. " * 3],
+    "hu": ["Egy egyszerű mondat, és még egy, kicsit hosszabb az elsőnél. " * 3],
+}
+SETTINGS = {"steps": 3, "batch_size": 3, "block_size": 12, "micro_batch_size": 2, "learning_rate": 1e-3}
+
+
+def measure(model, work_dir, texts=TEXTS, **changes):
+    return measure_deviation(model, byte_tokenizer(), texts, work_dir=work_dir, **{**SETTINGS, **changes})
+
+
+def slow_change(model, text):
+    """AdamW's steps as its paper has them, on whole batches; the change of every parameter."""
+    steps, rows, size = SETTINGS["steps"], SETTINGS["batch_size"], SETTINGS["block_size"]
+    tokens = torch.tensor(byte_tokenizer()(text).input_ids[: steps * rows * size]).view(steps, rows, size)
+    trained = copy.deepcopy(model).float().train()
+    start = {name: p.detach().clone() for name, p in trained.named_parameters()}
+    first, second = ({name: torch.zeros_like(p) for name, p in start.items()} for _ in range(2))
+    for step, batch in enumerate(tokens):
+        logits = trained(input_ids=batch).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, list(trained.parameters()))
+        rate = SETTINGS["learning_rate"] * (1 - step / steps)
+        with torch.no_grad():
+            for (name, p), gradient in zip(trained.named_parameters(), gradients, strict=True):
+                first[name] = 0.9 * first[name] + 0.1 * gradient
+                second[name] = 0.999 * second[name] + 0.001 * gradient**2
+                mean, spread = first[name] / (1 - 0.9 ** (step + 1)), second[name] / (1 - 0.999 ** (step + 1))
+                p -= rate * mean / (spread.sqrt() + 1e-8)
+    return {name: (p.detach() - start[name]).double() for name, p in trained.named_parameters()}
+
+
+def ffn_change(change, layer):
+    return torch.cat(
+        [value.flatten() for name, value in change.items() if f".{layer}.mlp." in name or f".{layer}.ffn." in name]
+    )
+
+
+def test_every_backbone_moves_as_written_out(backbone, tmp_path):
+    model = tiny_dense(backbone)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    found = measure(model, tmp_path / "work", last_layers=2)
+    changes = {language: slow_change(model, documents[0]) for language, documents in TEXTS.items()}
+    for language, change in changes.items():
+        expected = [ffn_change(change, layer).norm().item() for layer in range(3)]
+        assert found.by_language[language] == pytest.approx(expected, rel=1e-3)
+    mean = [sum(values[layer] for values in found.by_language.values()) / 3 for layer in range(3)]
+    assert found.deviation == pytest.approx(mean)
+    ways = [torch.cat([ffn_change(change, layer) for layer in (1, 2)]) for change in changes.values()]
+    for i, a in enumerate(ways):
+        for j, b in enumerate(ways):
+            assert found.similarity[i][j] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-3)
+    assert (found.languages, found.layers) == (["en", "el", "hu"], [1, 2])
+
+
+def test_any_layers_can_be_compared_and_only_they_are_stored(tmp_path):
+    model = tiny_dense("qwen2")
+    found = measure(model, tmp_path / "work", layers=[2, 0])
+    change = {language: slow_change(model, documents[0]) for language, documents in TEXTS.items()}
+    a, b = (torch.cat([ffn_change(change[language], layer) for layer in (0, 2)]) for language in ("en", "hu"))
+    assert found.similarity[0][2] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-3)
+    stored = sorted(path.name for path in (tmp_path / "work" / "language-en").iterdir())
+    assert stored == ["deviation.json", "layer-0.safetensors", "layer-2.safetensors"]
+    assert measure(model, tmp_path / "all", last_layers=3).layers == [0, 1, 2]
+
+
+def test_pieces_of_tensors_add_up(tmp_path, monkeypatch):
+    whole = measure(tiny_dense("bloom"), tmp_path / "work")
+    monkeypatch.setattr(deviation, "_ELEMENTS", 7)
+    folders = [tmp_path / "work" / f"language-{language}" for language in TEXTS]
+    assert torch.allclose(
+        torch.tensor(deviation.change_cosines(folders, whole.layers)), torch.tensor(whole.similarity), atol=1e-12
+    )
+
+
+def test_a_bfloat16_model_is_trained_in_float32_and_given_back(tmp_path):
+    model = tiny_dense("gemma3_text", dtype=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    # In bfloat16 next to a weight of 0.1 the nearest other number is 5e-4 away.
+    found = measure(model, tmp_path / "bfloat16", learning_rate=1e-6)
+    assert not model.training
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+    # No weight gets further than the sum of the learning rates, 2e-6, and most get near.
+    weights = sum(p.numel() for p in model.model.layers[0].mlp.parameters())
+    assert 0.5e-6 * weights**0.5 < found.deviation[0] <= 2.001e-6 * weights**0.5
+    assert found == measure(model.float(), tmp_path / "float32", learning_rate=1e-6)
+
+
+def test_each_language_starts_from_the_same_weights(tmp_path):
+    model = tiny_dense("qwen2", tie_word_embeddings=True)
+    found = measure(model, tmp_path / "there")
+    backwards = measure(model, tmp_path / "back", dict(reversed(TEXTS.items())))
+    alone = measure(model, tmp_path / "alone", {"hu": TEXTS["hu"]})
+    assert found.by_language == backwards.by_language
+    assert found.by_language["hu"] == alone.by_language["hu"]
+    assert alone.similarity == [[pytest.approx(1.0)]]
+
+
+def test_the_seed_orders_documents(tmp_path):
+    texts = {"en": [f"Sentence number {i} of so many. " for i in range(30)]}
+    runs = [measure(tiny_dense("qwen2"), tmp_path / str(i), texts, seed=seed) for i, seed in enumerate([0, 0, 1])]
+    assert runs[0].deviation == runs[1].deviation != runs[2].deviation
+
+
+def test_the_seed_draws_dropout_for_each_language_anew(tmp_path):
+    model = tiny_dense("qwen2", attention_dropout=0.5)
+    both = measure(model, tmp_path / "both", {code: TEXTS[code] for code in ("en", "hu")})
+    alone, other = (
+        measure(model, tmp_path / f"seed {seed}", {"hu": TEXTS["hu"]}, seed=seed).by_language["hu"] for seed in (0, 1)
+    )
+    assert alone == both.by_language["hu"]
+    assert alone != other
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """How many languages were trained."""
+    calls = []
+    fine_tune = deviation._fine_tune
+
+    def counted(*arguments):
+        calls.append(1)
+        if len(calls) == 2 and trained.interrupt:
+            raise KeyboardInterrupt
+        fine_tune(*arguments)
+
+    def trained():
+        return len(calls)
+
+    trained.interrupt = False
+    monkeypatch.setattr(deviation, "_fine_tune", counted)
+    return trained
+
+
+def test_finished_languages_are_not_trained_again(tmp_path, trained):
+    model = tiny_dense("qwen2")
+    expected = measure(model, tmp_path / "once")
+    assert trained() == 3
+    first = measure(model, tmp_path / "work", {"el": TEXTS["el"]})
+    assert trained() == 4
+    assert measure(model, tmp_path / "work") == expected
+    assert trained() == 6
+    assert measure(model, tmp_path / "work", {"el": TEXTS["el"]}) == first
+    assert trained() == 6
+
+
+def test_an_interrupted_analysis_goes_on(tmp_path, trained):
+    model = tiny_dense("qwen2")
+    weights = copy.deepcopy(model.state_dict())
+    trained.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, tmp_path / "work")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["language-en", "settings.json"]
+    trained.interrupt = False
+    found = measure(model, tmp_path / "work")
+    assert trained() == 4  # the interrupted one too
+    assert found == measure(model, tmp_path / "once")
+
+
+def test_a_work_folder_of_other_work_is_refused(tmp_path):
+    model, work = tiny_dense("qwen2"), tmp_path / "work"
+    measure(model, work, {"en": TEXTS["en"]}, steps=2)
+    for changes, message in [
+        ({"steps": 3}, "steps was 2, is 3"),
+        ({"learning_rate": 1e-4}, r"learning_rate was 0.001, is 0.0001"),
+        ({"seed": 1}, "seed was 0, is 1"),
+        ({"layers": [0]}, r"layers was \[0, 1, 2\], is \[0\]"),
+        ({"batch_size": 2, "block_size": 8}, "batch_size was 3, is 2; block_size was 12, is 8"),
+        ({"texts": {"en": TEXTS["hu"]}}, "another text of 'en'"),
+        ({"model": tiny_dense("qwen2", seed=1)}, "was made otherwise: the model is another"),
+    ]:
+        arguments = {"model": model, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
+        with pytest.raises(InputError, match=message):
+            measure(arguments.pop("model"), work, **arguments)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").write_text("")
+    with pytest.raises(InputError, match="photos: exists, and holds no deviation analysis"):
+        measure(model, tmp_path / "photos")
+
+
+def test_too_little_text_names_every_such_language(tmp_path):
+    texts = {"en": TEXTS["en"], "el": ["ψ"], "hu": ["abc", "de"]}
+    # Bytes, and an end of text after each document.
+    message = r"9 blocks .* of 12 tokens need 108 tokens of each language, but el has 3, hu has 7\."
+    with pytest.raises(InputError, match=message):
+        measure(tiny_dense("qwen2"), tmp_path / "work", texts)
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps is 0; it must be positive"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),
+        ({"block_size": 1}, "block_size is 1"),
+        ({"last_layers": 4}, "this model has 3 layers"),
+        ({"layers": [0, 3]}, "layers 0 to 2"),
+        ({"texts": {}}, "No language was given"),
+        ({"learning_rate": 1e38}, "moved the FFN of layer 0 by"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        measure(tiny_dense("qwen2"), tmp_path / "work", **changes)
+    assert not (tmp_path / "work" / "language-en").exists()
+
+
+def test_ffns_that_do_not_train_are_refused(tmp_path):
+    model = tiny_dense("qwen2")
+    model.model.layers[1].mlp.requires_grad_(False)
+    with pytest.raises(InputError, match="'en' moved the FFN of layer 1 by 0"):
+        measure(model, tmp_path / "work")
+
+
+def test_a_language_may_have_any_name(tmp_path):
+    found = measure(tiny_dense("qwen2"), tmp_path / "work", {"zh/TW": TEXTS["en"], "..": TEXTS["el"]})
+    assert found.languages == ["zh/TW", ".."]
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+
+
+def test_json_round_trip(tmp_path):
+    found = measure(tiny_dense("qwen2"), tmp_path / "work")
+    found.to_json(tmp_path / "deviation.json")
+    assert DeviationResult.from_json(tmp_path / "deviation.json") == found
+    (tmp_path / "analysis.json").write_text(json.dumps({"similarity": [0.1], "languages": []}))
+    with pytest.raises(InputError, match="not a deviation analysis: batch_size, block_size, by_language"):
+        DeviationResult.from_json(tmp_path / "analysis.json")
+
+
+def test_real_text_in_one_script_moves_a_model_of_bytes_alike(help_text, tmp_path):
+    texts = {code: help_text(code, "test", 10) for code in ("en", "es", "el", "zh")}
+    found = measure(tiny_dense("qwen2"), tmp_path / "work", texts, batch_size=8, block_size=32, micro_batch_size=8)
+    assert found.similarity[0][1] > max(found.similarity[0][2:] + found.similarity[1][2:])
+
+
+def test_the_picture_orders_languages_by_group_and_marks_layers(tmp_path):
+    languages, similarity = ["a", "b", "c"], [[1.0, 0.1, 0.8], [0.1, 1.0, 0.2], [0.8, 0.2, 1.0]]
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    figures._draw_similarity(figure, left, languages, similarity, [["a", "c"], ["b"]])
+    assert [label.get_text() for label in left.get_yticklabels()] == ["a", "c", "b"]
+    assert left.images[0].get_array().filled(-1).tolist() == [[-1, 0.8, 0.1], [0.8, -1, 0.2], [0.1, 0.2, -1]]
+    assert [(patch.get_x(), patch.get_width()) for patch in left.patches] == [(-0.5, 2), (1.5, 1)]
+    figures._draw_deviation(right, [3.0, 1.0, 2.0], [0, 2])
+    colours = right.collections[0].get_facecolors().tolist()
+    assert colours[0] == colours[2] != colours[1]
+    figures.plot_deviation(tmp_path / "new" / "x.svg", languages, similarity, [2.0, 2.0])
+    assert "<svg" in (tmp_path / "new" / "x.svg").read_text()

@@ -1,0 +1,273 @@
+"""DMoE: one expert a language group; group training, normal training, adaptation to a new language."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import COMMON_BACKBONES, run_fresh, save_dense, write_texts
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from hf_moe_expand import DMoEForCausalLM, GroupTrainer, Plan, adapt_language, expand_checkpoint
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.grow import add_experts
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.data.packing import collate_blocks, pack_texts
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.settings import AdaptSettings, GroupSettings, NormalSettings, PostPretrainSettings
+from hf_moe_expand.trainers import GroupedSampler, RouterLossWeights
+from hf_moe_expand.training import check_frozen, train_stage
+
+GROUPS = [["en", "es"], ["el"], ["tr", "hu"]]
+PLAN = Plan("dmoe", [3, 1, 3], groups=GROUPS)
+WORDS = {
+    "en": "the cat sat ",
+    "es": "el gato se ",
+    "el": "η γάτα κά",
+    "tr": "kedi otur",
+    "hu": "a macska ",
+    "hi": "बिल्ली ",
+}
+QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "disable_tqdm": True}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    return {
+        code: LanguageText(code, str(write_texts(root / f"{code}.jsonl", [f"{words} {i} {words}" for i in range(30)])))
+        for code, words in WORDS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expanded(tmp_path_factory):
+    root = tmp_path_factory.mktemp("dmoe")
+    expand_checkpoint(save_dense(root / "dense"), root / "expanded", PLAN)
+    return root / "expanded"
+
+
+@pytest.fixture(scope="module")
+def trained(expanded, text):
+    """After one group stage and one normal stage."""
+    data = {code: source for code, source in text.items() if code != "hi"}
+    group, normal = expanded.with_name("group"), expanded.with_name("normal")
+    train_stage(expanded, group, data, GroupSettings(block_size=16, training={**QUICK, "max_steps": 12}))
+    train_stage(group, normal, data, NormalSettings(block_size=16, training=QUICK))
+    return normal
+
+
+def test_it_starts_as_the_dense_model_and_loads_without_the_package(expanded):
+    ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    dense = AutoModelForCausalLM.from_pretrained(expanded.with_name("dense"))
+    model = AutoModelForCausalLM.from_pretrained(expanded)
+    assert type(model) is not DMoEForCausalLM
+    assert isinstance(model, DMoEForCausalLM)
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
+    program = """
+import json, sys, torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+path = sys.argv[1]
+classes = [type(x.from_pretrained(path, trust_remote_code=True)).__name__
+           for x in (AutoConfig, AutoModel, AutoModelForCausalLM)]
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+print(json.dumps([classes, model.config.language_groups, model(torch.arange(9)[None]).logits[0, -1].tolist()]))
+"""
+    classes, groups, logits = json.loads(run_fresh(program, str(expanded)).splitlines()[-1])
+    assert classes == ["DMoEConfig", "DMoEModel", "DMoEForCausalLM"]
+    assert groups == GROUPS
+    assert logits == model(torch.arange(9)[None]).logits[0, -1].tolist()
+    assert "dmoe on dense" in "\n".join(inspect_checkpoint(expanded).lines())
+
+
+def test_groups_do_not_share_blocks():
+    texts = {code: Dataset.from_dict({"text": [words] * 7}) for code, words in WORDS.items() if code != "hi"}
+    from conftest import byte_tokenizer
+
+    packed = pack_texts(texts, byte_tokenizer(), 16, 0, groups=GROUPS)
+    group_of = {code: number for number, group in enumerate(GROUPS) for code in group}
+    found = [{group_of[packed.languages[i]] for i in row} for row in packed.dataset["language_ids"]]
+    assert {len(groups) for groups in found} == {1}
+    assert set.union(*found) == {0, 1, 2}
+    mixed = {len(set(row)) for row in packed.dataset["language_ids"]}
+    assert mixed == {1, 2}  # languages of one group may share a block
+
+
+def test_the_sampler_gives_whole_batches_of_one_group_in_an_order_of_the_seed():
+    groups = [0] * 7 + [1] * 4 + [2] * 2
+    sampler = GroupedSampler(groups, 2, seed=1)
+    rows = list(sampler)
+    assert len(rows) == len(sampler) == 6 + 4 + 2
+    assert len(set(rows)) == len(rows)
+    batches = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+    assert all(groups[a] == groups[b] for a, b in batches)
+    assert rows == list(GroupedSampler(groups, 2, seed=1))
+    sampler.set_epoch(1)
+    assert rows != list(sampler)
+    with pytest.raises(ValueError, match="Language group 2 has 2 blocks, less than one batch of 3"):
+        GroupedSampler(groups, 3, seed=1)
+
+
+def group_step(model, rows, tmp_path, batch=4, steps=1, weight=1.28, checkpointing=False):
+    arguments = TrainingArguments(
+        output_dir=tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
+        learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, use_cpu=True,
+        report_to="none", save_strategy="no", disable_tqdm=True, activation_checkpointing=checkpointing,
+    )  # fmt: skip
+    trainer = GroupTrainer(
+        model, args=arguments, train_dataset=rows, data_collator=collate_blocks, language_classes=[0, 0, 1, 2, 2],
+        router_losses=RouterLossWeights(group=weight),
+    )  # fmt: skip
+    trainer.train()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def blocks(languages, count=4):
+    ids = torch.randint(0, 250, (count, 8), generator=torch.Generator().manual_seed(4))
+    return Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": [languages] * count})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_group_step_is_the_equation(expanded, tmp_path, checkpointing):
+    """Eq. 4 written out: the group's expert alone, and the mean over layers and tokens of - log p(group | token)."""
+    rows = blocks([3, 4, 3, 3, 4, 4, 3, 3])  # group 2
+    model = DMoEForCausalLM.from_pretrained(expanded).train()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ids = torch.tensor(rows["input_ids"])
+    with model.use_expert(2), model.capture_routing() as routing:
+        loss = model(ids, labels=ids).loss
+    for layer in routing:
+        targets = torch.full((ids.numel(),), 2)
+        loss = loss + 1.28 * F.cross_entropy(layer.router_logits, targets) / len(routing)
+    names = list(before)
+    gradients = torch.autograd.grad(loss, [dict(model.named_parameters())[name] for name in names])
+    expected = {name: before[name] - gradient for name, gradient in zip(names, gradients, strict=True)}
+    after = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, checkpointing=checkpointing)
+    for name, value in expected.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    for name in before:  # the other experts got nothing
+        if ".experts." in name:
+            assert torch.equal(after[name], before[name]) != (".experts.2." in name), name
+
+
+def test_a_group_step_does_not_depend_on_accumulation(expanded, tmp_path):
+    rows = blocks([2] * 8)
+    whole = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, batch=4)
+    split = group_step(DMoEForCausalLM.from_pretrained(expanded), rows, tmp_path, batch=1, steps=4)
+    for name, value in whole.items():
+        torch.testing.assert_close(split[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_batch_of_two_groups_is_refused(expanded, tmp_path):
+    with pytest.raises(ValueError, match=r"languages of 2 groups \(\[0, 1\]\)"):
+        group_step(DMoEForCausalLM.from_pretrained(expanded), blocks([0, 0, 0, 2, 2, 2, 2, 2]), tmp_path)
+
+
+def test_group_and_normal_training_move_what_they_should(expanded, trained):
+    group = expanded.with_name("group")
+    first = compare_checkpoints(expanded, group)
+    assert not first.added
+    assert not first.removed
+    assert not [name for name in first.identical if name.endswith("proj.weight")]
+    stages = DMoEForCausalLM.from_pretrained(trained).config.expansions[-1]["stages"]
+    assert [stage["stage"] for stage in stages] == ["group", "normal"]
+    history = json.loads((group / "trainer_state.json").read_text())["log_history"]
+    assert {"group_loss", "group_accuracy", "next_token_loss"} <= set(history[-2])
+    assert "expert_0_score_old" not in history[-2]
+
+
+@pytest.mark.parametrize("backbone", COMMON_BACKBONES)
+def test_added_experts_are_copies_and_all_else_is_untouched(backbone, tmp_path):
+    base = save_dense(tmp_path / "dense", backbone)
+    expand_checkpoint(base, tmp_path / "old", PLAN, expert_init="random")
+    entry = {"method": "test", "stages": []}
+    options = {"copy_router_rows": True, "config_changes": {"language_groups": [*GROUPS, ["hi"]]}}
+    add_experts(tmp_path / "old", tmp_path / "new", {0: [1], 2: [1]}, entry, **options)
+    found = compare_checkpoints(tmp_path / "old", tmp_path / "new")
+    assert not found.removed
+    assert all(name.endswith("router.weight") for name in found.changed)
+    assert len(found.changed) == 2
+    a, b = CheckpointReader(tmp_path / "old"), CheckpointReader(tmp_path / "new")
+    assert found.added
+    for name in found.added:
+        assert torch.equal(b.tensor(name), a.tensor(name.replace(".experts.3.", ".experts.1.")))
+    for name in found.changed:
+        assert torch.equal(b.tensor(name), a.tensor(name)[[0, 1, 2, 1]])
+    old, new = (DMoEForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("old", "new"))
+    ids = torch.arange(9)[None]
+    for expert, same in enumerate((0, 1, 2, 1)):
+        with old.use_expert(same):
+            expected = old(ids).logits
+        with new.use_expert(expert):
+            assert torch.equal(new(ids).logits, expected)
+
+
+def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(trained, text, tmp_path):
+    # An expert that knows Hindi best: every other one is spoilt.
+    model = DMoEForCausalLM.from_pretrained(trained)
+    for ffn in model.expanded_ffns().values():
+        for number in (0, 2):
+            ffn.experts[number].down_proj.weight.data.normal_(0, 3)
+    model.save_pretrained(tmp_path / "spoilt")
+    from conftest import byte_tokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path / "spoilt")
+    settings = AdaptSettings(block_size=16, sample_tokens=300, training={**QUICK, "weight_decay": 0.1})
+    done = adapt_language(tmp_path / "spoilt", tmp_path / "hi", text["hi"], settings)
+    assert done.nearest == 1
+    assert done.perplexity[1] < min(done.perplexity[0], done.perplexity[2])
+    found = compare_checkpoints(tmp_path / "spoilt", tmp_path / "hi")
+    assert not found.removed
+    assert {name.split(".experts.")[1][0] for name in found.added} == {"3"}
+    assert all(name.endswith("router.weight") for name in found.changed)
+    a, b = CheckpointReader(tmp_path / "spoilt"), CheckpointReader(tmp_path / "hi")
+    for name in found.changed:
+        assert torch.equal(b.tensor(name)[:3], a.tensor(name))
+    assert any(not torch.equal(b.tensor(n), a.tensor(n.replace(".experts.3.", ".experts.1."))) for n in found.added)
+    config = DMoEForCausalLM.from_pretrained(tmp_path / "hi").config
+    assert config.language_groups == [*GROUPS, ["hi"]]
+    assert config.expansions[-1]["copied_expert"] == 1
+    assert not (tmp_path / "hi.grown").exists()
+    with pytest.raises(InputError, match=r"knows 'hi' already \(expert 3"):
+        adapt_language(tmp_path / "hi", tmp_path / "again", text["hi"], settings)
+    second = LanguageText("ro", text["es"].source)
+    assert adapt_language(tmp_path / "hi", tmp_path / "ro", second, settings).expert == 4
+
+
+def test_a_router_row_that_moved_in_adaptation_is_found_out(trained, text, tmp_path):
+    settings = AdaptSettings(block_size=16, sample_tokens=300, training=QUICK)
+    adapt_language(trained, tmp_path / "hi", text["hi"], settings)
+    model = DMoEForCausalLM.from_pretrained(tmp_path / "hi")
+    model.expanded_ffns()[0].router.weight.data[-1] += 1
+    model.save_pretrained(tmp_path / "last")
+    check_frozen(tmp_path / "hi", tmp_path / "last", "adapt")
+    model.expanded_ffns()[0].router.weight.data[1] += 1
+    model.save_pretrained(tmp_path / "wrong")
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.router\.weight"):
+        check_frozen(tmp_path / "hi", tmp_path / "wrong", "adapt")
+
+
+def test_wrong_input_is_named(expanded, text, tmp_path):
+    out = tmp_path / "out"
+    data = {code: source for code, source in text.items() if code != "hi"}
+    with pytest.raises(InputError, match=r"Group 1 \(el\): no text was given"):
+        train_stage(expanded, out, {c: s for c, s in data.items() if c != "el"}, GroupSettings(block_size=16))
+    with pytest.raises(InputError, match="hi: not a language of this expansion"):
+        train_stage(expanded, out, text, NormalSettings(block_size=16))
+    with pytest.raises(InputError, match="no frozen expert for old languages"):
+        train_stage(expanded, out, data, PostPretrainSettings())
+    uniform = replace(PLAN, method="uniform", groups=[], new=["el"])
+    expand_checkpoint(expanded.with_name("dense"), tmp_path / "uniform", uniform)
+    with pytest.raises(InputError, match="has no language groups"):
+        train_stage(tmp_path / "uniform", out, data, GroupSettings())
+    with pytest.raises(InputError, match="has no language groups"):
+        adapt_language(tmp_path / "uniform", out, text["hi"])
+    with pytest.raises(InputError, match=r"expert 7 was to be copied, but layer 0 has experts 0\.\.2"):
+        add_experts(expanded, out, {0: [7]}, {})
+    with pytest.raises(InputError, match="layer 1 has no router"):
+        add_experts(expanded, out, {1: [0]}, {})
+    assert not out.exists()

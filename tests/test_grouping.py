@@ -1,0 +1,322 @@
+"""Language groups, layer choice and dmoe plans, against published figures and obvious definitions."""
+
+import json
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_moe_expand import Plan, group_languages, select_layers
+from hf_moe_expand.analysis.result import DeviationResult
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.planning import grouping
+from hf_moe_expand.planning.grouping import _grown_set, check_groups, random_groups, vector_similarity
+from hf_moe_expand.planning.make import make_plan
+from hf_moe_expand.settings import PlanSettings, from_mapping
+
+
+@st.composite
+def similarities(draw, largest=7):
+    """Names in no order, a symmetric matrix with many ties, and a number of groups."""
+    n = draw(st.integers(1, largest))
+    names = draw(st.permutations([f"l{i}" for i in range(n)]))
+    matrix = [[9.0] * n for _ in range(n)]
+    for i, j in combinations(range(n), 2):
+        matrix[i][j] = matrix[j][i] = draw(st.integers(-3, 3)) / 3
+    return matrix, names, draw(st.integers(1, n))
+
+
+def least(matrix, names, group):
+    return min((matrix[names.index(a)][names.index(b)] for a, b in combinations(group, 2)), default=0.0)
+
+
+def sizes(n, number):
+    return sorted((len(part) for part in np.array_split(range(n), number)), reverse=True)
+
+
+def slow_groups(matrix, names, number):
+    """Algorithm 1: every set of the size is looked at, in alphabetical order."""
+    remaining, found = sorted(names), []
+    for size in sizes(len(names), number):
+        sets = list(combinations(remaining, size))
+        values = [least(matrix, names, group) for group in sets]
+        group = sets[values.index(max(values))]
+        found.append(list(group))
+        remaining = [name for name in remaining if name not in group]
+    return found
+
+
+def slow_grown_set(matrix, names, size):
+    pairs = list(combinations(names, 2))
+    values = [least(matrix, names, pair) for pair in pairs]
+    group = list(pairs[values.index(max(values))])
+    while len(group) < size:
+        others = [name for name in names if name not in group]
+        values = [min(least(matrix, names, (name, member)) for member in group) for name in others]
+        group.append(others[values.index(max(values))])
+    return sorted(group)
+
+
+@pytest.mark.parametrize("number", [9, 6])
+def test_published_groups_of_bloom_560m(published, number):
+    sheet = published["dmoe_bloom_560m_grouping"]
+    found = group_languages(sheet["similarity_rank"], sheet["languages"], number)
+    assert found == sheet[f"groups_{number}"]
+
+
+@given(similarities())
+def test_groups_are_the_best_of_all_sets(drawn):
+    assert group_languages(*drawn) == slow_groups(*drawn)
+
+
+@given(similarities(), st.data())
+def test_beyond_the_bound_a_group_grows_one_by_one(drawn, data):
+    matrix, names, _ = drawn
+    names = sorted(names)
+    if len(names) > 1:
+        size = data.draw(st.integers(2, len(names)))
+        found = _grown_set(matrix, list(range(len(names))), size)
+        assert [names[i] for i in found] == slow_grown_set(matrix, names, size)
+
+
+def test_the_two_forms_can_differ():
+    # The closest pair of all, a-b, has no good third; c, d and e are better together.
+    names, close = list("abcdef"), {"ab": 0.9, "cd": 0.7, "ce": 0.7, "de": 0.7}
+    matrix = [[close.get(x + y, close.get(y + x, 0.0)) for y in names] for x in names]
+    assert group_languages(matrix, names, 2) == [["c", "d", "e"], ["a", "b", "f"]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouping, "MOST_SETS", 0)
+        assert group_languages(matrix, names, 2) == [["a", "b", "c"], ["d", "e", "f"]]
+
+
+@given(similarities(), st.randoms())
+def test_the_order_of_the_input_does_not_matter(drawn, generator):
+    matrix, names, number = drawn
+    order = list(range(len(names)))
+    generator.shuffle(order)
+    shuffled = [[matrix[i][j] for j in order] for i in order]
+    assert group_languages(shuffled, [names[i] for i in order], number) == group_languages(matrix, names, number)
+
+
+def test_128_languages_in_16_groups_find_planted_families():
+    generator = np.random.default_rng(0)
+    families = generator.normal(size=(16, 40))[np.arange(128) % 16]
+    vectors = families + 0.1 * generator.normal(size=(128, 40))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    names = [f"{i:03d}" for i in range(128)]
+    found = group_languages(vectors @ vectors.T, names, 16)
+    assert sorted(found) == sorted([f"{i:03d}" for i in range(family, 128, 16)] for family in range(16))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "names", "number", "message"),
+    [
+        ([[1, 0], [0, 1]], ["a", "b"], 3, "3 groups were asked for, but there are 2 languages"),
+        ([[1, 0], [0, 1]], ["a", "b"], 0, "0 groups"),
+        ([[1, 0], [0, 1]], ["a", "a"], 1, "a is named twice"),
+        ([[1, 0], [0, 1]], ["a", "b", "c"], 1, r"shape \[2, 2\], but 3 languages need \[3, 3\]"),
+        ([[1, 0.5], [0, 1]], ["a", "b"], 1, "not a symmetric matrix"),
+        ([[1, float("nan")], [float("nan"), 1]], ["a", "b"], 1, "finite"),
+    ],
+)
+def test_wrong_similarities_are_refused(matrix, names, number, message):
+    with pytest.raises(InputError, match=message):
+        group_languages(matrix, names, number)
+
+
+def test_random_groups_are_balanced_and_follow_the_seed():
+    names = [f"l{i}" for i in range(11)]
+    found = random_groups(names, 4, seed=3)
+    assert sorted(name for group in found for name in group) == sorted(names)
+    assert [len(group) for group in found] == [3, 3, 3, 2]
+    assert found == random_groups(names[::-1], 4, seed=3) != random_groups(names, 4, seed=4)
+    with pytest.raises(InputError, match="12 groups"):
+        random_groups(names, 12)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([["a", "b"], ["b", "c"]], "b is named twice"),
+        ([["a"], ["c"]], "b is in no group"),
+        ([["a", "b", "c"], ["d"]], "d was not measured; known: a, b, c"),
+        ([["a", "b", "c"], []], "a group is empty"),
+        ([["a", False], ["c"]], "in quotes"),
+        (["a", "b", "c"], "must be lists"),
+    ],
+)
+def test_groups_by_hand_name_every_language_once(groups, message):
+    check_groups([["a", "b"], ["c"]], ["a", "b", "c"])
+    with pytest.raises(InputError, match=message):
+        check_groups(groups, ["a", "b", "c"])
+
+
+def test_vectors_from_json_and_csv(tmp_path):
+    vectors = {"el": [1.0, 0.0], "hu": [3.0, 4.0], "xx": [1.0], "tr": [0.0, -2.0]}
+    (tmp_path / "v.json").write_text(json.dumps(vectors))
+    lines = ["language,first,second", *(f"{name}, {', '.join(map(str, v))}" for name, v in vectors.items()), ""]
+    (tmp_path / "v.csv").write_text("\n".join(lines))
+    for name in ("v.json", "v.csv"):
+        found = vector_similarity(tmp_path / name, ["tr", "el", "hu"])
+        assert np.allclose(found, [[1, 0, -0.8], [0, 1, 0.6], [-0.8, 0.6, 1]])
+    # No header: the first line counts.
+    (tmp_path / "v.csv").write_text("el,1,0\nhu,1,0\n")
+    assert vector_similarity(tmp_path / "v.csv", ["el", "hu"]) == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("v.json", '{"el": [1, 2]}', "no vector for hu"),
+        ("v.json", '{"el": [1, 2], "hu": [1]}', "el has 2, hu has 1"),
+        ("v.json", '{"el": [1, 2], "hu": [0, 0]}', "vector of hu is all zeros"),
+        ("v.json", '{"el": [1, 2], "hu": [1, "--"]}', 'hu: "--" is not a finite number'),
+        ("v.json", '{"el": [1, 2], "hu": [1, NaN]}', "hu: NaN is not a finite number"),
+        ("v.json", '{"el": [1, 2], "hu": 7}', "hu: 7 is not a list of numbers"),
+        ("v.json", "[1]", "not linguistic vectors"),
+        ("v.csv", "el,1,2\nhu,--,1\n", 'v.csv: hu: "--" is not a finite number'),
+        ("v.csv", "el,1,2\nhu,1,2\nel,3,4\n", "el has two vectors"),
+        ("v.csv", None, "no such file"),
+        ("v.txt", "", "linguistic vectors are .json or .csv"),
+    ],
+)
+def test_wrong_vectors_are_refused(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        vector_similarity(tmp_path / name, ["el", "hu"])
+
+
+def test_published_layers_of_bloom_560m(published):
+    sheet = published["dmoe_bloom_560m_deviation"]
+    assert select_layers(sheet["ffn_deviation"], ratio=0.4) == sheet["moe_layers_ratio_0.4"]
+    assert select_layers(sheet["ffn_deviation"], threshold=0.6) == sheet["moe_layers_threshold_0.6"]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(1, 12))
+def test_a_ratio_takes_the_layers_that_deviate_most(deviation, tenths):
+    count = len(deviation) * min(tenths, 10) // 10
+    if count == 0:
+        with pytest.raises(InputError, match="selects no layer"):
+            select_layers(deviation, ratio=min(tenths, 10) / 10)
+        return
+    chosen = select_layers(deviation, ratio=min(tenths, 10) / 10)
+    assert len(chosen) == count
+    assert chosen == sorted(set(chosen))
+    for layer in chosen:
+        # Fewer layers than are chosen come before it: deviate more, or as much and lie earlier.
+        assert sum((-d, i) < (-deviation[layer], layer) for i, d in enumerate(deviation)) < count
+
+
+def test_a_ratio_is_not_lost_to_rounding():
+    assert len(select_layers([float(i) for i in range(100)], ratio=0.29)) == 29  # 0.29 * 100 < 29 in floating point
+
+
+@given(st.lists(st.integers(0, 8), min_size=2, max_size=12).filter(lambda d: len(set(d)) > 1), st.integers(0, 8))
+def test_a_threshold_is_on_the_scaled_deviation(deviation, eighths):
+    scaled = [(d - min(deviation)) / (max(deviation) - min(deviation)) for d in deviation]
+    expected = [layer for layer, value in enumerate(scaled) if value >= eighths / 8]
+    assert select_layers(deviation, threshold=eighths / 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("deviation", "choice", "message"),
+    [
+        ([1, 2, 3], {}, "exactly one"),
+        ([1, 2, 3], {"ratio": 0.5, "threshold": 0.5}, "exactly one"),
+        ([1, 2, 3], {"threshold": 1.1}, "threshold of 1.1 selects no layer"),
+        ([1, 2, 3], {"ratio": 0.3}, "ratio of 0.3 selects no layer"),
+        ([1, 2, 3], {"ratio": 1.5}, "at most 1"),
+        ([2, 2, 2], {"threshold": 0.5}, "deviate equally"),
+        ([1, float("nan")], {"ratio": 0.5}, "finite"),
+        ([], {"ratio": 0.5}, "one a layer"),
+    ],
+)
+def test_a_choice_that_selects_nothing_is_refused(deviation, choice, message):
+    with pytest.raises(InputError, match=message):
+        select_layers(deviation, **choice)
+
+
+FOUND = DeviationResult(
+    languages=["en", "de", "el", "tr"],
+    deviation=[5.0, 1.0, 2.0, 4.0, 3.0],
+    by_language={},
+    similarity=[[1, 0.9, 0.1, 0.2], [0.9, 1, 0.1, 0.2], [0.1, 0.1, 1, 0.3], [0.2, 0.2, 0.3, 1]],
+    layers=[2, 3, 4],
+    steps=10,
+    learning_rate=8e-6,
+    batch_size=8,
+    block_size=64,
+    seed=0,
+)
+
+
+def dmoe(deviation=FOUND, seed=0, **settings):
+    return make_plan(PlanSettings("dmoe", **settings), 5, [], [], seed=seed, deviation=deviation)
+
+
+def test_a_dmoe_plan_has_one_expert_a_group_in_the_layers_that_deviate_most(tmp_path):
+    plan = dmoe(groups=2)
+    assert plan.groups == [["de", "en"], ["el", "tr"]]
+    assert plan.experts_per_layer == [2, 1, 1, 2, 1]  # 0.4 of 5 layers
+    assert (plan.method, plan.old, plan.new, plan.classifier_layers) == ("dmoe", [], [], [])
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert dmoe(groups=3, threshold=0.5).experts_per_layer == [3, 1, 1, 3, 3]
+    assert dmoe(groups=2, ratio=1.0).experts_per_layer == [2] * 5
+
+
+def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
+    by_hand = [["en", "tr"], ["el"], ["de"]]
+    plan = make_plan(
+        from_mapping(PlanSettings, {"method": "dmoe", "groups": by_hand}, "plan"), 5, [], [], deviation=FOUND
+    )
+    assert plan.groups == by_hand
+    assert plan.experts_per_layer == [3, 1, 1, 3, 1]
+    drawn = dmoe(groups=2, grouping="random", seed=5)
+    assert drawn.groups == random_groups(FOUND.languages, 2, 5)
+    assert drawn.settings["seed"] == 5
+    vectors = tmp_path / "vectors.json"
+    vectors.write_text(json.dumps({"en": [1, 0], "tr": [1, 0.1], "de": [0, 1], "el": [0.2, 1]}))
+    plan = dmoe(groups=2, grouping=str(vectors))
+    assert plan.groups == [["en", "tr"], ["de", "el"]]
+    assert str(tmp_path) not in json.dumps(plan.settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"groups": 5}, "5 groups were asked for, but there are 4 languages"),
+        ({"groups": 1}, "at least 2 experts"),
+        ({}, "needs `groups`"),
+        ({"groups": 2, "threshold": 2.0}, "selects no layer"),
+        ({"groups": [["en", "de"], ["el", "en"]]}, "en is named twice"),
+        ({"groups": 2, "grouping": "nowhere.csv"}, "no such file"),
+        ({"groups": 2, "classifier_layers": 1, "classifier_choice": "last"}, "no classifiers"),
+        ({"groups": 2, "deviation": None}, "run `analyze deviation` first"),
+    ],
+)
+def test_wrong_dmoe_settings_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        dmoe(**settings)
+
+
+def test_a_plan_whose_groups_do_not_fit_is_refused(tmp_path):
+    plan = dmoe(groups=2)
+    for changes, message in [
+        ({"groups": [["en"], ["de"], ["el"]]}, "layer 0 2 experts, but there are 3 groups"),
+        ({"groups": [["en"], ["de", "en"]]}, "en is named twice"),
+        ({"groups": [["en"], []]}, "a group is empty"),
+        ({"groups": []}, "a dmoe plan names the languages"),
+        ({"method": "uniform"}, "no other plan has groups"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            replace(plan, **changes)
+    plan.save(tmp_path / "plan.json")
+    edited = (tmp_path / "plan.json").read_text().replace('"el"', '"en"')
+    (tmp_path / "plan.json").write_text(edited)
+    with pytest.raises(InputError, match=r"plan.json: groups: en is named twice"):
+        Plan.load(tmp_path / "plan.json")
