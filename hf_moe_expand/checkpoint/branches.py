@@ -1,0 +1,111 @@
+"""Branch-Train-Mix: dense models that were fine-tuned apart become the experts of one model; streamed."""
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..errors import InputError
+from ..modeling import DMoEConfig, decoder_ffns
+from ..planning.plan import Plan
+from .expand import ffn_dtype, routing_tensor, versions
+from .folder import write_checkpoint
+from .merge import averaged, check_same_shape
+from .source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from .stored import StoredModel, computed, places
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+
+
+def expand_branches(
+    branches: Sequence[str | os.PathLike],
+    out: str | os.PathLike,
+    plan: Plan,
+    *,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a DMoE checkpoint whose expert `e` is branch `e`'s FFN (Branch-Train-Mix, DMoE's comparison).
+
+    Everything else, the FFNs of layers that stay dense included, is the branches' mean, computed in float32. Routers
+    are drawn as `expand_checkpoint` draws them; they are to be trained (`train normal`).
+
+    Args:
+        branches: dense checkpoints fine-tuned apart from one base, one a language group of the plan, in that order.
+        out: folder to write.
+        plan: a dmoe plan.
+        seed: of the routers.
+
+    Raises:
+        InputError: the plan has no groups or another number of them, or the branches are not of one shape.
+    """
+    if not plan.groups:
+        raise InputError(f"The plan is a {plan.method} plan; branches become the experts of a dmoe plan's groups.")
+    if len(branches) != len(plan.groups):
+        raise InputError(f"{len(branches)} branches were given, but the plan has {len(plan.groups)} groups.")
+    models = [StoredModel(branch, load_base_config(resolve_checkpoint(branch))) for branch in branches]
+    first = models[0]
+    check_output(out, overwrite, *(model.folder for model in models))
+    check_same_shape(models)
+    if len(plan.experts_per_layer) != first.config.num_hidden_layers:
+        raise InputError(
+            f"The plan is for {len(plan.experts_per_layer)} layers, but {first.folder} has "
+            f"{first.config.num_hidden_layers}."
+        )
+    config: Any = DMoEConfig.from_dense(
+        first.config,
+        num_experts_per_layer=plan.experts_per_layer,
+        router_top_k=plan.top_k,
+        language_groups=plan.groups,
+    )
+    tensors = _outputs(models, config, seed)
+    config.expansions = [
+        {
+            "method": plan.method,
+            "base_model": first.name,
+            "base_revision": None,
+            "branches": [model.name for model in models],
+            "old_languages": plan.old,
+            "new_languages": [code for group in plan.groups for code in group if code not in plan.old],
+            "experts_per_layer": plan.experts_per_layer,
+            "classifier_layers": [],
+            "expert_init": "branches",
+            "seed": seed,
+            "base_parameters": sum(info.numel for info in first.reader.tensors.values()),
+            "parameters": sum(torch.Size(tensor.shape).numel() for tensor in tensors),
+            "versions": versions(),
+            "stages": [],
+        }
+    ]
+    return write_checkpoint(
+        out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches",
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[OutputTensor]:
+    first = models[0]
+    with torch.device("meta"):
+        expanded = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    ffns = decoder_ffns(first.network)
+    weights = [1 / len(models)] * len(models)
+    outputs = []
+    shapes = {key: tuple(value.shape) for key, value in expanded.state_dict().items()}
+    for name, place in places(expanded).items():
+        if place.dense is None:
+            dtype = ffn_dtype(first, *ffns[place.layer])
+            outputs.append(routing_tensor(name, dtype, shapes[name], place.inner, (seed, place.layer)))
+        elif place.dense not in first.names:  # tied
+            continue
+        elif place.expert is None:
+            outputs.append(averaged(models, place.dense, weights, name))
+        else:
+            branch = models[place.expert]
+            source = (branch.reader, branch.home(place.dense))
+            info = first.reader.tensors[first.home(place.dense)]
+            outputs.append(computed(name, info, [source], lambda piece: piece))
+    return outputs

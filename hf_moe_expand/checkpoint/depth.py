@@ -1,0 +1,117 @@
+"""LLaMA-Pro: copied blocks between a dense model's layers that at first do nothing; streamed."""
+
+import os
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError
+from ..modeling import decoder_ffns
+from .folder import write_checkpoint
+from .history import record
+from .source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from .stored import StoredModel
+from .writer import DEFAULT_SHARD_SIZE, check_output, zeros
+
+# What a block adds to the residual stream comes out of these two.
+_OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
+# Lists in configurations with an entry a layer.
+_PER_LAYER = ("layer_types", "no_rope_layers")
+
+
+def expand_depth(
+    base: str | os.PathLike,
+    out: str | os.PathLike,
+    blocks: int,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> list[int]:
+    """Inserts copied blocks whose output projections (attention and FFN) are zero: the model computes what it did.
+
+    The layers are cut into `blocks` runs, equal to one layer, and after each stands a copy of its last one. The result
+    is an ordinary dense checkpoint; the field `new_layers` of its configuration says which layers are new.
+
+    Args:
+        base: dense checkpoint.
+        out: folder to write.
+        blocks: how many to insert, at most one a layer.
+
+    Returns:
+        The new layers' numbers.
+
+    Raises:
+        InputError: the architecture's blocks have other output projections, or there are fewer layers than blocks.
+    """
+    folder = resolve_checkpoint(base)
+    check_output(out, overwrite, folder)
+    dense = StoredModel(base, load_base_config(folder))
+    config, old = dense.config, dense.config.num_hidden_layers
+    if getattr(config, "new_layers", None):
+        raise InputError(f"{folder}: has inserted blocks already; start from the model that it was made from.")
+    layers = layer_list(dense.network)
+    if lacking := [name for name in _OUTPUTS if not _has(dense.network, f"{layers}.0.{name}")]:
+        raise InputError(
+            f"{folder}: blocks of architecture {config.model_type!r} have no {' and no '.join(lacking)}, which would "
+            "have to be zero for an inserted block to change nothing."
+        )
+    if not 1 <= blocks <= old:
+        raise InputError(f"{folder}: {blocks} blocks were asked for; with {old} layers 1 to {old} can be inserted.")
+    sources = _sources(old, blocks)
+    new = [layer for layer, (_, copy) in enumerate(sources) if copy]
+    tensors = [dense.copied(key) for key in dense.tensors if not key.startswith(f"{layers}.")]
+    for layer, (source, copy) in enumerate(sources):
+        prefix = f"{layers}.{source}."
+        for key in dense.tensors:
+            if key.startswith(prefix):
+                inner = key.removeprefix(prefix)
+                moved = dense.copied(key, f"{layers}.{layer}.{inner}")
+                silent = copy and inner.startswith(_OUTPUTS)
+                tensors.append(zeros(moved.name, moved.dtype, moved.shape) if silent else moved)
+    config.num_hidden_layers = len(sources)
+    for name in _PER_LAYER:
+        values: Sequence[Any] | None = getattr(config, name, None)
+        if values is not None:
+            setattr(config, name, [values[source] for source, _ in sources])
+    config.new_layers = new
+    record(config, {"stage": "expand-depth", "settings": {"base": dense.name, "blocks": blocks}})
+    write_checkpoint(
+        out, config, tensors, [(folder, TOKENIZER_FILES)], "expand-depth",
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+    return new
+
+
+def layer_list(network: Any) -> str:
+    """The name of a model's list of layers, such as `model.layers`."""
+    return decoder_ffns(network)[0][0].rsplit(".", 2)[0]
+
+
+def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:
+    """A tensor's name in the model without the layers `new`; None for a tensor of theirs."""
+    if not key.startswith(f"{layers}."):
+        return key
+    number, inner = key.removeprefix(f"{layers}.").split(".", 1)
+    if int(number) in new:
+        return None
+    return f"{layers}.{int(number) - sum(layer < int(number) for layer in new)}.{inner}"
+
+
+def _sources(old: int, blocks: int) -> list[tuple[int, bool]]:
+    """For each layer of the deeper model the old one that it comes from, and whether it is an inserted copy."""
+    after = {(number + 1) * old // blocks - 1 for number in range(blocks)}
+    found = []
+    for layer in range(old):
+        found.append((layer, False))
+        if layer in after:
+            found.append((layer, True))
+    return found
+
+
+def _has(network: nn.Module, name: str) -> bool:
+    try:
+        network.get_submodule(name)
+    except AttributeError:
+        return False
+    return True

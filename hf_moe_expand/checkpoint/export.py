@@ -1,0 +1,302 @@
+"""Out of an expanded checkpoint: an architecture of transformers' own, or a dense model of one expert; streamed."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..errors import InputError
+from .folder import write_checkpoint
+from .history import record
+from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
+from .stored import StoredModel, places
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, zeros
+
+_NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
+
+
+@dataclass(frozen=True)
+class NativeForm:
+    """How an architecture of transformers stores what an expanded layer computes.
+
+    Attributes:
+        model_type: of the architecture.
+        dense_layers: whether some of its layers may be dense.
+        router: name of the router's weight in a layer.
+        expert: prefix of an expert's tensors in a layer.
+        parts: its names of an expert's tensors, where they differ.
+        stacks: instead of a tensor an expert: one `[experts, rows, columns]` of these parts one below the other.
+        zero: tensors that it has besides and that must be zero to change nothing, with their shapes in terms of fields.
+        fields: of the configuration, that make it compute the same.
+    """
+
+    model_type: str
+    dense_layers: bool = False
+    router: str = "mlp.gate.weight"
+    expert: str = "mlp.experts.{}."
+    parts: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    zero: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Qwen2-MoE adds a shared expert to the routed ones. A small one of zeros adds nothing; 64 wide, as kernels like.
+_QWEN2_MOE = NativeForm(
+    "qwen2_moe",
+    dense_layers=True,
+    zero={
+        "mlp.shared_expert.gate_proj.weight": ("shared_expert_intermediate_size", "hidden_size"),
+        "mlp.shared_expert.up_proj.weight": ("shared_expert_intermediate_size", "hidden_size"),
+        "mlp.shared_expert.down_proj.weight": ("hidden_size", "shared_expert_intermediate_size"),
+        "mlp.shared_expert_gate.weight": ("1", "hidden_size"),
+    },
+    fields={"shared_expert_intermediate_size": 64},
+)
+_MIXTRAL = NativeForm(
+    "mixtral",
+    router="block_sparse_moe.gate.weight",
+    expert="block_sparse_moe.experts.{}.",
+    parts={"gate_proj.weight": "w1.weight", "up_proj.weight": "w3.weight", "down_proj.weight": "w2.weight"},
+)
+_QWEN2_MOE_WITHOUT_BIAS = dataclasses.replace(_QWEN2_MOE, fields={**_QWEN2_MOE.fields, "qkv_bias": False})
+_GRANITE_MOE = NativeForm(
+    "granitemoe",
+    router="block_sparse_moe.router.layer.weight",
+    stacks={
+        "block_sparse_moe.input_linear.weight": ("gate_proj.weight", "up_proj.weight"),
+        "block_sparse_moe.output_linear.weight": ("down_proj.weight",),
+    },
+)
+# Of a backbone's forms the first that allows its dense layers is taken.
+NATIVE_FORMS: dict[str, tuple[NativeForm, ...]] = {
+    "granite": (_GRANITE_MOE,),
+    "llama": (_MIXTRAL, _QWEN2_MOE_WITHOUT_BIAS),
+    "mistral": (_MIXTRAL, _QWEN2_MOE_WITHOUT_BIAS),
+    "olmo2": (NativeForm("flex_olmo"),),
+    "qwen2": (_QWEN2_MOE,),
+    "qwen3": (NativeForm("qwen3_moe", dense_layers=True),),
+}
+_NEAR_MISSES = {
+    "cohere": "Cohere2-MoE has no rotary positions where attention is full",
+    "gemma": "Gemma 4's mixture has other attention and norms",
+    "gemma2": "Gemma 4's mixture has other attention and norms",
+    "gemma3_text": "Gemma 4's mixture has other attention and norms",
+    "phi3": "PhiMoE has other norms and another router",
+}
+
+
+def export_native(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> str:
+    """Writes an expanded checkpoint as an architecture that transformers (and serving back ends) have themselves.
+
+    Its logits are the expanded model's to rounding in float32. In bfloat16 these architectures compute their routers in
+    bfloat16, where ours stay in float32: tokens on the edge between two experts may go elsewhere.
+
+    Args:
+        model: expanded checkpoint without classifiers, whose expanded layers have one number of experts.
+        out: folder to write.
+
+    Returns:
+        The architecture's name.
+
+    Raises:
+        InputError: no architecture of transformers computes the same; says why.
+    """
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    source = StoredModel(model, load_expanded_config(folder))
+    form = _form(source)
+    config = _native_config(source, form)
+    tensors = list(_native_tensors(source, form, config))
+    _check_fits(source, form, config, tensors)
+    settings = {"model": source.name, "expansions": source.config.expansions}
+    record(config, {"stage": "export", "settings": settings})
+    write_checkpoint(
+        out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
+    )
+    return config.architectures[0]
+
+
+def export_expert(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    expert: int,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> str:
+    """Writes the dense model that has one expert of every expanded layer as its FFN, byte for byte. Expert 0 of a model
+    whose base was frozen is the base.
+
+    Args:
+        model: expanded checkpoint.
+        out: folder to write.
+        expert: which.
+
+    Returns:
+        The architecture's name.
+
+    Raises:
+        InputError: a layer has no such expert.
+    """
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    source = StoredModel(model, load_expanded_config(folder))
+    for layer, count in enumerate(source.config.num_experts_per_layer):
+        if not 0 <= expert < count and count > 1:
+            raise InputError(f"{folder}: layer {layer} has experts 0..{count - 1}, not {expert}.")
+    config = dense_config(source.config)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    tensors = [
+        source.copied(key, _saved_name(network, place.dense))
+        for key, place in places(source.network).items()
+        if key in source.names and place.dense is not None and place.expert in (None, expert)
+    ]
+    settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
+    record(config, {"stage": "export", "settings": settings})
+    write_checkpoint(
+        out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
+    )
+    return config.architectures[0]
+
+
+def dense_config(config: Any) -> Any:
+    """The backbone's own configuration inside that of an expanded model."""
+    backbone = config.backbone_config_class
+    ours = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(backbone)}
+    values = {name: value for name, value in config.to_dict().items() if name not in {*ours, *_NOT_INHERITED}}
+    return backbone(**values, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[backbone.model_type]])
+
+
+def _saved_name(network: Any, name: str) -> str:
+    """The name under which the library saves a tensor (GPT-NeoX's `embed_out`)."""
+    rules = get_model_conversion_mapping(network, add_legacy=False)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
+    reverse: Any = [rule.reverse_transform() for rule in reversed(renamings)]
+    return rename_source_key(name, reverse, [], reverse=True)[0]
+
+
+def _form(source: StoredModel) -> NativeForm:
+    config, folder = source.config, source.folder
+    backbone = config.backbone_model_type
+    if backbone not in NATIVE_FORMS:
+        why = _NEAR_MISSES.get(backbone, "none has this backbone's attention and FFN")
+        raise InputError(
+            f"{folder}: no mixture-of-experts architecture of transformers computes what an expanded {backbone} model "
+            f"does: {why}. Native forms exist for {', '.join(NATIVE_FORMS)}."
+        )
+    if config.classifier_layers:
+        raise InputError(
+            f"{folder}: layers {', '.join(map(str, config.classifier_layers))} have a classifier; no architecture of "
+            "transformers has one."
+        )
+    counts = sorted({count for count in config.num_experts_per_layer if count > 1})
+    if len(counts) > 1:
+        raise InputError(
+            f"{folder}: its layers have {', '.join(map(str, counts))} experts; the architectures of transformers have "
+            "one number for all layers. Expand with a uniform plan for that."
+        )
+    dense = [layer for layer, count in enumerate(config.num_experts_per_layer) if count == 1]
+    forms = [form for form in NATIVE_FORMS[backbone] if form.dense_layers or not dense]
+    if not forms:
+        raise InputError(
+            f"{folder}: layers {', '.join(map(str, dense))} are dense, but every layer of "
+            f"{NATIVE_FORMS[backbone][0].model_type} is a mixture."
+        )
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if (backbone == "qwen3" and sliding) or (dense and backbone == "mistral" and config.sliding_window is not None):
+        raise InputError(
+            f"{folder}: has sliding-window attention, which {forms[0].model_type} does not have in this form."
+        )
+    return forms[0]
+
+
+def _native_config(source: StoredModel, form: NativeForm) -> Any:
+    dense = dense_config(source.config)
+    counts = source.config.num_experts_per_layer
+    experts = max(counts)
+    wanted = {
+        "num_experts": experts,
+        "num_local_experts": experts,
+        "num_experts_per_tok": min(source.config.router_top_k, experts),
+        "moe_intermediate_size": dense.intermediate_size,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [layer for layer, count in enumerate(counts) if count == 1],
+        **form.fields,
+    }
+    native_class = CONFIG_MAPPING[form.model_type]
+    # `head_dim` is read by all of them, whether they declare it or not.
+    known = {f.name for f in dataclasses.fields(native_class)} | {"head_dim"}
+    wanted["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[form.model_type]]
+    values = {name: value for name, value in dense.to_dict().items() if name not in _NOT_INHERITED}
+    return native_class(**{name: value for name, value in {**values, **wanted}.items() if name in known})
+
+
+def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Iterator[OutputTensor]:
+    stacked: dict[tuple[str, str], dict[tuple[int, int], OutputTensor]] = {}  # (layer, stack) -> (expert, part) -> it
+    for key, place in places(source.network).items():
+        if key not in source.names:  # tied
+            continue
+        prefix = key.removesuffix(place.inner).rsplit(".", 2)[0]  # the layer's name
+        if place.dense is None:
+            yield source.copied(key, f"{prefix}.{form.router}")
+            yield from _zeros(source.copied(key), prefix, form, config)
+        elif place.expert is None:
+            yield source.copied(key, key)
+        else:
+            part = place.inner.split(".", 2)[2]
+            stack = next((name for name, parts in form.stacks.items() if part in parts), None)
+            if stack is None:
+                name = f"{prefix}.{form.expert.format(place.expert)}{form.parts.get(part, part)}"
+                yield source.copied(key, name)
+            else:
+                number = form.stacks[stack].index(part)
+                stacked.setdefault((prefix, stack), {})[place.expert, number] = source.copied(key)
+    for (prefix, stack), parts in stacked.items():
+        yield _stack(f"{prefix}.{stack}", [parts[place] for place in sorted(parts)], max(parts)[0] + 1)
+
+
+def _zeros(router: OutputTensor, prefix: str, form: NativeForm, config: Any) -> Iterator[OutputTensor]:
+    for name, fields in form.zero.items():
+        shape = tuple(int(size) if size.isdecimal() else getattr(config, size) for size in fields)
+        yield zeros(f"{prefix}.{name}", router.dtype, shape)
+
+
+def _stack(name: str, tensors: list[OutputTensor], experts: int) -> OutputTensor:
+    first = tensors[0]
+    rows = sum(tensor.shape[0] for tensor in tensors) // experts
+
+    def data() -> Iterable[bytes]:
+        for tensor in tensors:
+            yield from tensor.data()
+
+    return OutputTensor(name, first.dtype, (experts, rows, *first.shape[1:]), data)
+
+
+def _check_fits(source: StoredModel, form: NativeForm, config: Any, tensors: list[OutputTensor]) -> None:
+    """Refuses what the architecture has no place for, such as biases."""
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    tied = set(network.all_tied_weights_keys)
+    state = {name: value for name, value in network.state_dict().items() if name not in tied}
+    expected = {name: tuple(value.shape) for name, value in revert_weight_conversion(network, state).items()}
+    found = {tensor.name: tensor.shape for tensor in tensors if tensor.name not in tied}
+    if differ := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+        raise InputError(
+            f"{source.folder}: cannot be written as {form.model_type}: tensor {differ[0]!r} has shape "
+            f"{list(found.get(differ[0], ())) or 'none'} here, but {list(expected.get(differ[0], ())) or 'none'} there."
+        )

@@ -1,0 +1,70 @@
+"""Writes a whole checkpoint folder: configuration, code, companions and, as a stream, the weights."""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers.core_model_loading import dot_natural_key
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..modeling import MODEL_CLASSES, ExpandedConfig, static_class
+from .source import COMPANIONS
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, new_folder, write_weights
+
+
+def write_checkpoint(
+    out: str | os.PathLike,
+    config: Any,
+    tensors: Iterable[OutputTensor],
+    companions: Sequence[tuple[Path, Sequence[str]]],
+    what: str,
+    *,
+    files: Mapping[str, bytes] | None = None,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a checkpoint folder, whole or not at all.
+
+    Args:
+        config: of the model, dense or expanded; an expanded one brings its code along.
+        tensors: in any order.
+        companions: folders and the file patterns to copy from each.
+        what: the progress bar's name.
+        files: further files to write, name to content.
+    """
+    ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
+    with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
+        if isinstance(config, ExpandedConfig):
+            model_class = MODEL_CLASSES[static_class(type(config))][1]
+            config.architectures = [model_class.__name__]
+            config.auto_map = dict(model_class._auto_map)
+            vars(config).pop("expansion_base", None)  # all of the model is written
+            custom_object_save(model_class, partial)
+        config.save_pretrained(partial)
+        for folder, patterns in companions:
+            copy_companions(folder, partial, patterns)
+        for name, content in (files or {}).items():
+            (partial / name).write_bytes(content)
+        with tqdm(total=len(ordered), desc=what, unit="tensor") as bar:
+            write_weights(partial, [_counted(tensor, bar) for tensor in ordered], max_shard_size)
+    return Path(out)
+
+
+def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPANIONS) -> None:
+    """Tokenizer, generation config and chat template travel along."""
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            destination = target / file.relative_to(source)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, destination)
+
+
+def _counted(tensor: OutputTensor, bar: Any) -> OutputTensor:
+    def data() -> Iterable[bytes]:
+        yield from tensor.data()
+        bar.update()
+
+    return OutputTensor(tensor.name, tensor.dtype, tensor.shape, data)

@@ -1,0 +1,291 @@
+"""DeltaMoE: what fine-tuning changed in a dense model, added to a model that grew from the same base; streamed."""
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..modeling import ExpandedConfig, decoder_ffns
+from .depth import layer_list, name_before_insertion
+from .folder import write_checkpoint
+from .history import record
+from .source import COMPANIONS, TOKENIZER_FILES
+from .stored import StoredModel, places, rounded, widened
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+
+# Fields in which base and instruct may not differ although all shapes agree.
+_SAME = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation",
+    "activation_function",
+)  # fmt: skip
+# Fields that say nothing of the computation, or that are the model's own.
+_OWN = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "dtype", "history")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_RELATED = 0.5
+_SAMPLE = 1 << 20
+
+
+@dataclass(frozen=True)
+class GraftReport:
+    """What a graft did besides adding.
+
+    Attributes:
+        instruct_cosine: of base and instruct, over a sample of every layer's FFN; near 1 for a fine-tune.
+        model_cosine: of base and the model's expert 0, likewise.
+        new_rows: rows of the embeddings that only instruct has.
+        fields: fields of the configuration that follow instruct: name to (before, after).
+    """
+
+    out: Path
+    instruct_cosine: float
+    model_cosine: float
+    new_rows: int
+    fields: dict[str, tuple[Any, Any]]
+
+    def lines(self) -> list[str]:
+        """What the command line says."""
+        lines = []
+        if self.new_rows:
+            lines.append(f"{self.new_rows} rows of the embeddings are instruct's alone: base has no such tokens")
+        lines += [f"{name} follows instruct: {before} -> {after}" for name, (before, after) in self.fields.items()]
+        return [*lines, f"wrote {self.out}: base and instruct have a cosine of {self.instruct_cosine:.4f}"]
+
+
+def graft_delta(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    base: str | os.PathLike,
+    instruct: str | os.PathLike,
+    *,
+    scale: float = 1.0,
+    keep_tokenizer: bool = False,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> GraftReport:
+    """Adds `delta = instruct - base` to an expanded checkpoint of `base` (DeltaMoE Eq. 8, 9).
+
+    Shared tensors get their delta, every expert of a layer (expert 0 too) that of the layer's FFN; routers, classifiers
+    and gates stay byte for byte. Computed in float32, rounded once to the type in which the model stores the tensor.
+    Where the model's weights are still the base's, scale 1 gives instruct's exactly: grafting onto a freshly expanded
+    base is the same as expanding instruct. Scale 0 gives the model's own exactly.
+
+    Args:
+        model: expanded checkpoint (LayerMoE, DMoE).
+        out: folder to write.
+        base: the dense model that `model` grew from.
+        instruct: a fine-tune of it. More embedding rows than the base's (chat tokens) are taken over as they are.
+        scale: factor of the delta.
+        keep_tokenizer: keep the model's tokenizer, chat template, generation config and special token ids; by default
+            they are instruct's.
+
+    Raises:
+        InputError: the three do not fit together (names the tensor or field), a delta or result is not finite, or `out`
+            cannot be written.
+    """
+    target = StoredModel(model)
+    if not isinstance(target.config, ExpandedConfig):
+        raise InputError(f"{target.folder}: is a dense checkpoint; use `merge delta`.")
+    return add_delta(target, out, base, instruct, scale, keep_tokenizer, "graft", max_shard_size, overwrite)
+
+
+def add_delta(
+    target: StoredModel,
+    out: str | os.PathLike,
+    base: str | os.PathLike,
+    instruct: str | os.PathLike,
+    scale: float,
+    keep_tokenizer: bool,
+    step: str,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> GraftReport:
+    """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
+    before, after = StoredModel(base), StoredModel(instruct)
+    check_output(out, overwrite, target.folder, before.folder, after.folder)
+    _check_same_architecture(before, after)
+    homes = _homes(target)
+    _check_grew_from(target, before, homes)
+    if not keep_tokenizer and not any(any(after.folder.glob(pattern)) for pattern in TOKENIZER_FILES[:-1]):
+        raise InputError(f"{after.folder}: has no tokenizer; pass --keep-tokenizer to keep the model's own.")
+    new_rows = _new_rows(before, after)
+    sample = _sampled(target, before, homes)
+    instruct_cosine = _cosine(before, after, {home: home for home in sample})
+    model_cosine = _cosine(before, target, sample)
+    for cosine, what in ((instruct_cosine, f"instruct ({after.name})"), (model_cosine, f"the model ({target.name})")):
+        if cosine < _RELATED:
+            warnings.warn(
+                f"base ({before.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, where a "
+                "fine-tune has nearly 1. Adding this delta will hardly give a working model.",
+                stacklevel=3,
+            )
+    config = target.config
+    fields = _follow(config, before.config, after.config, () if not keep_tokenizer else _TOKEN_IDS)
+    tensors = [
+        target.copied(key) if home is None else _grafted(target, key, home, before, after, scale)
+        for key, home in homes.items()
+    ]
+    tokenizer = target if keep_tokenizer else after
+    settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
+    record(config, {"stage": step, "settings": settings})
+    companions = [
+        (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
+        (tokenizer.folder, TOKENIZER_FILES),
+    ]
+    write_checkpoint(out, config, tensors, companions, step, max_shard_size=max_shard_size, overwrite=overwrite)
+    return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
+
+
+def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
+    for which in (base, instruct):
+        if isinstance(which.config, ExpandedConfig):
+            raise InputError(f"{which.folder}: is an expanded checkpoint; the delta is that of two dense ones.")
+    for name in ("model_type", *_SAME):
+        values = [getattr(which.config, name, None) for which in (base, instruct)]
+        if values[0] != values[1]:
+            raise InputError(
+                f"{instruct.folder} is no fine-tune of {base.folder}: its {name} is {values[1]!r}, not {values[0]!r}."
+            )
+    tied = [which.config.tie_word_embeddings for which in (base, instruct)]
+    if tied[0] != tied[1]:
+        raise InputError(
+            f"tie_word_embeddings is {tied[0]} in {base.folder} and {tied[1]} in {instruct.folder}: "
+            + (
+                "fine-tuning gave embedding and head a delta each, but the model has one tensor for both."
+                if tied[0]
+                else "fine-tuning gave embedding and head one tensor, but the model has two."
+            )
+            + " Use a fine-tune that left this as it was."
+        )
+
+
+def _check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> None:
+    backbone = getattr(target.config, "backbone_model_type", target.config.model_type)
+    if backbone != base.config.model_type:
+        raise InputError(
+            f"{target.folder}: its backbone is {backbone}, but {base.folder} is a {base.config.model_type} checkpoint."
+        )
+    if target.config.tie_word_embeddings != base.config.tie_word_embeddings:
+        raise InputError(
+            f"tie_word_embeddings is {target.config.tie_word_embeddings} in {target.folder} and "
+            f"{base.config.tie_word_embeddings} in {base.folder}: the model did not grow from this base."
+        )
+    layers = target.config.num_hidden_layers - len(getattr(target.config, "new_layers", None) or ())
+    if layers != base.config.num_hidden_layers:
+        raise InputError(
+            f"{target.folder}: has {layers} layers that came from a base, but {base.folder} has "
+            f"{base.config.num_hidden_layers}."
+        )
+    for key, home in homes.items():
+        if home is not None and target.shapes[key] != base.shapes[home]:
+            raise InputError(
+                f"{target.folder}: tensor {key!r} has shape {list(target.shapes[key])}, but {home!r} in {base.folder} "
+                f"has {list(base.shapes[home])}."
+            )
+
+
+def _homes(target: StoredModel) -> dict[str, str | None]:
+    """For each stored tensor the base's tensor whose delta it gets; None for those that stay."""
+    where, new = places(target.network), getattr(target.config, "new_layers", None) or []
+    homes = {key: where[key].dense for key in target.tensors}
+    layers = layer_list(target.network)
+    return {key: home and name_before_insertion(home, layers, new) for key, home in homes.items()}
+
+
+def _embeddings(model: StoredModel) -> set[str]:
+    """Names of the tensors that have a row a token."""
+    modules = [model.network.get_input_embeddings(), model.network.get_output_embeddings()]
+    own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    return {key for key, value in model.network.named_parameters(remove_duplicate=False) if id(value) in own}
+
+
+def _new_rows(base: StoredModel, instruct: StoredModel) -> int:
+    """How many tokens only instruct has."""
+    if differ := sorted(set(base.shapes) ^ set(instruct.shapes)):
+        where = base if differ[0] in base.shapes else instruct
+        raise InputError(f"Tensor {differ[0]!r} is in {where.folder}, but not in the other of base and instruct.")
+    embeddings = _embeddings(base)
+    rows = 0
+    for key, shape in base.shapes.items():
+        other = instruct.shapes[key]
+        if shape == other:
+            continue
+        if key not in embeddings or shape[1:] != other[1:] or other[0] < shape[0]:
+            hint = " Only rows of new tokens at the end of the embeddings are allowed." if key in embeddings else ""
+            raise InputError(
+                f"Tensor {key!r} has shape {list(shape)} in {base.folder}, but {list(other)} in {instruct.folder}."
+                f"{hint}"
+            )
+        rows = other[0] - shape[0]
+    return rows
+
+
+def _grafted(
+    target: StoredModel, key: str, home: str, base: StoredModel, instruct: StoredModel, scale: float
+) -> OutputTensor:
+    stored, of_base, of_instruct = target.names[key], base.home(home), instruct.home(home)
+    info = target.reader.tensors[stored]
+    shape = instruct.shapes[home]
+    shared = info.numel
+
+    def data() -> Iterable[bytes]:
+        pieces = zip(
+            target.reader.pieces(stored),
+            base.reader.pieces(of_base),
+            instruct.reader.pieces(of_instruct, stop=shared),
+            strict=True,
+        )
+        for piece in pieces:
+            now, before, after = map(widened, piece)
+            delta = after - before
+            if not delta.isfinite().all():
+                raise InputError(f"Tensor {home!r}: {instruct.folder} minus {base.folder} is not finite (NaN or inf).")
+            # Equal to the sum, but exact at both ends for what training left alone.
+            yield rounded(
+                torch.where(now == before, torch.lerp(before, after, scale), now + scale * delta), info.dtype, stored
+            )
+        for rest in instruct.reader.pieces(of_instruct, start=shared):
+            yield rounded(rest, info.dtype, stored)
+
+    return OutputTensor(stored, info.dtype, shape, data)
+
+
+def _sampled(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> dict[str, str]:
+    """Of each layer's FFN the first matrix: its name in the dense model, and in the model's expert 0."""
+    where = places(target.network)
+    mine = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
+    sample = (
+        next(f"{prefix}.{name}" for name, value in ffn.named_parameters() if value.dim() > 1)
+        for prefix, ffn in decoder_ffns(base.network)
+    )
+    return {home: mine[home] for home in sample}
+
+
+def _cosine(base: StoredModel, other: StoredModel, names: dict[str, str]) -> float:
+    dot = left = right = 0.0
+    for ours, theirs in names.items():
+        stop = min(_SAMPLE, base.reader.tensors[base.home(ours)].numel)
+        pairs = zip(
+            base.reader.pieces(base.home(ours), stop=stop),
+            other.reader.pieces(other.home(theirs), stop=stop),
+            strict=True,
+        )
+        for a, b in pairs:
+            a, b = a.double(), b.double()
+            dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
+    return dot / max((left * right) ** 0.5, 1e-30)
+
+
+def _follow(config: Any, base: Any, instruct: Any, keep: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """Changes the fields in which instruct differs from base, as its weights do."""
+    fields = {}
+    ours, theirs = base.to_dict(), instruct.to_dict()
+    for name in sorted({*ours, *theirs} - {*_OWN, *keep}):
+        if ours.get(name) != theirs.get(name) and getattr(config, name, None) != theirs.get(name):
+            fields[name] = (getattr(config, name, None), theirs.get(name))
+            setattr(config, name, theirs.get(name))
+    return fields

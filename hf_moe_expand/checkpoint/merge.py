@@ -1,0 +1,117 @@
+"""Averages of checkpoints, and a fine-tune's delta on a dense one: DeltaMoE's comparisons; streamed."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..errors import InputError
+from ..modeling import ExpandedConfig
+from .folder import write_checkpoint
+from .graft import GraftReport, add_delta
+from .history import record
+from .source import COMPANIONS
+from .stored import StoredModel, computed
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+
+# Fields that must agree between models that are averaged, besides all shapes.
+_SAME = (
+    "model_type", "backbone_model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "tie_word_embeddings", "num_experts_per_layer", "classifier_layers", "router_top_k",
+    "language_groups", "new_layers",
+)  # fmt: skip
+
+
+def average_checkpoints(
+    models: Sequence[str | os.PathLike],
+    out: str | os.PathLike,
+    weights: Sequence[float] | None = None,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the weighted mean of checkpoints of one shape, dense or expanded (Dense-FT-Avg, MoE-CPT-Avg).
+
+    Computed in float32, rounded once to the first one's types. Configuration, history and tokenizer are the first's.
+
+    Args:
+        models: two or more.
+        out: folder to write.
+        weights: one a model, with the sum 1; by default equal.
+
+    Raises:
+        InputError: shapes or settings differ (names the tensor or field), weights do not fit, a result is not finite.
+    """
+    if len(models) < 2:
+        raise InputError("An average needs two or more checkpoints.")
+    weights = [1 / len(models)] * len(models) if weights is None else list(weights)
+    if len(weights) != len(models) or abs(sum(weights) - 1) > 1e-6:
+        raise InputError(f"{len(models)} checkpoints need as many weights with the sum 1, not {weights}.")
+    stored = [StoredModel(model) for model in models]
+    check_output(out, overwrite, *(model.folder for model in stored))
+    check_same_shape(stored)
+    first = stored[0]
+    tensors = [averaged(stored, key, weights) for key in first.tensors]
+    settings = {"models": [model.name for model in stored], "weights": weights}
+    record(first.config, {"stage": "average", "settings": settings})
+    return write_checkpoint(
+        out, first.config, tensors, [(first.folder, COMPANIONS)], "average",
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def averaged(
+    models: Sequence[StoredModel], key: str, weights: Sequence[float], name: str | None = None
+) -> OutputTensor:
+    """The weighted mean of a tensor over models of one shape; equal tensors stay as they are, bit for bit."""
+    sources = [(model.reader, model.home(key)) for model in models]
+
+    heaviest = max(range(len(models)), key=lambda number: weights[number])
+
+    def mean(*pieces: torch.Tensor) -> torch.Tensor:
+        # Around one of them, so that the mean of equal values is that value, and that of one weight 1 its own.
+        middle = pieces[heaviest]
+        return middle + sum(weight * (piece - middle) for weight, piece in zip(weights, pieces, strict=True))
+
+    first = models[0]
+    return computed(name or first.home(key), first.reader.tensors[first.home(key)], sources, mean)
+
+
+def check_same_shape(models: Sequence[StoredModel]) -> None:
+    """Refuses models that are not of one architecture and one shape.
+
+    Raises:
+        InputError: names the first field or tensor that differs.
+    """
+    first = models[0]
+    for other in models[1:]:
+        for name in _SAME:
+            ours, theirs = getattr(first.config, name, None), getattr(other.config, name, None)
+            if ours != theirs:
+                raise InputError(f"{name} is {ours!r} in {first.folder}, but {theirs!r} in {other.folder}.")
+        for key in dict.fromkeys([*first.shapes, *other.shapes]):
+            shapes = [list(model.shapes[key]) if key in model.shapes else "none" for model in (first, other)]
+            if shapes[0] != shapes[1]:
+                raise InputError(
+                    f"Tensor {key!r} has shape {shapes[0]} in {first.folder}, but {shapes[1]} in {other.folder}."
+                )
+
+
+def merge_delta(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    base: str | os.PathLike,
+    instruct: str | os.PathLike,
+    *,
+    scale: float = 1.0,
+    keep_tokenizer: bool = False,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> GraftReport:
+    """Adds `instruct - base` to a dense checkpoint that was trained from `base` (Dense-FT-Delta), or to the old layers
+    of one that `expand_depth` made from it (LLaMA-Pro). See `graft_delta` for arguments and errors."""
+    target = StoredModel(model)
+    if isinstance(target.config, ExpandedConfig):
+        raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
+    return add_delta(target, out, base, instruct, scale, keep_tokenizer, "merge delta", max_shard_size, overwrite)

@@ -1,0 +1,177 @@
+"""A checkpoint's tensors under the model's own names, and where each belongs."""
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from ..errors import InputError
+from ..modeling import ExpandedConfig, decoder_ffns
+from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo
+from .source import load_base_config, load_config, resolve_checkpoint
+from .writer import OutputTensor, tensor_bytes
+
+
+class StoredModel:
+    """A checkpoint and its model, the latter without weights.
+
+    Attributes:
+        name: what the user called it, without this machine's folders; a hub id with its commit.
+        folder: where it lies.
+        config: its configuration.
+        network: the model, on the meta device.
+        reader: its tensors under the names that the files give them.
+        names: the model's name of each tensor to the files' name.
+
+    Raises:
+        InputError: a tensor is missing, or has another shape than the configuration asks for.
+    """
+
+    def __init__(self, name: str | os.PathLike, config: Any = None) -> None:
+        self.folder = resolve_checkpoint(name)
+        local = Path(name).is_dir()
+        # The hub's cache names a snapshot's folder by its commit.
+        self.name = Path(name).resolve().name if local else f"{name}@{self.folder.name}"
+        self.config = config if config is not None else load_any_config(self.folder)
+        with torch.device("meta"):
+            self.network: Any = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+        self.reader = CheckpointReader(self.folder)
+        self.names = stored_names(self.reader, self.network)
+        self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
+        self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
+        missing = [key for key in self.shapes if key not in self.names and key not in self._tied]
+        if missing:
+            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
+        for key, shape in self.shapes.items():
+            info = self.info(key)
+            if info is not None and info.shape != shape:
+                raise InputError(
+                    f"{self.folder}: tensor {self.names[key]!r} has shape {list(info.shape)}, but the configuration "
+                    f"asks for {list(shape)}."
+                )
+
+    @property
+    def tensors(self) -> list[str]:
+        """The model's names of the tensors that the checkpoint holds; of tied ones usually one alone."""
+        return [key for key in self.shapes if key in self.names]
+
+    @property
+    def unknown(self) -> list[str]:
+        """Tensors of the files that the model does not know."""
+        return sorted(set(self.reader.tensors) - {self.names[key] for key in self.tensors})
+
+    def info(self, key: str) -> TensorInfo | None:
+        """None for a tensor that is tied to another one and not stored."""
+        stored = self.names.get(key)
+        return None if stored is None else self.reader.tensors[stored]
+
+    def home(self, key: str) -> str:
+        """The files' name of a tensor; of one that is tied and not stored, that of the tensor it is tied to.
+
+        Raises:
+            InputError: neither is stored.
+        """
+        for candidate in (key, self._tied.get(key), *(a for a, b in self._tied.items() if b == key)):
+            if candidate in self.names:
+                return self.names[candidate]
+        raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
+
+    def copied(self, key: str, name: str | None = None) -> OutputTensor:
+        """A tensor byte for byte, under its name in the files or another one."""
+        stored = self.home(key)
+        info = self.reader.tensors[stored]
+        return OutputTensor(name or stored, info.dtype, info.shape, lambda: self.reader.chunks(stored))
+
+
+def load_any_config(folder: Path) -> Any:
+    """The configuration of an expanded checkpoint, or of a dense one that can be expanded.
+
+    Raises:
+        InputError: it is neither.
+    """
+    config = load_config(folder)
+    return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
+
+
+def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
+    """Model key to the checkpoint's key: the library's own renaming, as when it loads (GPT-NeoX's `embed_out`, BLOOM's
+    keys without `transformer.`)."""
+    renamings = [rule for rule in get_model_conversion_mapping(network) if isinstance(rule, WeightRenaming)]
+    known = network.state_dict()
+    return {
+        rename_source_key(name, renamings, [], network.base_model_prefix, known)[0]: name for name in reader.tensors
+    }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a model belongs.
+
+    Attributes:
+        dense: its name in the dense model; None for routers, classifiers and the like.
+        layer: the expanded layer that it is in; -1 outside of them.
+        expert: which expert's it is; None for what is no expert's.
+        inner: its name inside the layer's FFN block.
+    """
+
+    dense: str | None
+    layer: int = -1
+    expert: int | None = None
+    inner: str = ""
+
+
+def places(network: Any) -> dict[str, Place]:
+    """The place of each tensor of a model, dense or expanded."""
+    found = {key: Place(key) for key in network.state_dict()}
+    ffns: dict[int, nn.Module] = network.expanded_ffns() if hasattr(network, "expanded_ffns") else {}
+    prefixes = [name for name, _ in decoder_ffns(network)] if ffns else []
+    for layer, ffn in ffns.items():
+        for inner in ffn.state_dict():
+            key = f"{prefixes[layer]}.{inner}"
+            if inner.startswith("experts."):
+                _, expert, rest = inner.split(".", 2)
+                found[key] = Place(f"{prefixes[layer]}.{rest}", layer, int(expert), inner)
+            else:
+                found[key] = Place(None, layer, None, inner)
+    return found
+
+
+def computed(
+    name: str,
+    info: TensorInfo,
+    sources: Sequence[tuple[CheckpointReader, str]],
+    function: Callable[..., torch.Tensor],
+) -> OutputTensor:
+    """An element-wise function of tensors of equal shape, computed in float32 (float64 where one is), piece by piece,
+    and rounded once to the type of `info`, whose shape the output has."""
+
+    def data() -> Iterable[bytes]:
+        for pieces in zip(*(reader.pieces(stored) for reader, stored in sources), strict=True):
+            yield rounded(function(*map(widened, pieces)), info.dtype, name)
+
+    return OutputTensor(name, info.dtype, info.shape, data)
+
+
+def widened(piece: torch.Tensor) -> torch.Tensor:
+    """At least float32."""
+    return piece.to(torch.promote_types(piece.dtype, torch.float32))
+
+
+def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
+    """The bytes of `piece` in another type.
+
+    Raises:
+        InputError: a value is not finite there.
+    """
+    result = piece.to(TORCH_DTYPES[dtype])
+    if not result.isfinite().all():
+        raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
+    return tensor_bytes(result)

@@ -1,0 +1,212 @@
+"""Dense baselines: what trains, what is written, and resuming."""
+
+import json
+
+import pytest
+import torch
+from conftest import save_dense, write_texts
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from typer.testing import CliRunner
+
+from hf_moe_expand import Plan, cli, dense, expand_checkpoint
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.depth import expand_depth
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.data.packing import pack_texts
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.dense import check_old_blocks, train_dense
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.settings import DenseSettings, LoraSettings
+
+TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "max_steps": 3}
+TEXTS = [f"{number} times {number} is {number * number}, as everybody knows." for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("dense")
+    save_dense(root / "base")
+    save_dense(root / "bf16", dtype=torch.bfloat16)
+    expand_depth(root / "bf16", root / "deep", 2)
+    write_texts(root / "en.jsonl", TEXTS)
+    return root
+
+
+@pytest.fixture
+def data(root):
+    return {"en": LanguageText("en", str(root / "en.jsonl"))}
+
+
+def settings(**changes):
+    training = {**TRAINING, **changes.pop("training", {})}
+    return DenseSettings(block_size=32, training=training, **changes)
+
+
+def tensors(folder):
+    read = CheckpointReader(folder)
+    return {name: read.tensor(name) for name in read.tensors}
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_full_training_follows_a_loop_written_by_hand(root, data, tmp_path):
+    # One step of plain SGD on everything, against the gradient of the mean cross-entropy.
+    step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    train_dense(root / "base", tmp_path / "out", data, settings(training={**step, "per_device_train_batch_size": 1000}))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(root / "base")
+    blocks = pack_texts({"en": data["en"].load()}, tokenizer, 32, 0).dataset["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(root / "base").train()
+    ids = torch.tensor(list(blocks))
+    logits = model(ids).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    found = tensors(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], (parameter - 0.1 * parameter.grad).detach(), rtol=0, atol=1e-5)
+        assert not torch.equal(found[name], parameter), name
+
+
+def test_the_result_is_an_ordinary_checkpoint_of_the_same_type(root, data, tmp_path):
+    entry = train_dense(root / "bf16", tmp_path / "out", data, settings(), seed=3)
+    found = tensors(tmp_path / "out")
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    assert sorted(found) == sorted(tensors(root / "bf16"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    (stored,) = json.loads((tmp_path / "out" / "config.json").read_text())["history"]
+    assert stored == entry
+    assert (entry["stage"], entry["steps"], entry["seed"]) == ("dense full", 3, 3)
+    assert entry["documents"] == {"en": 60}
+    for file in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (root / "bf16" / file).read_bytes()
+    assert not (tmp_path / "out.training").exists()
+
+
+def test_steps_too_small_for_bfloat16_add_up(root, data, tmp_path):
+    train_dense(root / "bf16", tmp_path / "one", data, settings(training={"learning_rate": 2e-5, "max_steps": 1}))
+    train_dense(root / "bf16", tmp_path / "many", data, settings(training={"learning_rate": 2e-5, "max_steps": 12}))
+    moved = []
+    for name in ("one", "many"):
+        before, after = tensors(root / "bf16"), tensors(tmp_path / name)
+        moved.append(sum((before[key] != after[key]).sum().item() for key in before))
+    assert moved[1] > 3 * moved[0]
+
+
+def test_lora_is_merged_and_touches_linear_layers_alone(root, data, tmp_path):
+    lora = LoraSettings(r=2, alpha=4, target_modules=["q_proj", "down_proj"])
+    train_dense(root / "bf16", tmp_path / "out", data, settings(method="lora", lora=lora))
+    before, after = tensors(root / "bf16"), tensors(tmp_path / "out")
+    assert sorted(before) == sorted(after)
+    for name, value in before.items():
+        targeted = ("q_proj" in name or "down_proj" in name) and name.endswith("weight")
+        assert torch.equal(value, after[name]) != targeted, name
+    # Two factors of rank 2 were added; rounding to bfloat16 hides the rank, so ask the float32 twin.
+    train_dense(root / "base", tmp_path / "float", data, settings(method="lora", lora=lora))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    delta = (tensors(tmp_path / "float")[name] - tensors(root / "base")[name]).double()
+    singular = torch.linalg.svdvals(delta)
+    assert singular[1] > 100 * singular[2] > 0
+    with pytest.raises(InputError, match=r"lora: Target modules .*nothing.* not found"):
+        train_dense(
+            root / "base", tmp_path / "no", data, settings(method="lora", lora=LoraSettings(target_modules=["nothing"]))
+        )
+
+
+def test_only_new_blocks_move(root, data, tmp_path):
+    train_dense(root / "deep", tmp_path / "out", data, settings(method="new-blocks"))
+    found = compare_checkpoints(root / "deep", tmp_path / "out")
+    assert {name.split(".")[2] for name in found.changed} == {"1", "4"}
+    assert len(found.changed) == 2 * 12  # every tensor of two blocks
+    assert check_old_blocks(root / "deep", tmp_path / "out") == len(found.identical)
+    train_dense(root / "deep", tmp_path / "full", data, settings())
+    with pytest.raises(RuntimeError, match="training new blocks changed other tensors"):
+        check_old_blocks(root / "deep", tmp_path / "full")
+
+
+class StopAt(TrainerCallback):
+    """Kills the process's work after a step, as a time limit would."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monkeypatch, method):
+    chosen = settings(method=method, training={"max_steps": 5, "save_steps": 2})
+    train_dense(root / "base", tmp_path / "whole", data, chosen)
+
+    class Stopped(Trainer):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.add_callback(StopAt())
+
+    resumed = []
+
+    class Watched(Trainer):
+        def train(self, resume_from_checkpoint=None):
+            resumed.append(resume_from_checkpoint)
+            return super().train(resume_from_checkpoint=resume_from_checkpoint)
+
+    monkeypatch.setattr(dense, "Trainer", Stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_dense(root / "base", tmp_path / "out", data, chosen)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(dense, "Trainer", Watched)
+    with pytest.raises(InputError, match="interrupted run with other settings"):
+        train_dense(root / "base", tmp_path / "out", data, chosen, seed=1)
+    train_dense(root / "base", tmp_path / "out", data, chosen)
+    assert resumed[0].endswith("checkpoint-2")
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert not (tmp_path / "out.training").exists()
+
+
+def test_refusals_name_what_is_wrong(root, data, tmp_path):
+    def refused(message, chosen, model=root / "base", texts=data, out=tmp_path / "out"):
+        with pytest.raises(InputError, match=message):
+            train_dense(model, out, texts, chosen, overwrite=True)
+        assert not (tmp_path / "out").exists()
+
+    refused("method is 'half'; known: full, lora, new-blocks", settings(method="half"))
+    refused("the method is full; set `method: lora`", settings(lora=LoraSettings(r=3)))
+    refused("no new blocks: insert some with `expand-depth`", settings(method="new-blocks"))
+    refused("No text was given", settings(), texts={})
+    refused("unknown key `max_step`; did you mean `max_steps`", DenseSettings(training={"max_step": 1}))
+    refused("is the input folder", settings(), out=root / "base")
+    expand_checkpoint(root / "base", tmp_path / "expanded", Plan("uniform", [2, 2, 2]))
+    refused("is an expanded checkpoint already", settings(), model=tmp_path / "expanded")
+
+
+def test_from_the_command_line(root, tmp_path):
+    def invoke(*arguments):
+        result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split())
+
+    (tmp_path / "dense.yaml").write_text("block_size: 32\ntraining: {max_steps: 1, disable_tqdm: true}\n")
+    text = ("--data", f"en={root / 'en.jsonl'}", "--config", tmp_path / "dense.yaml")
+    assert "new are layers 3" in invoke("expand-depth", root / "base", tmp_path / "pro", "--blocks", 1)
+    said = invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-1", *text, "--only-new-blocks")
+    assert "1 steps; 39 frozen tensors are byte-identical" in said
+    assert "pro-2: 1 steps" in invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-2", *text)
+    both = (tmp_path / "pro-1", tmp_path / "pro-2")
+    assert "wrote" in invoke("merge", "average", *both, "--weight", 0.25, "--out", tmp_path / "average")
+    history = json.loads((tmp_path / "average" / "config.json").read_text())["history"]
+    assert history[-1]["settings"] == {"models": ["pro-1", "pro-2"], "weights": [0.25, 0.75]}
+    expand_checkpoint(root / "base", tmp_path / "moe", Plan("uniform", [2, 2, 2]))
+    delta = ("--base", root / "base", "--instruct", root / "base")
+    assert "a cosine of 1.0000" in invoke("graft", tmp_path / "moe", tmp_path / "chat", *delta)
+    assert "a cosine of 1.0000" in invoke("merge", "delta", tmp_path / "pro", tmp_path / "pro-chat", *delta)
+    assert "Qwen2MoeForCausalLM" in invoke("export", tmp_path / "chat", tmp_path / "native")
+    assert "Qwen2ForCausalLM" in invoke("export", tmp_path / "chat", tmp_path / "one", "--expert", 1)
+    assert weights(tmp_path / "one") == weights(root / "base")
+    Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]).save(tmp_path / "plan.json")
+    plan = ("--plan", tmp_path / "plan.json", "--out", tmp_path / "mix")
+    assert "wrote" in invoke("expand-branches", root / "base", tmp_path / "one", *plan)
+    for verb in ("graft", "merge delta", "merge average", "expand-branches", "expand-depth", "export", "diff"):
+        assert f"Example: hf-moe-expand {verb}" in invoke(*verb.split(), "--help")

@@ -1,0 +1,94 @@
+"""`diff`: which tensors changed, by part of the model, and its exit status."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import save_dense, tiny_dense
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand.checkpoint.compare import compare_checkpoints, part_of
+from hf_moe_expand.modeling import SUPPORTED_BACKBONES, decoder_ffns
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """An expanded checkpoint, and that with a router, an expert and a norm changed, one tensor gone and one new."""
+    root = tmp_path_factory.mktemp("pair")
+    save_dense(root / "base")
+    expand_checkpoint(root / "base", root / "a", Plan("layer-moe", [3, 1, 2], [2]))
+    shutil.copytree(root / "a", root / "b")
+    weights = load_file(root / "b" / "model.safetensors")
+    for name in ("layers.0.mlp.router", "layers.2.mlp.experts.1.up_proj", "norm"):
+        weights[f"model.{name}.weight"].view(-1)[-1] += 1
+    del weights["model.layers.2.mlp.classifier.weight"]
+    weights["extra.weight"] = torch.ones(2)
+    save_file(weights, root / "b" / "model.safetensors", metadata={"format": "pt"})
+    return root
+
+
+def diff(*arguments):
+    return runner.invoke(cli.app, ["diff", *map(str, arguments)])
+
+
+def test_equal_checkpoints(pair):
+    done = diff(pair / "a", pair / "a", "--all")
+    assert done.exit_code == 0
+    assert "changed  " not in done.output.replace("│", "")
+    assert compare_checkpoints(pair / "a", pair / "a").same
+
+
+def test_what_changed_by_part_and_by_name(pair):
+    done = diff(pair / "a", pair / "b", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.output)
+    assert found["changed"] == [
+        "model.layers.0.mlp.router.weight",
+        "model.layers.2.mlp.experts.1.up_proj.weight",
+        "model.norm.weight",
+    ]
+    assert found["removed"] == ["model.layers.2.mlp.classifier.weight"]
+    assert found["added"] == ["extra.weight"]
+    parts = found["by_part"]
+    assert parts["routers"] == {"identical": 1, "changed": 1, "removed": 0, "added": 0}
+    assert parts["other experts"] == {"identical": 8, "changed": 1, "removed": 0, "added": 0}
+    assert parts["expert 0"] == {"identical": 6, "changed": 0, "removed": 0, "added": 0}
+    assert parts["classifiers"] == {"identical": 0, "changed": 0, "removed": 1, "added": 0}
+    assert parts["other"] == {"identical": 0, "changed": 0, "removed": 0, "added": 1}
+    assert sum(sum(counts.values()) for counts in parts.values()) == len(found["identical"]) + 5
+
+
+def test_names_are_told_when_asked_for(pair):
+    short, long = diff(pair / "a", pair / "b"), diff(pair / "a", pair / "b", "--all")
+    assert short.exit_code == long.exit_code == 1
+    assert "routers" in short.output
+    assert "model.norm.weight" not in short.output
+    said = set(long.output.splitlines())
+    expected = {"changed  model.norm.weight", "removed  model.layers.2.mlp.classifier.weight", "added  extra.weight"}
+    assert expected <= said
+
+
+def test_errors_are_neither(monkeypatch, capsys, pair):
+    monkeypatch.setattr("sys.argv", ["hf-moe-expand", "diff", str(pair / "a"), str(pair / "nowhere")])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backbone", SUPPORTED_BACKBONES)
+def test_every_tensor_of_every_backbone_has_a_part(backbone):
+    model = tiny_dense(backbone)
+    ffns = tuple(f"{name}." for name, _ in decoder_ffns(model))
+    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        assert part not in ("other", "routers", "expert 0"), name
+        if id(parameter) in embeddings:
+            assert part == "embeddings", name
+        assert (part == "FFNs") == name.startswith(ffns), name

@@ -1,0 +1,168 @@
+"""Export: a native architecture with the same logits, or one expert as a dense model, byte for byte."""
+
+import json
+
+import pytest
+import torch
+from conftest import COMMON_BACKBONES, byte_tokenizer, run_fresh, save_dense
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.errors import InputError
+
+IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
+UNIFORM, WITH_DENSE = Plan("uniform", [3, 3, 3], old=["en"], new=["el"]), Plan("uniform", [3, 1, 3])
+NATIVE = {
+    ("qwen2", "all"): "Qwen2MoeForCausalLM",
+    ("qwen2", "dense"): "Qwen2MoeForCausalLM",
+    ("qwen3", "all"): "Qwen3MoeForCausalLM",
+    ("qwen3", "dense"): "Qwen3MoeForCausalLM",
+    ("llama", "all"): "MixtralForCausalLM",
+    ("llama", "dense"): "Qwen2MoeForCausalLM",
+    ("mistral", "all"): "MixtralForCausalLM",
+    ("olmo2", "all"): "FlexOlmoForCausalLM",
+    ("granite", "all"): "GraniteMoeForCausalLM",
+}
+
+
+def tensors(folder):
+    read = CheckpointReader(folder)
+    return {name: read.tensor(name) for name in read.tensors}
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def trained(root, backbone, plan, **changes):
+    """An expanded checkpoint whose experts differ and whose routers decide."""
+    save_dense(root / "base", backbone, **changes)
+    expand_checkpoint(root / "base", root / "expanded", plan)
+    model = load(root / "expanded")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and ".experts.0." not in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            elif "router" in name:
+                parameter.mul_(5)
+    model.save_pretrained(root / "trained")
+    byte_tokenizer().save_pretrained(root / "trained")
+    return root / "trained"
+
+
+@pytest.mark.parametrize(("backbone", "layers"), NATIVE, ids=lambda value: value)
+def test_a_native_architecture_gives_the_same_logits(tmp_path, backbone, layers):
+    tied = layers == "dense" or backbone == "granite"
+    plan = WITH_DENSE if layers == "dense" else UNIFORM
+    model = trained(tmp_path, backbone, plan, tie_word_embeddings=tied)
+    assert export_native(model, tmp_path / "out") == NATIVE[backbone, layers]
+    native, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(native).__name__ == NATIVE[backbone, layers]
+    ours, dense = load(model), load(tmp_path / "base")
+    with torch.no_grad():
+        torch.testing.assert_close(native.eval()(IDS).logits, ours(IDS).logits, rtol=0, atol=1e-5)
+        assert (ours(IDS).logits - dense(IDS).logits).abs().max() > 0.01  # the experts do matter
+    native.save_pretrained(tmp_path / "again")
+    for path in (tmp_path / "again").iterdir():  # the library itself writes the same
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_any_number_of_active_experts(tmp_path, top_k):
+    model = trained(tmp_path, "qwen3", Plan("uniform", [3, 3, 3], top_k=top_k))
+    export_native(model, tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, load(model)(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_a_dmoe_checkpoint_with_dense_layers(tmp_path):
+    model = trained(tmp_path, "qwen2", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    export_native(model, tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, load(model)(IDS).logits, rtol=0, atol=1e-5)
+    assert load(tmp_path / "out").config.mlp_only_layers == [1]
+
+
+def test_sliding_windows_and_other_fields_travel(tmp_path):
+    changes = {"sliding_window": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
+    model = trained(tmp_path, "mistral", UNIFORM, rms_norm_eps=1e-3, **changes)
+    export_native(model, tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, load(model)(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_the_export_needs_nothing_of_ours(tmp_path):
+    model = trained(tmp_path, "qwen3", UNIFORM)
+    GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=256).save_pretrained(model)
+    export_native(model, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.py"))
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert str(tmp_path) not in text
+    (entry,) = json.loads(text)["history"]
+    assert entry["settings"]["expansions"][0]["new_languages"] == ["el"]
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
+    code = (
+        "from transformers import AutoModelForCausalLM as A\nprint(A.from_pretrained(sys.argv[1]).config.num_experts)"
+    )
+    assert run_fresh(code, str(tmp_path / "out")).strip() == "3"
+
+
+def test_without_a_native_form_it_says_why(tmp_path):
+    def refused(message, model):
+        with pytest.raises(InputError, match=message):
+            export_native(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def expanded(name, backbone, plan, **changes):
+        save_dense(tmp_path / f"{name}-base", backbone, **changes)
+        expand_checkpoint(tmp_path / f"{name}-base", tmp_path / name, plan)
+        return tmp_path / name
+
+    refused(
+        "computes what an expanded bloom model does: none has .* exist for granite", expanded("b", "bloom", UNIFORM)
+    )
+    refused("gemma3_text model does: Gemma 4's mixture", expanded("g", "gemma3_text", UNIFORM))
+    refused("2, 3 experts; .* one number for all layers", expanded("c", "qwen2", Plan("uniform", [2, 3, 3])))
+    refused("layers 2 have a classifier", expanded("k", "qwen2", Plan("layer-moe", [3, 3, 3], [2])))
+    refused("layers 1 are dense, but every layer of flex_olmo", expanded("o", "olmo2", WITH_DENSE))
+    sliding = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}
+    refused("sliding-window attention, which qwen3_moe", expanded("s", "qwen3", UNIFORM, **sliding))
+    refused("cannot be written as mixtral: tensor .*bias'", expanded("l", "llama", UNIFORM, attention_bias=True))
+    refused("not an expanded one", tmp_path / "b-base")
+    with pytest.raises(InputError, match="is the input folder"):
+        export_native(tmp_path / "c", tmp_path / "c", overwrite=True)
+
+
+@pytest.mark.parametrize("backbone", [*COMMON_BACKBONES, "qwen3"])
+def test_expert_0_is_the_base_byte_for_byte_and_others_are_what_they_compute(tmp_path, backbone):
+    model = trained(tmp_path, backbone, WITH_DENSE, **({"tie_word_embeddings": True} if backbone == "qwen3" else {}))
+    for expert in (0, 2):
+        name = export_expert(model, tmp_path / f"expert{expert}", expert)
+        assert name == type(load(tmp_path / "base")).__name__
+    for file in ("model.safetensors", "generation_config.json"):
+        assert (tmp_path / "expert0" / file).read_bytes() == (tmp_path / "base" / file).read_bytes()
+    configs = [json.loads((tmp_path / which / "config.json").read_text()) for which in ("expert0", "base")]
+    assert configs[0].pop("history")[0]["settings"]["expert"] == 0
+    assert configs[0] == configs[1]
+    ours, dense = load(model), load(tmp_path / "expert2")
+    with ours.use_expert(2), torch.no_grad():
+        assert torch.equal(ours(IDS).logits, dense(IDS).logits)
+    with torch.no_grad():
+        assert not torch.equal(dense(IDS).logits, load(tmp_path / "base")(IDS).logits)
+
+
+def test_an_expert_that_not_every_layer_has(tmp_path):
+    save_dense(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("uniform", [3, 1, 2]))
+    with pytest.raises(InputError, match=r"layer 2 has experts 0\.\.1, not 2"):
+        export_expert(tmp_path / "out", tmp_path / "no", 2)
+    export_expert(tmp_path / "out", tmp_path / "one", 1)
+    with pytest.raises(InputError, match="not an expanded one"):
+        export_expert(tmp_path / "base", tmp_path / "no", 0)
+    with pytest.raises(InputError, match="not -1"):
+        export_expert(tmp_path / "out", tmp_path / "no", -1)
