@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from .analysis.result import SimilarityResult
+from .analysis.deviation import measure_deviation
+from .analysis.result import DeviationResult, SimilarityResult
 from .analysis.similarity import measure_similarity
 from .checkpoint.expand import expand_checkpoint
-from .checkpoint.source import load_base_config, resolve_checkpoint
+from .checkpoint.grow import grow_checkpoint
+from .checkpoint.source import load_base_config, load_config, resolve_checkpoint
 from .data.sources import LanguageText
 from .errors import InputError
 from .evaluation.perplexity import evaluate_model
@@ -24,8 +27,14 @@ from .jsonfile import read_json, write_json
 from .models import load_for_inference
 from .planning.make import make_plan
 from .planning.plan import Plan
-from .recipe import Recipe
+from .recipe import Expansion, Recipe
 from .training import check_frozen, check_training_arguments, train_stage
+
+# The training stages of an expansion, in order: of MoE-LPR and LayerMoE, and of DMoE.
+STAGES = {False: ("post_pretrain", "review"), True: ("group", "normal")}
+_PARTICIPLES = {
+    "post_pretrain": "post-pretrained", "review": "reviewed", "group": "group-trained", "normal": "trained normally",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Step:
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
-    """Runs a recipe: analyse, plan, expand, post-pretrain, review, evaluate.
+    """Runs a recipe: analyse, plan, expand and train, for each of its expansions; evaluate.
 
     Run again after an interruption it goes on where it stopped: finished steps are skipped, and training resumes
     from its last checkpoint. Under `accelerate launch` all ranks train, and the first does everything else.
@@ -92,110 +101,189 @@ def validate_recipe(recipe: Recipe) -> list[str]:
     """
     folder = resolve_checkpoint(recipe.base, recipe.revision)
     config = load_base_config(folder)
-    found = [f"base: {recipe.base}, {config.model_type}, {config.num_hidden_layers} layers"]
-    for kind in ("old", "new", "test"):
-        for source in recipe.sources(kind).values():
+    layers = config.num_hidden_layers
+    found = [f"base: {recipe.base}, {config.model_type}, {layers} layers"]
+    for kind, sources in (("training", recipe.training_sources), ("test", recipe.test_sources)):
+        for source in sources.values():
             files = source.files()
             where = f"{len(files)} file(s)" if files else "on the hub"
             found.append(f"{kind} {source.language}: {source.source}, {where}")
-    # A plan from similarities of 1 has the real one's totals and layer counts; only their distribution is unknown.
-    same = [1.0] * config.num_hidden_layers
-    unknown = SimilarityResult(list(recipe.old), list(recipe.new), 0, {}, None, same, same)
-    plan = make_plan(recipe.plan, config.num_hidden_layers, unknown.old, unknown.new, unknown, recipe.seed)
-    found.append(f"plan: {plan.method}, {plan.total_experts} experts, {len(plan.classifier_layers)} classifiers")
-    check_training_arguments(recipe.post_pretrain.training, "post_pretrain.training")
-    if recipe.review is not None:
-        check_training_arguments(recipe.review.training, "review.training")
-    longest = getattr(config, "max_position_embeddings", None)
-    for name in ("post_pretrain", "review"):
-        settings = getattr(recipe, name)
-        if settings is not None and longest is not None and settings.block_size > longest:
-            raise InputError(f"{name}.block_size is {settings.block_size}, but the base takes {longest} positions.")
+    counts: list[int] = []
+    for number, expansion in enumerate(recipe.rounds, start=1):
+        # A plan from equal numbers has the real one's totals and layer counts; only which layers get them is unknown.
+        same = [1.0] * layers
+        codes = list(expansion.new)
+        similarity = SimilarityResult(list(recipe.old), codes, 0, {}, None, same, same)
+        falling = [1 - layer / layers for layer in range(layers)]
+        alike = [[float(a == b) for b in codes] for a in codes]
+        deviation = DeviationResult(codes, falling, dict.fromkeys(codes, falling), alike, [], 0, 0.0, 0, 0, 0)
+        plan = make_plan(
+            expansion.plan, layers, list(recipe.old), codes, similarity, recipe.seed, deviation, grows_from=counts
+        )
+        counts = plan.experts_per_layer
+        classifiers = f"{len(plan.classifier_layers)} classifiers"
+        found.append(f"expansion {number}: {plan.method}, {plan.total_experts} experts, {classifiers}")
+        for name in STAGES[expansion.is_dmoe]:
+            settings = getattr(expansion, name)
+            if settings is None:
+                continue
+            check_training_arguments(settings.training, f"{name}.training")
+            longest = getattr(config, "max_position_embeddings", None)
+            if longest is not None and settings.block_size > longest:
+                raise InputError(f"{name}.block_size is {settings.block_size}, but the base takes {longest} positions.")
     found.append("training: settings are known to TrainingArguments")
     return found
 
 
 def _steps(recipe: Recipe, root: Path) -> tuple[list[Step], Path]:
-    old, new = list(recipe.old), list(recipe.new)
-    expanded, stage1, stage2 = root / "expanded", root / "post_pretrain", root / "review"
-    final = stage1 if recipe.review is None else stage2
-    steps = []
-    by_similarity = recipe.plan.classifier_choice == "similarity" and recipe.plan.classifier_layers > 0
-    if recipe.plan.method == "layer-moe" or by_similarity:
-        analysis = {"settings": asdict(recipe.analysis), "old": recipe.old, "new": recipe.new}
-        steps.append(Step("analyze", root / "analysis.json", analysis, lambda: _analyze(recipe, root)))
-    plan = {"settings": asdict(recipe.plan), "old": old, "new": new}
-    steps.append(Step("plan", root / "plan.json", plan, lambda: _plan(recipe, root)))
-    steps.append(Step("expand", expanded, asdict(recipe.expand), lambda: _expand(recipe, root)))
-    stage_data = {**(recipe.sources("old") if recipe.post_pretrain.replay else {}), **recipe.sources("new")}
-    steps.append(_training_step("post_pretrain", expanded, stage1, stage_data, recipe.post_pretrain, recipe.seed))
-    if recipe.review is not None:
-        both = {**recipe.sources("old"), **recipe.sources("new")}
-        steps.append(_training_step("review", stage1, stage2, both, recipe.review, recipe.seed))
+    sources = recipe.training_sources
+    steps: list[Step] = []
+    models: dict[str, str] = {"base": recipe.base}
+    start, old = recipe.base, list(recipe.old)
+    for number, expansion in enumerate(recipe.rounds, start=1):
+        lifelong = len(recipe.rounds) > 1
+        prefix, folder = (f"{number}: ", root / str(number)) if lifelong else ("", root)
+        work = _Round(recipe, expansion, folder, start, old, {code: sources[code] for code in (*old, *expansion.new)})
+        made, stages = work.steps(prefix)
+        steps += made
+        start = str(stages[list(stages)[-1]])
+        if lifelong:
+            models[f"after expansion {number}"] = start
+        else:
+            models |= {_PARTICIPLES[name]: str(path) for name, path in stages.items()}
+        old = [*old, *expansion.new]
     if recipe.test:
-        models = {"base": recipe.base, "post-pretrained": str(stage1), "reviewed": str(stage2)}
-        if recipe.review is None:
-            del models["reviewed"]
         evaluation = {"settings": asdict(recipe.evaluation), "test": recipe.test}
         steps.append(Step("evaluate", root / "evaluation.json", evaluation, lambda: _evaluate(recipe, root, models)))
-    return steps, final
+    return steps, Path(start)
 
 
-def _training_step(
-    name: str, before: Path, after: Path, data: dict[str, LanguageText], settings: Any, seed: int
-) -> Step:
-    def work() -> str:
-        entry = train_stage(before, after, data, settings, seed)
-        if not PartialState().is_main_process:
-            return ""
-        frozen = check_frozen(before, after, entry["stage"])
-        return f"{entry['steps']} steps; {frozen} frozen tensors are byte-identical"
+@dataclass(frozen=True)
+class _Round:
+    """One expansion of a run: from the checkpoint `start`, with what it makes in `folder`."""
 
-    fingerprint = {"settings": asdict(settings), "data": {code: text.source for code, text in data.items()}}
-    return Step(name, after, fingerprint, work, every_rank=True)
+    recipe: Recipe
+    expansion: Expansion
+    folder: Path
+    start: str
+    old: list[str]
+    sources: dict[str, LanguageText]
 
+    def steps(self, prefix: str) -> tuple[list[Step], dict[str, Path]]:
+        """The steps, and the checkpoint of each training stage."""
+        plan = self.expansion.plan
+        by_similarity = plan.classifier_choice == "similarity" and plan.classifier_layers > 0
+        languages: dict[str, Any] = {"old": self.old, "new": list(self.expansion.new)}
+        texts = {code: source.source for code, source in self.sources.items()}
+        steps = []
+        fingerprint: dict[str, Any]
+        if self.expansion.is_dmoe:
+            fingerprint = {"settings": asdict(self.expansion.deviation), "new": self.expansion.new}
+            steps.append(Step(f"{prefix}analyze", self.folder / "analysis.json", fingerprint, self.deviation))
+        elif plan.method == "layer-moe" or by_similarity:
+            fingerprint = {"settings": asdict(self.expansion.analysis), "texts": texts, **languages}
+            steps.append(Step(f"{prefix}analyze", self.folder / "analysis.json", fingerprint, self.similarity))
+        steps.append(
+            Step(f"{prefix}plan", self.folder / "plan.json", {"settings": asdict(plan), **languages}, self.plan)
+        )
+        expanded = self.folder / "expanded"
+        steps.append(Step(f"{prefix}expand", expanded, asdict(self.expansion.expand), self.expand))
+        stages: dict[str, Path] = {}
+        before = expanded
+        for name in STAGES[self.expansion.is_dmoe]:
+            settings = getattr(self.expansion, name)
+            if settings is not None:
+                stages[name] = self.folder / name
+                steps.append(self.training(prefix, name, before, stages[name], settings))
+                before = stages[name]
+        return steps, stages
 
-def _analyze(recipe: Recipe, root: Path) -> str:
-    model, tokenizer = load_for_inference(recipe.base, recipe.revision)
-    sources = {**recipe.sources("old"), **recipe.sources("new")}
-    texts = {code: source.load().shuffle(seed=recipe.seed)["text"] for code, source in sources.items()}
-    settings = recipe.analysis
-    result = measure_similarity(
-        model, tokenizer, texts, list(recipe.old), list(recipe.new),
-        tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
-    )  # fmt: skip
-    result.to_json(root / "analysis.json")
-    return (
-        f"similarity {min(result.similarity):.3f} to {max(result.similarity):.3f} over {len(result.similarity)} layers"
-    )
+    def training(self, prefix: str, name: str, before: Path, after: Path, settings: Any) -> Step:
+        new_only = self.expansion.is_dmoe or (name == "post_pretrain" and not settings.replay)
+        data = {code: text for code, text in self.sources.items() if not new_only or code in self.expansion.new}
 
+        def work() -> str:
+            entry = train_stage(before, after, data, settings, self.recipe.seed)
+            if not PartialState().is_main_process:
+                return ""
+            frozen = check_frozen(before, after, entry["stage"])
+            return f"{entry['steps']} steps; {frozen} frozen tensors are byte-identical"
 
-def _plan(recipe: Recipe, root: Path) -> str:
-    layers = load_base_config(resolve_checkpoint(recipe.base, recipe.revision)).num_hidden_layers
-    path = root / "analysis.json"
-    analysis = SimilarityResult.from_json(path) if path.is_file() else None
-    plan = make_plan(
-        recipe.plan, layers, list(recipe.old), list(recipe.new),
-        analysis, recipe.seed,
-    )  # fmt: skip
-    plan.save(root / "plan.json")
-    counts = " ".join(map(str, plan.experts_per_layer))
-    classifiers = ", ".join(map(str, plan.classifier_layers)) or "none"
-    return f"experts per layer {counts}; classifiers in layers {classifiers}"
+        fingerprint = {"settings": asdict(settings), "data": {code: text.source for code, text in data.items()}}
+        return Step(f"{prefix}{name}", after, fingerprint, work, every_rank=True)
 
+    @property
+    def revision(self) -> str | None:
+        return self.recipe.revision if self.start == self.recipe.base else None
 
-def _expand(recipe: Recipe, root: Path) -> str:
-    report = expand_checkpoint(
-        recipe.base, root / "expanded", Plan.load(root / "plan.json"),
-        expert_init=recipe.expand.expert_init, seed=recipe.seed, revision=recipe.revision,
-        max_shard_size=recipe.expand.max_shard_size, overwrite=True,
-    )  # fmt: skip
-    return f"{report.base_parameters:,} -> {report.parameters:,} parameters"
+    def texts(self, languages: Iterable[str]) -> dict[str, list[str]]:
+        return {code: self.sources[code].load().shuffle(seed=self.recipe.seed)["text"] for code in languages}
+
+    def similarity(self) -> str:
+        model, tokenizer = load_for_inference(self.start, self.revision)
+        settings, new = self.expansion.analysis, list(self.expansion.new)
+        result = measure_similarity(
+            model, tokenizer, self.texts([*self.old, *new]), self.old, new,
+            tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
+        )  # fmt: skip
+        result.to_json(self.folder / "analysis.json")
+        low, high = min(result.similarity), max(result.similarity)
+        return f"similarity {low:.3f} to {high:.3f} over {len(result.similarity)} layers"
+
+    def deviation(self) -> str:
+        model, tokenizer = load_for_inference(self.start, self.revision)
+        work = self.folder / "deviation.work"
+        result = measure_deviation(
+            model, tokenizer, self.texts(self.expansion.new), work_dir=work, seed=self.recipe.seed,
+            **asdict(self.expansion.deviation),
+        )  # fmt: skip
+        result.to_json(self.folder / "analysis.json")
+        shutil.rmtree(work)
+        low, high = min(result.deviation), max(result.deviation)
+        return f"deviation {low:.4g} to {high:.4g} over {len(result.deviation)} layers"
+
+    def plan(self) -> str:
+        path = self.folder / "analysis.json"
+        dmoe = self.expansion.is_dmoe
+        similarity = SimilarityResult.from_json(path) if path.is_file() and not dmoe else None
+        deviation = DeviationResult.from_json(path) if dmoe else None
+        config = load_config(resolve_checkpoint(self.start, self.revision))
+        counts = getattr(config, "num_experts_per_layer", None) or ()
+        plan = make_plan(
+            self.expansion.plan, config.num_hidden_layers, self.old, list(self.expansion.new), similarity,
+            self.recipe.seed, deviation, grows_from=counts,
+        )  # fmt: skip
+        plan.save(self.folder / "plan.json")
+        said = f"experts per layer {' '.join(map(str, plan.experts_per_layer))}"
+        if plan.groups:
+            return f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}"
+        return f"{said}; classifiers in layers {', '.join(map(str, plan.classifier_layers)) or 'none'}"
+
+    def expand(self) -> str:
+        plan, settings = Plan.load(self.folder / "plan.json"), self.expansion.expand
+        options: dict[str, Any] = {
+            "seed": self.recipe.seed,
+            "max_shard_size": settings.max_shard_size,
+            "overwrite": True,
+        }
+        if plan.grows_from:
+            grow_checkpoint(self.start, self.folder / "expanded", plan, keep_routers=True, **options)
+            return f"{plan.total_experts - sum(plan.grows_from)} new experts"
+        report = expand_checkpoint(
+            self.start,
+            self.folder / "expanded",
+            plan,
+            expert_init=settings.expert_init,
+            revision=self.revision,
+            **options,
+        )
+        return f"{report.base_parameters:,} -> {report.parameters:,} parameters"
 
 
 def _evaluate(recipe: Recipe, root: Path, models: dict[str, str]) -> str:
-    texts = {code: source.load()["text"] for code, source in recipe.sources("test").items()}
-    result = Evaluation(list(recipe.old), list(recipe.new))
+    texts = {code: source.load()["text"] for code, source in recipe.test_sources.items()}
+    new = [code for expansion in recipe.rounds for code in expansion.new]
+    result = Evaluation(list(recipe.old), new)
     settings = recipe.evaluation
     for name, path in models.items():
         model, tokenizer = load_for_inference(path, recipe.revision if name == "base" else None)

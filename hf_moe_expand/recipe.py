@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ from .data.sources import LanguageText, check_languages
 from .errors import InputError
 from .settings import (
     AnalysisSettings,
+    DeviationSettings,
     EvaluationSettings,
     ExpandSettings,
+    GroupSettings,
+    NormalSettings,
     PlanSettings,
     PostPretrainSettings,
     ReviewSettings,
@@ -22,40 +25,78 @@ from .settings import (
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Expansion:
+    """One expansion: the languages that it adds, and how.
+
+    Attributes:
+        new: language to source of training text.
+        analysis, post_pretrain, review: of LayerMoE and MoE-LPR; `review` None is the ablation "w/o review".
+        deviation, group, normal: of DMoE (`plan: {method: dmoe}`); `normal` None ends after the group stage.
+    """
+
+    new: dict[str, str]
+    analysis: AnalysisSettings = field(default_factory=AnalysisSettings)
+    deviation: DeviationSettings = field(default_factory=DeviationSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
+    expand: ExpandSettings = field(default_factory=ExpandSettings)
+    post_pretrain: PostPretrainSettings = field(default_factory=PostPretrainSettings)
+    review: ReviewSettings | None = field(default_factory=ReviewSettings)
+    group: GroupSettings = field(default_factory=GroupSettings)
+    normal: NormalSettings | None = field(default_factory=NormalSettings)
+
+    @property
+    def is_dmoe(self) -> bool:
+        return self.plan.method == "dmoe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Expansion):
     """Everything that `run` needs. Paths may hold `$VARIABLES` of the environment.
 
     Attributes:
         base: folder or hub id of the dense checkpoint.
         output: folder for everything that `run` makes.
-        old, new: language to source of training text.
+        old: language to source of training text, of the languages that the base is good at.
         test: language to source of held-out text, for the evaluation; without it nothing is evaluated.
-        review: None leaves the review stage out (ablation "w/o review").
+        expansions: several expansions, one after the other, instead of the one that the recipe itself describes. In a
+            file the recipe's own settings hold for each that has none of its own.
     """
 
     base: str
     output: str
-    new: dict[str, str]
+    new: dict[str, str] = field(default_factory=dict)
     old: dict[str, str] = field(default_factory=dict)
     test: dict[str, str] = field(default_factory=dict)
     revision: str | None = None
     seed: int = 0
-    analysis: AnalysisSettings = field(default_factory=AnalysisSettings)
-    plan: PlanSettings = field(default_factory=PlanSettings)
-    expand: ExpandSettings = field(default_factory=ExpandSettings)
-    post_pretrain: PostPretrainSettings = field(default_factory=PostPretrainSettings)
-    review: ReviewSettings | None = field(default_factory=ReviewSettings)
+    expansions: list[Expansion] = field(default_factory=list)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
     def __post_init__(self) -> None:
-        check_languages(self.old, self.new)
-        if unknown := sorted(set(self.test) - set(self.old) - set(self.new)):
+        known = dict(self.old)
+        if self.expansions and self.new:
+            raise InputError("new: say in each of `expansions` which languages it adds, not here too.")
+        for number, expansion in enumerate(self.rounds, start=1):
+            check_languages(known, expansion.new)
+            known |= expansion.new
+            if expansion.is_dmoe and len(self.rounds) > 1:
+                raise InputError(
+                    f"expansion {number}: a DMoE model grows by `train adapt`, a language at a time: make it the only "
+                    "expansion."
+                )
+        if unknown := sorted(set(self.test) - set(known)):
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
-        if not self.old and (self.review is not None or self.plan.method == "layer-moe"):
+        first = self.rounds[0]
+        if not self.old and not first.is_dmoe and (first.review is not None or first.plan.method == "layer-moe"):
             raise InputError(
                 "old: no old language: the review stage and the layer-moe plan need text of the languages that the "
                 "base is good at. Give some, or set `review: null` and another plan method."
             )
+
+    @property
+    def rounds(self) -> list[Expansion]:
+        """The expansions, in order: those listed, or the recipe itself as the only one."""
+        return self.expansions or [self]
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":
@@ -69,26 +110,38 @@ class Recipe:
             if isinstance(mapping.get(key), str):
                 mapping[key] = _expanded(mapping[key], f"{path}: {key}")
         for kind in ("old", "new", "test"):
-            if isinstance(mapping.get(kind), Mapping):
-                # YAML 1.1 reads the unquoted language code `no` as false.
-                if any(not isinstance(code, str) for code in mapping[kind]):
-                    raise InputError(f"{path}: {kind}: put language codes in quotes: YAML reads `no` as false.")
-                mapping[kind] = {
-                    code: _expanded(source, f"{path}: {kind}.{code}") for code, source in mapping[kind].items()
-                }
+            _expand_sources(mapping, kind, str(path))
+        if isinstance(mapping.get("expansions"), list):
+            shared = {f.name: mapping[f.name] for f in fields(Expansion) if f.name != "new" and f.name in mapping}
+            for number, expansion in enumerate(mapping["expansions"]):
+                if isinstance(expansion, dict):
+                    _expand_sources(expansion, "new", f"{path}: expansions[{number}]")
+                    mapping["expansions"][number] = {**shared, **expansion}
         try:
             return from_mapping(cls, mapping, "")
         except InputError as error:
             raise InputError(f"{path}: {str(error).removeprefix(': ')}") from None
 
-    def sources(self, kind: str) -> dict[str, LanguageText]:
-        """The text sources of `old`, `new` or `test`."""
-        return {code: LanguageText(code, source) for code, source in getattr(self, kind).items()}
+    @property
+    def training_sources(self) -> dict[str, LanguageText]:
+        """Training text of every language, old and new."""
+        found = dict(self.old)
+        for expansion in self.rounds:
+            found |= expansion.new
+        return {code: LanguageText(code, source) for code, source in found.items()}
 
     @property
-    def languages(self) -> list[str]:
-        """Old languages, then new ones."""
-        return [*self.old, *self.new]
+    def test_sources(self) -> dict[str, LanguageText]:
+        """Held-out text."""
+        return {code: LanguageText(code, source) for code, source in self.test.items()}
+
+
+def _expand_sources(mapping: dict[str, Any], kind: str, where: str) -> None:
+    if isinstance(mapping.get(kind), Mapping):
+        # YAML 1.1 reads the unquoted language code `no` as false.
+        if any(not isinstance(code, str) for code in mapping[kind]):
+            raise InputError(f"{where}: {kind}: put language codes in quotes: YAML reads `no` as false.")
+        mapping[kind] = {code: _expanded(source, f"{where}: {kind}.{code}") for code, source in mapping[kind].items()}
 
 
 def _expanded(source: Any, where: str) -> str:

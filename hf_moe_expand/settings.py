@@ -26,18 +26,42 @@ class AnalysisSettings:
 
 
 @dataclass(frozen=True)
+class DeviationSettings:
+    """`analyze deviation`: `batch_size` blocks a step, and over how many of the last layers languages are compared."""
+
+    steps: int = 10
+    learning_rate: float = 8e-6
+    batch_size: int = 2048
+    block_size: int = 512
+    micro_batch_size: int = 8
+    last_layers: int = 3
+
+
+@dataclass(frozen=True)
 class PlanSettings:
-    """`plan`: which method, and its numbers."""
+    """`plan`: which method, and its numbers.
+
+    Counts hold every layer's original FFN (`minimum` is 2); in a further expansion they are those of the new experts
+    alone (`minimum` is 1).
+
+    For `dmoe`: `groups` (their number, or the groups themselves, `[[en, de], [fr, es]]`), how they are made
+    (`grouping`: `deviation`, `random`, or a file of linguistic vectors), and `ratio` (0.4 if neither is given) or
+    `threshold` of layers.
+    """
 
     method: str = "layer-moe"
     total_experts: int | None = None
-    minimum: int = 2
+    minimum: int | None = None
     similarity_floor: float | None = None
     experts: int | None = None
     shape: str = "inverted-triangle"
     classifier_layers: int = 0
     classifier_choice: str = "similarity"
     top_k: int = 2
+    groups: int | list[list[str]] | None = None
+    grouping: str = "deviation"
+    ratio: float | None = None
+    threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +95,58 @@ class ReviewSettings:
     language_prior: float = 0.1
     classifier: float = 0.1
     balance: float = 0.0
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """DMoE's extension stage: each batch holds one language group and trains its expert; `group` is lambda."""
+
+    block_size: int = 2048
+    tokens_per_language: int | None = None
+    group: float = 1.28
+    balance: float = 0.0
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NormalSettings:
+    """DMoE's normal training: everything trains on mixed batches, routed to the top experts."""
+
+    block_size: int = 2048
+    tokens_per_language: int | None = None
+    balance: float = 0.02
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AdaptSettings:
+    """DMoE's adaptation to a new language. `sample_tokens` of its text choose the expert that is copied."""
+
+    block_size: int = 2048
+    tokens_per_language: int | None = None
+    sample_tokens: int = 100_000
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters of `train dense`: their rank, and the modules that get one (`all-linear` or names)."""
+
+    r: int = 16
+    alpha: int = 32
+    target_modules: str | list[str] = "all-linear"
+
+
+@dataclass(frozen=True)
+class DenseSettings:
+    """Continued pre-training of a dense model, the plain baseline. `method` says what trains: `full`, `lora` (low-rank
+    adapters, merged at the end) or `new-blocks` (those that `expand-depth` inserted)."""
+
+    block_size: int = 1024
+    tokens_per_language: int | None = None
+    method: str = "full"
+    lora: LoraSettings = field(default_factory=LoraSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -149,6 +225,9 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
             return float(value)
         if plain is int and isinstance(value, float) and value.is_integer():
             return int(value)
+        if plain is list and isinstance(value, list) and is_dataclass(item := typing.get_args(option)[0]):
+            kind = typing.cast(type, item)
+            return [from_mapping(kind, entry, f"{where}[{number}]") for number, entry in enumerate(value)]
         if isinstance(value, plain) and not (plain is int and isinstance(value, bool)):
             return value
     names = " or ".join(getattr(typing.get_origin(o) or o, "__name__", str(o)) for o in options)

@@ -10,18 +10,21 @@ import yaml
 from conftest import run_fresh, run_ranks, save_dense, write_texts
 from transformers import Trainer, TrainerCallback
 
-from hf_moe_expand import pipeline, training
+from hf_moe_expand import DMoEForCausalLM, LayerMoEForCausalLM, pipeline, training
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.pipeline import run_recipe
-from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.settings import (
     AnalysisSettings,
+    DeviationSettings,
     EvaluationSettings,
     ExpandSettings,
+    GroupSettings,
+    NormalSettings,
     PlanSettings,
     PostPretrainSettings,
     ReviewSettings,
@@ -227,3 +230,74 @@ def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
         run_recipe(wrong)
     assert not (root / "nothing").exists()
     assert pipeline.validate_recipe(recipe)
+
+
+def test_two_expansions_one_after_the_other(recipe, root):
+    """G0 -> G1 -> G2: `run` grows the model, reviews with all earlier languages, and goes on inside any expansion."""
+    (first, second) = recipe.new.items()
+    rounds = [
+        Expansion(dict([first]), plan=recipe.plan, post_pretrain=recipe.post_pretrain, review=recipe.review),
+        Expansion(
+            dict([second]), plan=PlanSettings(total_experts=4, classifier_layers=1, similarity_floor=0.01),
+            analysis=recipe.analysis, post_pretrain=recipe.post_pretrain, review=recipe.review,
+        ),
+    ]  # fmt: skip
+    rounds[0] = replace(rounds[0], analysis=recipe.analysis)
+    recipe = replace(recipe, new={}, expansions=rounds, output=str(root / "lifelong"))
+    found = validate_recipe(recipe)
+    assert sum(line.startswith("expansion ") for line in found) == 2
+    said = []
+    final = run_recipe(recipe, said.append)
+    assert final == root / "lifelong" / "2" / "review"
+    assert "[7/11] 2: plan ..." in said
+    model = LayerMoEForCausalLM.from_pretrained(final)
+    counts = json.loads((root / "lifelong" / "1" / "plan.json").read_text())["experts_per_layer"]
+    assert model.config.earlier_experts_per_layer == [counts]
+    assert sum(model.config.num_experts_per_layer) == 7 + 4
+    assert [entry["new_languages"] for entry in model.config.expansions] == [[first[0]], [second[0]]]
+    assert set(model.config.expansions[1]["stages"][1]["documents"]) == {*recipe.old, first[0], second[0]}
+    evaluation = json.loads((root / "lifelong" / "evaluation.json").read_text())
+    assert list(evaluation["models"]) == ["base", "after expansion 1", "after expansion 2"]
+    # The second half again, the first untouched.
+    shutil.rmtree(root / "lifelong" / "2" / "review")
+    again = []
+    run_recipe(recipe, again.append)
+    assert sum("done already" in line for line in again) == 10
+
+
+def test_a_dmoe_recipe(recipe, root):
+    training = {"max_steps": 3, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    recipe = replace(
+        recipe, new={**recipe.old, **recipe.new}, old={}, output=str(root / "dmoe"),
+        deviation=DeviationSettings(steps=2, batch_size=2, block_size=16, micro_batch_size=2),
+        plan=PlanSettings("dmoe", groups=2, ratio=0.7), group=GroupSettings(16, training=training),
+        normal=NormalSettings(16, training=training),
+    )  # fmt: skip
+    validate_recipe(recipe)
+    final = run_recipe(recipe, lambda line: None)
+    config = DMoEForCausalLM.from_pretrained(final).config
+    assert sorted(code for group in config.language_groups for code in group) == sorted(recipe.new)
+    assert sorted(config.num_experts_per_layer) == [1, 2, 2]
+    assert [stage["stage"] for stage in config.expansions[0]["stages"]] == ["group", "normal"]
+    models = json.loads((root / "dmoe" / "evaluation.json").read_text())["models"]
+    assert list(models) == ["base", "group-trained", "trained normally"]
+
+
+def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_path):
+    mapping = asdict(recipe)
+    (first, second) = mapping.pop("new").items()
+    mapping["expansions"] = [{"new": dict([first])}, {"new": dict([second]), "review": None}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
+    loaded = Recipe.load(tmp_path / "recipe.yaml")
+    assert [expansion.post_pretrain for expansion in loaded.rounds] == [recipe.post_pretrain] * 2
+    assert [expansion.review for expansion in loaded.rounds] == [recipe.review, None]
+    mapping["expansions"][1]["new"] = dict([first])
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
+    with pytest.raises(InputError, match=f"{first[0]}: given as an old and as a new language"):
+        Recipe.load(tmp_path / "recipe.yaml")
+    mapping["expansions"] = [{"new": dict([first]), "plans": {}}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
+    with pytest.raises(InputError, match=r"expansions\[0\]: unknown key `plans`; did you mean `plan`"):
+        Recipe.load(tmp_path / "recipe.yaml")
+    with pytest.raises(InputError, match="say in each of `expansions` which languages it adds"):
+        replace(recipe, expansions=[Expansion(dict([first]))])

@@ -1,0 +1,214 @@
+"""More experts for an expanded checkpoint: what is there stays byte for byte; streamed, one tensor in memory."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from transformers import AutoModelForCausalLM
+
+from ..errors import InputError
+from ..modeling import LayerMoEConfig, decoder_ffns
+from ..planning.plan import Plan
+from .expand import new_router, versions
+from .folder import write_checkpoint
+from .reader import ITEM_BITS, CheckpointReader, TensorInfo
+from .source import COMPANIONS, known_languages, load_expanded_config, resolve_checkpoint
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+
+# Routers and classifiers as they were after expansion {}, beside the weights.
+KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
+_ROUTING = re.compile(r"\.(router|classifier)\.weight$")
+
+
+def grow_checkpoint(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    plan: Plan,
+    *,
+    copy_from: Mapping[int, int] | None = None,
+    keep_routers: bool = False,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the further expansion of an expanded checkpoint (LayerMoE section 3.4, lifelong expansion).
+
+    Earlier experts and router rows stay byte for byte. Classifiers get one class more: a layer that had one keeps its
+    rows, and its new last class starts as a copy of the last, so that nothing changes until review.
+
+    Args:
+        model: expanded checkpoint.
+        out: folder to write.
+        plan: made with `--from`, for this model: experts of each layer after the growth.
+        copy_from: for each layer the expert that its new ones copy; expert 0 by default.
+        keep_routers: store the routers and classifiers as they are now beside the weights, for `shrink_checkpoint`.
+
+    Raises:
+        InputError: the plan is for another model, a language of the plan is known already, or the checkpoint is DMoE's.
+    """
+    folder = resolve_checkpoint(model)
+    config: Any = load_expanded_config(folder)
+    if not isinstance(config, LayerMoEConfig):
+        raise InputError(
+            f"{folder}: is a {config.model_type} checkpoint, which does not grow by plans: add a language to it with "
+            "`train adapt`."
+        )
+    counts, history = config.num_experts_per_layer, config.expansions or []
+    if plan.grows_from != counts:
+        made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
+        raise InputError(f"The plan was made for {made_for} in its layers, but {folder} has {counts}.")
+    known = known_languages(config)
+    if again := [code for code in plan.new if code in known]:
+        raise InputError(f"{', '.join(again)}: the model knows it since an earlier expansion; leave it out of --new.")
+    origin = {layer: (copy_from or {}).get(layer, 0) for layer in range(len(counts))}
+    sources = {
+        layer: [origin[layer]] * (after - before)
+        for layer, (before, after) in enumerate(zip(counts, plan.experts_per_layer, strict=True))
+        if after > before
+    }
+    entry = {
+        "method": plan.method, "base_model": history[0]["base_model"],
+        "base_revision": history[0]["base_revision"], "old_languages": known, "new_languages": plan.new,
+        "experts_per_layer": plan.experts_per_layer, "classifier_layers": plan.classifier_layers,
+        "copied_experts": origin, "seed": seed, "versions": versions(), "stages": [],
+    }  # fmt: skip
+    changes = {
+        "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
+        "classifier_layers": plan.classifier_layers,
+    }
+    return add_experts(
+        folder, out, sources, entry, config_changes=changes, keep_routers=keep_routers, seed=seed,
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def add_experts(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    sources: Mapping[int, Sequence[int]],
+    entry: dict[str, Any],
+    *,
+    copy_router_rows: bool = False,
+    config_changes: Mapping[str, Any] | None = None,
+    keep_routers: bool = False,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes the checkpoint with more experts in its expanded layers.
+
+    Args:
+        model: expanded checkpoint.
+        sources: for each layer the experts that its new ones are copies of.
+        entry: what to append to the provenance.
+        copy_router_rows: a new expert gets the router row of the one it is a copy of; else a new row, drawn as the
+            router's were.
+        config_changes: further fields of the configuration.
+        keep_routers: store the routers and classifiers as they are now beside the weights.
+        seed: of the new rows.
+
+    Raises:
+        InputError: `model` is not an expanded checkpoint, a layer is not expanded, or it lacks the expert to copy.
+    """
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    config: Any = load_expanded_config(folder)
+    counts = list(config.num_experts_per_layer)
+    for layer, experts in sources.items():
+        if not 0 <= layer < len(counts) or (counts[layer] < 2 and experts):
+            raise InputError(f"{folder}: layer {layer} has no router, so no expert can be added there.")
+        if wrong := [expert for expert in experts if not 0 <= expert < counts[layer]]:
+            raise InputError(
+                f"{folder}: expert {wrong[0]} was to be copied, but layer {layer} has experts 0..{counts[layer] - 1}."
+            )
+    reader = CheckpointReader(folder)
+    with torch.device("meta"):
+        prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
+    config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
+    for name, value in (config_changes or {}).items():
+        setattr(config, name, value)
+    before = len(config.expansions)
+    config.expansions = [*config.expansions, entry]
+    outputs = {name: _copied(reader, name, name) for name in reader.tensors}
+    _add_experts(outputs, reader, prefixes, counts, sources, copy_router_rows, seed)
+    _replace_classifiers(outputs, reader, prefixes, config, before + 2)
+    entry["parameters"] = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
+    kept = {}
+    if keep_routers:
+        today = {name: reader.tensor(name) for name in reader.tensors if _ROUTING.search(name)}
+        kept[KEPT_ROUTERS.format(before)] = save(today, metadata={"format": "pt"})
+    return write_checkpoint(
+        out, config, outputs.values(), [(folder, COMPANIONS)], "grow",
+        files=kept, max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+
+
+def _copied(reader: CheckpointReader, name: str, source: str) -> OutputTensor:
+    info = reader.tensors[source]
+    return OutputTensor(name, info.dtype, info.shape, lambda: reader.chunks(source))
+
+
+def _add_experts(
+    outputs: dict[str, OutputTensor],
+    reader: CheckpointReader,
+    prefixes: Sequence[str],
+    counts: Sequence[int],
+    sources: Mapping[int, Sequence[int]],
+    copy_router_rows: bool,
+    seed: int,
+) -> None:
+    for layer, experts in sources.items():
+        prefix = prefixes[layer]
+        for number, expert in enumerate(experts, start=counts[layer]):
+            of_source = f"{prefix}.experts.{expert}."
+            for name in reader.tensors:
+                if name.startswith(of_source):
+                    new = f"{prefix}.experts.{number}.{name.removeprefix(of_source)}"
+                    outputs[new] = _copied(reader, new, name)
+        name = f"{prefix}.router.weight"
+        rows = experts if copy_router_rows else None
+        outputs[name] = _router(reader, name, len(experts), rows, (seed, layer, counts[layer]))
+
+
+def _replace_classifiers(
+    outputs: dict[str, OutputTensor], reader: CheckpointReader, prefixes: Sequence[str], config: Any, classes: int
+) -> None:
+    for layer, prefix in enumerate(prefixes):
+        name = f"{prefix}.classifier.weight"
+        if layer in config.classifier_layers:
+            outputs[name] = _classifier(reader, name, reader.tensors[f"{prefix}.router.weight"], classes)
+        else:
+            outputs.pop(name, None)
+
+
+def _classifier(reader: CheckpointReader, name: str, router: TensorInfo, classes: int) -> OutputTensor:
+    shape = (classes, router.shape[1])
+
+    def data() -> Iterable[bytes]:
+        if name in reader.tensors:
+            old = reader.tensor(name)
+            yield tensor_bytes(torch.cat([old, old[-1:].expand(classes - len(old), -1)]))
+        else:
+            yield bytes(prod(shape) * ITEM_BITS[router.dtype] // 8)  # zeros
+
+    return OutputTensor(name, router.dtype, shape, data)
+
+
+def _router(
+    reader: CheckpointReader, name: str, added: int, copied_rows: Sequence[int] | None, place: tuple[int, ...]
+) -> OutputTensor:
+    info = reader.tensors[name]
+    rows, hidden = info.shape
+
+    def data() -> Iterable[bytes]:
+        old = reader.tensor(name)
+        # Drawn for the router's whole size, so that the new rows are as large as those of a first expansion.
+        new = new_router((rows + added, hidden), place)[rows:] if copied_rows is None else old[list(copied_rows)]
+        yield tensor_bytes(torch.cat([old, new.to(old.dtype)]))
+
+    return OutputTensor(name, info.dtype, (rows + added, hidden), data)

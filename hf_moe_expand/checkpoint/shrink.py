@@ -1,0 +1,111 @@
+"""Back to an earlier expansion: later experts are left out, byte for byte; streamed."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ..errors import InputError
+from ..modeling import LayerMoEConfig, decoder_ffns
+from .folder import write_checkpoint
+from .grow import KEPT_ROUTERS
+from .reader import CheckpointReader
+from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+
+
+@dataclass(frozen=True)
+class ShrinkReport:
+    """What `shrink_checkpoint` could restore.
+
+    Attributes:
+        routers_restored: the routers and classifiers are those of that time, byte for byte; else they are the later
+            ones' first rows, which later stages retrained.
+        classifiers_lost: layers that had a classifier which nothing is left of.
+    """
+
+    out: Path
+    routers_restored: bool
+    classifiers_lost: list[int]
+
+
+def shrink_checkpoint(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    to: int,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> ShrinkReport:
+    """Writes the checkpoint as it was after expansion `to` (1 is the first).
+
+    Raises:
+        InputError: the checkpoint is not a grown one, or has no such expansion.
+    """
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    config: Any = load_expanded_config(folder)
+    history = list(getattr(config, "earlier_experts_per_layer", None) or [])
+    if not isinstance(config, LayerMoEConfig) or not 1 <= to <= len(history):
+        raise InputError(
+            f"{folder}: expansion {to} was asked for, but "
+            + (f"only 1..{len(history)} came before its last." if history else "it was expanded once only.")
+        )
+    reader = CheckpointReader(folder)
+    with torch.device("meta"):
+        prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
+    kept_file = folder / KEPT_ROUTERS.format(to)
+    kept = load_file(kept_file) if kept_file.is_file() else None
+    config.num_experts_per_layer = history[to - 1]
+    config.earlier_experts_per_layer = history[: to - 1] or None
+    config.expansions = (config.expansions or [])[:to]
+    config.classifier_layers = config.expansions[-1]["classifier_layers"]
+    lost = []
+    outputs = {name: _copied(reader, name) for name in reader.tensors if ".classifier." not in name}
+    for layer, prefix in enumerate(prefixes):
+        count = config.num_experts_per_layer[layer]
+        for name in reader.tensors:
+            inside = name.removeprefix(f"{prefix}.experts.")
+            if inside != name and int(inside.split(".", 1)[0]) >= count:
+                del outputs[name]
+        rows = {"router": count, "classifier": to + 1 if layer in config.classifier_layers else 0}
+        for kind, number in rows.items():
+            name = f"{prefix}.{kind}.weight"
+            if kept is not None and name in kept:
+                outputs[name] = _written(name, reader.tensors[f"{prefix}.router.weight"].dtype, kept[name])
+            elif number and name in reader.tensors:
+                outputs[name] = _first_rows(reader, name, number)
+            elif number:
+                lost.append(layer)
+    if lost:
+        config.classifier_layers = [layer for layer in config.classifier_layers if layer not in lost]
+    companions = [pattern for pattern in COMPANIONS if pattern != KEPT_ROUTERS.format("*")]
+    companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
+    write_checkpoint(
+        out, config, outputs.values(), [(folder, companions)], "shrink",
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+    return ShrinkReport(Path(out), kept is not None, lost)
+
+
+def _copied(reader: CheckpointReader, name: str) -> OutputTensor:
+    info = reader.tensors[name]
+    return OutputTensor(name, info.dtype, info.shape, lambda: reader.chunks(name))
+
+
+def _written(name: str, dtype: str, tensor: torch.Tensor) -> OutputTensor:
+    return OutputTensor(name, dtype, tuple(tensor.shape), lambda: [tensor_bytes(tensor)])
+
+
+def _first_rows(reader: CheckpointReader, name: str, number: int) -> OutputTensor:
+    info = reader.tensors[name]
+
+    def data() -> Iterable[bytes]:
+        yield tensor_bytes(reader.tensor(name)[:number])
+
+    return OutputTensor(name, info.dtype, (number, *info.shape[1:]), data)

@@ -1,0 +1,236 @@
+"""Lifelong expansion: what an earlier expansion made stays, byte for byte; and the way back."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import run_fresh, save_dense, write_texts
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_moe_expand import (
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    expand_checkpoint,
+    grow_checkpoint,
+    shrink_checkpoint,
+)
+from hf_moe_expand.analysis.result import SimilarityResult
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling.expanded_ffn import experts_allowed, select_experts
+from hf_moe_expand.planning.make import make_plan
+from hf_moe_expand.settings import PlanSettings, PostPretrainSettings, ReviewSettings
+from hf_moe_expand.training import check_frozen, train_stage
+
+FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])
+SECOND = Plan("layer-moe", [4, 4, 3], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 2, 2])
+QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "disable_tqdm": True}
+WORDS = {"en": "the cat sat ", "el": "η γάτα κά", "tr": "kedi otur"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    return {
+        code: LanguageText(code, str(write_texts(root / f"{code}.jsonl", [f"{words} {i} {words}" for i in range(30)])))
+        for code, words in WORDS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, text):
+    """A model after one expansion, both stages."""
+    root = tmp_path_factory.mktemp("grow")
+    expand_checkpoint(save_dense(root / "dense"), root / "expanded", FIRST, expert_init="random")
+    train_stage(root / "expanded", root / "stage1", {"el": text["el"]}, PostPretrainSettings(16, training=QUICK))
+    both = {code: text[code] for code in ("en", "el")}
+    train_stage(root / "stage1", root / "first", both, ReviewSettings(16, training=QUICK))
+    return root / "first"
+
+
+@pytest.fixture(scope="module")
+def grown(first):
+    return grow_checkpoint(first, first.with_name("grown"), SECOND, keep_routers=True)
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return model, model(torch.arange(60).view(3, 20)).logits
+
+
+def test_growth_keeps_every_earlier_byte(first, grown):
+    found = compare_checkpoints(first, grown)
+    a, b = CheckpointReader(first), CheckpointReader(grown)
+    assert found.removed == ["model.layers.1.mlp.classifier.weight"]
+    assert {name.rsplit(".", 2)[1] for name in found.changed} == {"router", "classifier"}
+    for name in found.changed:
+        rows = a.tensors[name].shape[0]
+        assert torch.equal(b.tensor(name)[:rows], a.tensor(name))
+    added = {tuple(name.split(".")[i] for i in (2, 5)) for name in found.added if ".experts." in name}
+    assert added == {("0", "3"), ("1", "2"), ("1", "3"), ("2", "2")}
+    for name in (name for name in found.added if ".experts." in name):
+        layer, expert = name.split(".")[2], name.split(".")[5]
+        source = name.replace(f"layers.{layer}.mlp.experts.{expert}", f"layers.{layer}.mlp.experts.0")
+        assert torch.equal(b.tensor(name), a.tensor(source))
+    assert not b.tensor("model.layers.0.mlp.classifier.weight").any()
+    kept = b.tensor("model.layers.2.mlp.classifier.weight")
+    assert torch.equal(kept[2], a.tensor("model.layers.2.mlp.classifier.weight")[1])
+    rows = b.tensor("model.layers.1.mlp.router.weight")
+    assert 0.3 < rows[2:].std() / rows[:2].std() < 3
+
+
+def test_p1_with_the_new_experts_out_of_sight_it_is_the_earlier_model(first, tmp_path):
+    # The same classifier layers: a layer whose classifier was dropped would rightly route its old tokens itself.
+    grow_checkpoint(first, tmp_path / "grown", replace(SECOND, classifier_layers=[1, 2]))
+    old, expected = logits(first)
+    new, found = logits(tmp_path / "grown")
+    assert not torch.allclose(found, expected, atol=1e-3)
+    with new.use_expansion(1):
+        assert torch.equal(new(torch.arange(60).view(3, 20)).logits, expected)
+    with new.use_expansion(0), old.use_expert(0):
+        x = torch.arange(9)[None]
+        torch.testing.assert_close(new(x).logits, old(x).logits)
+
+
+def test_a_token_of_group_g_sees_the_experts_of_its_time():
+    classifier_logits = torch.tensor([[3.0, 1, 2], [0, 2, 1], [0, 1, 2], [1, 1, 0], [0, 0, 0]])
+    limit = experts_allowed(classifier_logits, (1, 3, 5))
+    assert limit.tolist() == [1, 3, 5, 3, 5]  # ties go to the later class
+    router_logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+    weights, index = select_experts(router_logits, 2, limit)
+    for token, most in enumerate(limit.tolist()):
+        scores = router_logits[token, :most].softmax(-1)
+        top, chosen = scores.topk(min(2, most))
+        real = index[token] < 5
+        assert index[token][real].tolist() == chosen.tolist()
+        torch.testing.assert_close(weights[token][real], top / top.sum())
+        assert not weights[token][~real].any()
+
+
+def test_both_stages_after_growth(first, grown, text, monkeypatch, tmp_path):
+    seen = []
+    compute = Trainer.compute_loss
+
+    def watched(self, *args, **kwargs):
+        seen.append((type(self).__name__, self._language_classes.tolist()))
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "compute_loss", watched)
+    train_stage(grown, tmp_path / "stage1", {"tr": text["tr"]}, PostPretrainSettings(16, training=QUICK))
+    # Stage 1 moves the newest experts and the routers, nothing else.
+    moved = set(compare_checkpoints(grown, tmp_path / "stage1").changed)
+    newest = {name for name in compare_checkpoints(first, grown).added if ".experts." in name}
+    routers = {f"model.layers.{layer}.mlp.router.weight" for layer in range(3)}
+    assert moved == newest | routers
+    assert check_frozen(grown, tmp_path / "stage1", "post-pretrain") > 20
+    train_stage(tmp_path / "stage1", tmp_path / "stage2", text, ReviewSettings(16, training=QUICK))
+    moved = set(compare_checkpoints(tmp_path / "stage1", tmp_path / "stage2").changed)
+    assert moved == routers | {f"model.layers.{layer}.mlp.classifier.weight" for layer in (0, 2)}
+    assert ("ReviewTrainer", [0, 1, 2]) in seen  # en is the base's, el came with expansion 1, tr with 2
+    config = LayerMoEForCausalLM.from_pretrained(tmp_path / "stage2").config
+    assert [len(entry["stages"]) for entry in config.expansions] == [2, 2]
+    assert config.expansions[1]["old_languages"] == ["en", "el"]
+    back = shrink_checkpoint(tmp_path / "stage2", tmp_path / "back", 1)
+    assert back.routers_restored
+    assert compare_checkpoints(tmp_path / "back", first).changed == []
+
+
+def test_the_way_back_is_byte_for_byte(first, grown, tmp_path):
+    report = shrink_checkpoint(grown, tmp_path / "back", 1)
+    assert report.routers_restored
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (first / file).read_bytes(), file
+    assert not list((tmp_path / "back").glob(KEPT_ROUTERS.format("*")))
+    code = "import sys; from transformers import AutoModelForCausalLM as A; " \
+        "print(A.from_pretrained(sys.argv[1], trust_remote_code=True).config.num_experts_per_layer)"  # fmt: skip
+    assert "[4, 4, 3]" in run_fresh(code, str(grown))
+
+
+def test_without_kept_routers_it_says_what_is_lost(first, tmp_path):
+    grow_checkpoint(first, tmp_path / "grown", SECOND)
+    report = shrink_checkpoint(tmp_path / "grown", tmp_path / "back", 1)
+    assert not report.routers_restored
+    assert report.classifiers_lost == [1]
+    config = LayerMoEForCausalLM.from_pretrained(tmp_path / "back").config
+    assert config.classifier_layers == [2]
+    assert config.num_experts_per_layer == FIRST.experts_per_layer
+    with pytest.raises(InputError, match="expansion 1 was asked for, but it was expanded once only"):
+        shrink_checkpoint(first, tmp_path / "x", 1)
+    with pytest.raises(InputError, match=r"expansion 2 was asked for, but only 1\.\.1 came before its last"):
+        shrink_checkpoint(tmp_path / "grown", tmp_path / "x", 2)
+
+
+def test_three_expansions(first, grown, tmp_path):
+    third = Plan("uniform", [5, 5, 4], [1], old=["en", "el", "tr"], new=["hi"], grows_from=[4, 4, 3])
+    grow_checkpoint(grown, tmp_path / "third", third, keep_routers=True, copy_from={0: 3})
+    model = LayerMoEForCausalLM.from_pretrained(tmp_path / "third")
+    assert model.expanded_ffns()[0].experts_of_class == (1, 3, 4, 5)
+    assert model.expanded_ffns()[1].classifier.weight.shape == (4, 32)
+    reader = CheckpointReader(tmp_path / "third")
+    name = "model.layers.0.mlp.experts.{}.up_proj.weight"
+    assert torch.equal(reader.tensor(name.format(4)), reader.tensor(name.format(3)))
+    for to, folder in ((2, grown), (1, first)):
+        shrink_checkpoint(tmp_path / "third", tmp_path / f"back{to}", to)
+        found = (tmp_path / f"back{to}" / "model.safetensors").read_bytes()
+        assert found == (folder / "model.safetensors").read_bytes()
+    copied = copy.deepcopy(model)
+    assert copied.expanded_ffns()[2].experts_of_class == (1, 2, 3, 4)
+
+
+def test_plans_for_growth_count_new_experts():
+    same = [0.1, 0.2, 0.4]
+    analysis = SimilarityResult(["en", "el"], ["tr"], 0, {}, None, same, same)
+    settings = PlanSettings(total_experts=5, classifier_layers=1)
+    plan = make_plan(settings, 3, ["en", "el"], ["tr"], analysis, grows_from=[3, 2, 2])
+    assert plan.experts_per_layer == [3 + 3, 2 + 1, 2 + 1]
+    assert plan.grows_from == [3, 2, 2]
+    plan = make_plan(PlanSettings("uniform", experts=1), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+    assert plan.experts_per_layer == [4, 3, 3]
+    plan = make_plan(PlanSettings("random", total_experts=6), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+    assert sum(plan.experts_per_layer) == 7 + 6
+    with pytest.raises(InputError, match="3 layers with at least 1 each"):
+        make_plan(PlanSettings(total_experts=2), 3, ["en"], ["tr"], analysis, grows_from=[3, 2, 2])
+    with pytest.raises(InputError, match="A mola plan is for a dense model"):
+        make_plan(PlanSettings("mola"), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+
+
+def test_the_published_second_expansion_adds_48(published):
+    figures = published["layermoe_qwen15_1b8"]
+    added = [b - a for a, b in zip(figures["g1"], figures["g1_then_g2_total"], strict=True)]
+    assert sum(figures["g1"]) == 72
+    assert sum(added) == 48
+    assert min(added) == 1
+    plan = Plan(
+        "layer-moe", figures["g1_then_g2_total"], figures["g1_then_g2_classifier_layers"], grows_from=figures["g1"]
+    )
+    assert plan.total_experts == 72 + 48
+
+
+def test_wrong_growth_is_refused(first, tmp_path):
+    out = tmp_path / "out"
+
+    def refused(message, plan, model=first):
+        with pytest.raises(InputError, match=message):
+            grow_checkpoint(model, out, plan)
+        assert not out.exists()
+
+    refused("el: the model knows it since an earlier expansion", replace(SECOND, new=["el", "tr"]))
+    refused(r"made for a model with \[2, 2, 2\] experts", replace(SECOND, grows_from=[2, 2, 2]))
+    refused("made for a dense model", replace(SECOND, grows_from=[]))
+    expand_checkpoint(first.with_name("dense"), tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    refused("dmoe checkpoint, which does not grow by plans: .*train adapt", SECOND, tmp_path / "dmoe")
+    refused("not an expanded one", SECOND, first.with_name("dense"))
+    with pytest.raises(InputError, match="made to grow an expanded checkpoint"):
+        expand_checkpoint(first.with_name("dense"), out, SECOND)
+    with pytest.raises(InputError, match="grows_from: a layer of experts_per_layer has fewer"):
+        Plan("layer-moe", [2, 2, 2], grows_from=[3, 2, 2])
+    config = json.loads((first / "config.json").read_text())
+    config["earlier_experts_per_layer"] = [[4, 2, 2]]
+    with pytest.raises(ValueError, match="a layer never loses any"):
+        LayerMoEConfig.from_dict(config)
