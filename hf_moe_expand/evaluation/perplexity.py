@@ -25,6 +25,11 @@ class LanguageScore:
     tokens: int
     bytes: int
 
+    @classmethod
+    def from_nats(cls, nats: float, tokens: int, size: int) -> "LanguageScore":
+        """From the text's negative log-likelihood."""
+        return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size)
+
 
 def scored_stream(
     texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None
@@ -51,6 +56,20 @@ def scored_stream(
     return ids, scored, size
 
 
+def language_stream(
+    language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None
+) -> tuple[list[int], list[bool], int]:
+    """`scored_stream` of one language's documents.
+
+    Raises:
+        InputError: nothing of them would be scored.
+    """
+    ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens)
+    if not any(scored):
+        raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
+    return ids, scored, size
+
+
 def windows(
     ids: list[int], scored: list[bool], block_size: int, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -68,6 +87,17 @@ def windows(
 
 
 @torch.no_grad()
+def target_nats(
+    model: Any, ids: list[int], scored: list[bool], block_size: int, batch_size: int
+) -> Iterator[torch.Tensor]:
+    """Each target's negative log-probability, `[batch, block_size]` float64 a batch of `windows`; 0 if not scored."""
+    for inputs, targets in windows(ids, scored, block_size, batch_size):
+        # Padding is at the end, where causal attention keeps it from every scored token.
+        logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float()
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.to(model.device).flatten(), reduction="none")
+        yield nats.view(targets.shape).cpu().double()
+
+
 def evaluate_model(
     model: nn.Module,
     tokenizer: Any,
@@ -82,21 +112,10 @@ def evaluate_model(
         InputError: a language has no text to score.
     """
     model.eval()
-    device: Any = model.device
     block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
-        ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens)
-        if not any(scored):
-            raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
-        total = torch.zeros((), dtype=torch.float64)
-        for inputs, targets in windows(ids, scored, block_size, batch_size):
-            # Padding is at the end, where causal attention keeps it from every scored token.
-            logits = model(input_ids=inputs.to(device), use_cache=False).logits.float()
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
-            total += loss.double().cpu()
-        tokens = sum(scored)
-        nats = total.item()
-        perplexity = math.exp(min(nats / tokens, 700.0))
-        scores[language] = LanguageScore(perplexity, nats / math.log(2) / size, tokens, size)
+        ids, scored, size = language_stream(language, texts, tokenizer, max_tokens)
+        nats = sum(part.sum().item() for part in target_nats(model, ids, scored, block_size, batch_size))
+        scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
     return scores

@@ -61,8 +61,8 @@ class Evaluation:
             rows.append(row)
         return header, rows
 
-    def markdown(self) -> str:
-        """The table in Markdown."""
-        header, rows = self.rows()
+    def markdown(self, measure: str = "bits_per_byte") -> str:
+        """The table of a measure in Markdown."""
+        header, rows = self.rows(measure)
         lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)

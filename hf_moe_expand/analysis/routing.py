@@ -1,0 +1,277 @@
+"""What the routers do with each language: which experts, how surely, and whether it matters which.
+
+Shape suffixes as in `modeling/expanded_ffn.py`; M experts of a neighbouring layer.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm.auto import tqdm
+
+from ..errors import InputError
+from ..modeling import ExpandedFFN, LayerRouting, Routing
+from ..modeling.expanded_ffn import experts_allowed, select_experts
+from .result import RoutingResult
+from .similarity import token_batches
+
+
+class ExpertUse:
+    """Running sums over one language's tokens in one layer, in float64 or whole numbers."""
+
+    def __init__(self, num_experts: int, language_class: int) -> None:
+        self.language_class = language_class
+        self.top1_N = torch.zeros(num_experts, dtype=torch.long)
+        self.weights_N = torch.zeros(num_experts, dtype=torch.float64)
+        self.expert_0_score = 0.0
+        self.classed_right: int | None = None
+
+    def add(self, routing: LayerRouting, weights_TN: torch.Tensor) -> None:
+        self.top1_N += weights_TN.argmax(-1).bincount(minlength=len(self.top1_N)).cpu()
+        self.weights_N += weights_TN.sum(0).cpu()
+        self.expert_0_score += routing.router_logits.softmax(-1)[:, 0].double().sum().item()
+        if routing.classifier_logits is not None:
+            logits_TC = routing.classifier_logits
+            class_T = experts_allowed(logits_TC, range(logits_TC.shape[-1]))  # "experts" of class g: g
+            self.classed_right = (self.classed_right or 0) + int((class_T == self.language_class).sum())
+
+
+class LargestCorrelation:
+    """Of experts' weights in two layers, over tokens: `max_{i,j} cor(u_ti, u_tj)` (Elbayad et al. Eq. 9)."""
+
+    def __init__(self, num_experts: int, num_next: int) -> None:
+        self.tokens = 0
+        self.sums = [torch.zeros(size, dtype=torch.float64) for size in (num_experts, num_next)]
+        self.squares = [torch.zeros(size, dtype=torch.float64) for size in (num_experts, num_next)]
+        self.products_NM = torch.zeros(num_experts, num_next, dtype=torch.float64)
+
+    def add(self, use_TN: torch.Tensor, next_TM: torch.Tensor) -> None:
+        self.tokens += len(use_TN)
+        for side, use in enumerate((use_TN, next_TM)):
+            self.sums[side] += use.sum(0).cpu()
+            self.squares[side] += use.square().sum(0).cpu()
+        self.products_NM += (use_TN.T @ next_TM).cpu()
+
+    def value(self) -> float | None:
+        """None where all weights of a layer are constant."""
+        means = [sums / self.tokens for sums in self.sums]
+        variances = [square / self.tokens - mean.square() for square, mean in zip(self.squares, means, strict=True)]
+        covariance_NM = self.products_NM / self.tokens - torch.outer(*means)
+        varies = [variance > 1e-12 for variance in variances]  # what is left of a constant's is rounding
+        correlation_NM = covariance_NM / torch.outer(*variances).sqrt()
+        found = correlation_NM[varies[0]][:, varies[1]]
+        return found.max().clamp(-1, 1).item() if found.numel() else None
+
+
+def experts_for_half(top1_N: Sequence[int]) -> int:
+    """E_50%: the smallest number of experts that have half of the tokens or more (Elbayad et al. section 6)."""
+    covered = 0
+    for number, count in enumerate(sorted(top1_N, reverse=True), start=1):
+        covered += count
+        if 2 * covered >= sum(top1_N):
+            return number
+    raise ValueError("No expert was counted.")
+
+
+def random_experts(seed: int, device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """For `RoutingControl.change_logits`: K experts drawn uniformly for each token keep their router logits, and so are
+    combined by the router's scores of them."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(logits_TN: torch.Tensor, top_k: int) -> torch.Tensor:
+        drawn_TK = torch.rand(logits_TN.shape, generator=generator, device=device).topk(top_k, dim=-1).indices
+        others_TN = torch.ones_like(logits_TN, dtype=torch.bool).scatter_(1, drawn_TK, False)
+        return logits_TN.masked_fill(others_TN, float("-inf"))
+
+    return draw
+
+
+@contextmanager
+def random_routing(model: Any, seed: int) -> Iterator[None]:
+    """Inside, an expanded model sends every token to uniformly drawn experts, classifiers or not."""
+    control = model.routing_control
+    before = control.change_logits
+    control.change_logits = random_experts(seed, model.device)
+    try:
+        yield
+    finally:
+        control.change_logits = before
+
+
+def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> dict[str, int]:
+    """Of each language its class: 0 for the base model's, g for those that expansion g brought.
+
+    Args:
+        config: of an expanded model; its provenance knows its languages.
+        old, new: languages that it does not know, or that are to count otherwise: class 0 and the last class.
+
+    Raises:
+        InputError: a language's class is not known, or it is given as both.
+    """
+    if both := sorted(set(old) & set(new)):
+        raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
+    expansions = config.expansions or []
+    known = dict.fromkeys(expansions[0]["old_languages"] if expansions else (), 0)
+    for number, entry in enumerate(expansions, start=1):
+        known |= dict.fromkeys(entry["new_languages"], number)
+    known |= dict.fromkeys(old, 0) | dict.fromkeys(new, max(len(expansions), 1))
+    if unknown := sorted(set(languages) - set(known)):
+        raise InputError(
+            f"{', '.join(unknown)}: neither an old nor a new language of this model; say which with old and new."
+        )
+    return {language: known[language] for language in languages}
+
+
+@torch.no_grad()
+def measure_routing(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[str]],
+    *,
+    tokens: int = 20_000,
+    block_size: int = 1024,
+    batch_size: int = 8,
+    old: Sequence[str] = (),
+    new: Sequence[str] = (),
+    random_seeds: Sequence[int] = (0, 1),
+) -> RoutingResult:
+    """How an expanded model routes each language's text: MoE-LPR's, DMoE's and Elbayad et al.'s analyses.
+
+    Shares, E_50% and co-location are of the routing at inference: the K highest scores, renormalised, and in a layer
+    with a classifier only the experts that a token's class allows. Expert 0's score is the router's own softmax.
+    Co-location pools all languages. Random routing draws K experts a token and layer and combines them by the router's
+    scores of them (Elbayad et al. section D.3); where a layer has K experts or fewer, it changes nothing but to pass
+    over the classifier.
+
+    Exactly `tokens` tokens of each language, padding excluded, in one forward pass and one for each of `random_seeds`.
+
+    Args:
+        model: an expanded `...ForCausalLM`.
+        texts: for each language its documents.
+        old, new: languages that the model's provenance does not know, or that are to count otherwise.
+
+    Raises:
+        InputError: the model has no experts, a language has fewer tokens than `tokens` or is neither old nor new.
+    """
+    ffns: dict[int, ExpandedFFN] = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}
+    if not ffns:
+        raise InputError(f"{type(model).__name__}: no layer has experts; give an expanded model.")
+    if not texts:
+        raise InputError("No language was given.")
+    if tokens < 1 or block_size < 2 or batch_size < 1 or not random_seeds:
+        raise InputError("tokens and batch_size must be at least 1, block_size at least 2; random_seeds needs a seed.")
+    classes = language_classes(model.config, texts, old, new)
+    model.eval()
+    block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
+    use = {
+        language: {layer: ExpertUse(len(ffn.experts), number) for layer, ffn in ffns.items()}
+        for language, number in classes.items()
+    }
+    neighbours = {
+        (here, there): LargestCorrelation(len(ffns[here].experts), len(ffns[there].experts))
+        for here, there in pairwise(sorted(ffns))
+    }
+    # Every language's text before the first is measured: too little of one is said at once.
+    batches = {code: _batches(code, texts[code], tokenizer, tokens, block_size, batch_size) for code in classes}
+    perplexity, random_perplexity = {}, {}
+    for language in tqdm(classes, desc="routing", unit="language"):
+
+        def record(routing: Routing, mask_T: torch.Tensor, language: str = language) -> None:
+            weights = {}
+            for layer, found in routing.layers.items():
+                found = _only(found, mask_T)
+                weights[layer] = combined_weights(ffns[layer], found).double()
+                use[language][layer].add(found, weights[layer])
+            for (here, there), correlation in neighbours.items():
+                correlation.add(weights[here], weights[there])
+
+        perplexity[language] = _perplexity(model, batches[language], record)
+        random = []
+        for seed in random_seeds:
+            with random_routing(model, seed):
+                random.append(_perplexity(model, batches[language], lambda routing, mask_T: None))
+        random_perplexity[language] = sum(random) / len(random)
+    layers = sorted(ffns)
+
+    def by_layer(value: Callable[[ExpertUse], Any]) -> dict[str, list]:
+        return {language: [value(use[language][layer]) for layer in layers] for language in classes}
+
+    top1 = by_layer(lambda found: (found.top1_N.double() / tokens).tolist())
+    return RoutingResult(
+        classes=classes,
+        tokens=tokens,
+        layers=layers,
+        top1_share=top1,
+        weight_share=by_layer(lambda found: (found.weights_N / tokens).tolist()),
+        expert_0_score=by_layer(lambda found: found.expert_0_score / tokens),
+        experts_for_half=by_layer(lambda found: experts_for_half(found.top1_N.tolist())),
+        classifier_accuracy=by_layer(
+            lambda found: None if found.classed_right is None else found.classed_right / tokens
+        ),
+        similarity=[_cosines([top1[language][index] for language in classes]) for index in range(len(layers))],
+        colocation=[correlation.value() for correlation in neighbours.values()],
+        perplexity=perplexity,
+        random_perplexity=random_perplexity,
+        random_seeds=list(random_seeds),
+    )
+
+
+def combined_weights(ffn: ExpandedFFN, routing: LayerRouting) -> torch.Tensor:
+    """`[T, N]` float32: the weights that `ffn` combines its experts with at inference; 0 for those that do not run."""
+    limit_T = None
+    if routing.classifier_logits is not None:
+        limit_T = experts_allowed(routing.classifier_logits, ffn.experts_of_class)
+    weights_TK, index_TK = select_experts(routing.router_logits, routing.top_k, limit_T)
+    T, N = routing.router_logits.shape
+    return weights_TK.new_zeros(T, N + 1).scatter_(1, index_TK, weights_TK)[:, :N]  # index N: no expert
+
+
+def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
+    classified = routing.classifier_logits
+    return replace(
+        routing,
+        router_logits=routing.router_logits[mask_T],
+        classifier_logits=None if classified is None else classified[mask_T],
+    )
+
+
+def _batches(
+    language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int
+) -> list[dict[str, torch.Tensor]]:
+    try:
+        batches = list(token_batches(texts, tokenizer, tokens, block_size, batch_size))
+    except InputError as error:
+        raise InputError(f"Language {language!r} {error}.") from None
+    if not any(batch["attention_mask"][:, 1:].any() for batch in batches):
+        raise InputError(f"Language {language!r}: no token follows another within a document and block.")
+    return batches
+
+
+def _perplexity(
+    model: Any,
+    batches: Iterable[dict[str, torch.Tensor]],
+    receive: Callable[[Routing, torch.Tensor], None],
+) -> float:
+    """Of each token but a block's first; `receive` gets every pass's routing and which tokens `[T]` are no padding."""
+    nats, count = 0.0, 0
+    for batch in batches:
+        batch = {name: value.to(model.device) for name, value in batch.items()}
+        mask = batch["attention_mask"].bool()
+        with model.capture_routing() as routing:
+            logits = model(**batch, use_cache=False).logits.float()
+        receive(routing, mask.flatten())
+        targets = batch["input_ids"].masked_fill(~mask, -100)[:, 1:]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
+        nats += loss.item()
+        count += int((targets != -100).sum())
+    return math.exp(min(nats / count, 700.0))
+
+
+def _cosines(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    units = F.normalize(torch.tensor(rows, dtype=torch.float64), dim=-1)
+    return (units @ units.T).clamp(max=1).tolist()

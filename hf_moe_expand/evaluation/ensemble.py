@@ -1,0 +1,86 @@
+"""Several dense models, one a language group, as one: the ensemble of X-ELM and Branch-Train-Merge."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from ..checkpoint.source import load_config, resolve_checkpoint
+from ..errors import InputError
+from ..models import load_for_inference
+from .perplexity import LanguageScore, language_stream, target_nats
+
+
+def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:
+    """Log-probability that the ensemble gives each target; see `evaluate_ensemble` for the formula.
+
+    Args:
+        log_probs_MWS: `log p_j(x_t | x_<t)` of each model, window and target; 0 where a target is not scored.
+        top_m: models mixed at each target.
+
+    Returns:
+        `[windows, targets]`.
+    """
+    evidence_MWS = log_probs_MWS.cumsum(-1).roll(1, dims=-1)
+    evidence_MWS[..., 0] = 0
+    best_mWS = evidence_MWS.argsort(dim=0, descending=True, stable=True)[:top_m]
+    log_weights_mWS = evidence_MWS.gather(0, best_mWS).log_softmax(0)
+    return (log_weights_mWS + log_probs_MWS.gather(0, best_mWS)).logsumexp(0)
+
+
+def evaluate_ensemble(
+    models: Sequence[Any],
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[str]],
+    top_m: int = 2,
+    block_size: int = 1024,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+) -> dict[str, LanguageScore]:
+    """Scores each language's documents as `evaluate_model` does, by the mixture of the models' probabilities.
+
+    At each target `x_t`, with the sum over the `top_m` models of the largest weight before renormalisation:
+
+        p(x_t | x_<t) = sum_j w_j(t) p_j(x_t | x_<t),    w_j(t) = prod_{s<t} p_j(x_s | x_<s) / sum_i (the same of i)
+
+    That is Branch-Train-Merge's posterior over models, under a uniform prior. DMoE's paper says of X-ELM only that the
+    outputs of the top m = 2 models are ensembled after language identification. What it leaves open is set so: the
+    prefix is what the window holds before the target, no more than the models themselves see; separators of documents,
+    which are not scored, are no evidence; equal weights, as at a window's first target, rank in the order of `models`.
+
+    A target's probability is all that is needed of a model, so one is in memory at a time.
+
+    Args:
+        models: models, or folders or hub ids of checkpoints, which are loaded and released one by one.
+        tokenizer: of all of them.
+        top_m: how many are mixed at each target; 1 takes the best alone.
+
+    Raises:
+        InputError: there are no `top_m` models, one has another tokenizer, or a language has no text to score.
+    """
+    if not 1 <= top_m <= len(models):
+        raise InputError(f"top_m is {top_m}; an ensemble of {len(models)} models mixes 1 to {len(models)} of them.")
+    for model in models:
+        config = load_config(resolve_checkpoint(model)) if isinstance(model, (str, os.PathLike)) else model.config
+        block_size = min(block_size, getattr(config, "max_position_embeddings", block_size))
+    texts = {language: list(documents) for language, documents in texts.items()}
+    streams = {language: language_stream(language, texts, tokenizer, max_tokens) for language in texts}
+    found: dict[str, list[torch.Tensor]] = {language: [] for language in texts}
+    for model in tqdm(models, desc="ensemble", unit="model"):
+        loaded, own = load_for_inference(model) if isinstance(model, (str, os.PathLike)) else (model, tokenizer)
+        loaded.eval()
+        for language, (ids, scored, _) in streams.items():
+            # Not the vocabularies: the loader may add tokens that no text has.
+            if own is not tokenizer and language_stream(language, texts, own, max_tokens)[0] != ids:
+                raise InputError(
+                    f"{model}: its tokenizer makes other tokens of the text in {language!r}; an ensemble shares one."
+                )
+            found[language].append(-torch.cat(list(target_nats(loaded, ids, scored, block_size, batch_size))))
+        del loaded
+    scores = {}
+    for language, (_, scored, size) in streams.items():
+        nats = -mix_models(torch.stack(found[language]), top_m).sum().item()
+        scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+    return scores

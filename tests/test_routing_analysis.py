@@ -1,0 +1,380 @@
+"""What the routers do: every figure against a slow definition, one token at a time."""
+
+import json
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
+
+from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand.analysis.result import RoutingResult
+from hf_moe_expand.analysis.routing import (
+    LargestCorrelation,
+    experts_for_half,
+    language_classes,
+    measure_routing,
+    random_experts,
+    random_routing,
+)
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.figures import plot_expert_0_scores, plot_expert_shares
+
+TEXTS = {
+    "en": ["A plain sentence.", "Another one, a little longer than the first."] * 3,
+    "el": ["Μια απλή πρόταση.", "Και μία ακόμα, λίγο πιο μεγάλη."] * 3,
+    "hu": ["Egy egyszerű mondat.", "Még egy, kicsit hosszabb."] * 4,
+}
+CLASSES = {"old": ["en"], "new": ["el", "hu"]}
+SETTINGS = {"tokens": 101, "block_size": 16, "batch_size": 3, **CLASSES}
+
+
+def build(backbone, config_class=LayerMoEConfig, counts=(3, 1, 2, 4), **fields):
+    """Layers with 3, 1, 2 and 4 experts, a classifier in the last; random weights, none of them special."""
+    torch.manual_seed(0)
+    layers = {"n_layer": 4} if backbone == "bloom" else {"num_hidden_layers": 4}
+    fields = {"classifier_layers": [3], **fields} if config_class is LayerMoEConfig else fields
+    config = config_class.from_dense(tiny_config(backbone, **layers), num_experts_per_layer=list(counts), **fields)
+    model = (LayerMoEForCausalLM if config_class is LayerMoEConfig else DMoEForCausalLM)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def slow_tokens(model, tokenizer, texts, settings):
+    """For each token: by layer, its weight of each expert, its score of expert 0, its class; and the nats of those
+    that follow another. Each block by itself, so without padding, and each token by itself."""
+    left, rows, nats = settings["tokens"], [], []
+    for text in texts:
+        ids = tokenizer(text).input_ids[:left]
+        left -= len(ids)
+        for start in range(0, len(ids), settings["block_size"]):
+            block = ids[start : start + settings["block_size"]]
+            with torch.no_grad(), model.capture_routing() as routing:
+                log_probs = model(torch.tensor([block])).logits[0].log_softmax(-1)
+            nats += [-log_probs[i, token].item() for i, token in enumerate(block[1:])]
+            for position in range(len(block)):
+                row = {}
+                for layer, found in routing.layers.items():
+                    scores = found.router_logits[position].double().softmax(-1).tolist()
+                    best = sorted(range(len(scores)), key=lambda e, scores=scores: -scores[e])[:2]
+                    weights = [
+                        scores[e] / sum(scores[b] for b in best) if e in best else 0.0 for e in range(len(scores))
+                    ]
+                    kind = None
+                    if found.classifier_logits is not None:
+                        a, b = found.classifier_logits[position].tolist()
+                        kind = int(b >= a)
+                        if kind == 0:
+                            weights = [1.0] + [0.0] * (len(scores) - 1)
+                    row[layer] = (weights, scores[0], kind)
+                rows.append(row)
+        if not left:
+            break
+    return rows, nats
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def correlation(xs, ys):
+    x, y = mean(xs), mean(ys)
+    covariance = mean([(a - x) * (b - y) for a, b in zip(xs, ys, strict=True)])
+    return covariance / math.sqrt(mean([(a - x) ** 2 for a in xs]) * mean([(b - y) ** 2 for b in ys]))
+
+
+@pytest.mark.parametrize("backbone", ["qwen2", "bloom"])
+def test_every_figure_is_what_it_says(backbone):
+    model, tokenizer = build(backbone), byte_tokenizer()
+    result = measure_routing(model, tokenizer, TEXTS, **SETTINGS)
+    assert result.layers == [0, 2, 3]
+    assert result.classes == {"en": 0, "el": 1, "hu": 1}
+    everything, shares = [], {}
+    for language, texts in TEXTS.items():
+        rows, nats = slow_tokens(model, tokenizer, texts, SETTINGS)
+        assert len(rows) == SETTINGS["tokens"]
+        everything += rows
+        assert result.perplexity[language] == pytest.approx(math.exp(mean(nats)), rel=1e-4)
+        for index, layer in enumerate(result.layers):
+            weights = [row[layer][0] for row in rows]
+            top1 = [max(range(len(w)), key=w.__getitem__) for w in weights]
+            share = [top1.count(e) / len(rows) for e in range(len(weights[0]))]
+            shares[language, index] = share
+            assert result.top1_share[language][index] == pytest.approx(share, abs=1e-12)
+            assert result.weight_share[language][index] == pytest.approx(
+                [mean(column) for column in zip(*weights, strict=True)], abs=1e-6
+            )
+            assert result.expert_0_score[language][index] == pytest.approx(
+                mean([row[layer][1] for row in rows]), abs=1e-6
+            )
+            kinds = [row[layer][2] for row in rows]
+            right = None if kinds[0] is None else kinds.count(result.classes[language]) / len(rows)
+            assert result.classifier_accuracy[language][index] == (right if right is None else pytest.approx(right))
+            needed = next(n for n in range(1, 5) if sum(sorted(share, reverse=True)[:n]) >= 0.5 - 1e-12)
+            assert result.experts_for_half[language][index] == needed
+    assert 0 < result.classifier_accuracy["en"][2] < 1  # neither all nor none: the figure can be wrong
+    for index in range(3):
+        for i, a in enumerate(TEXTS):
+            for j, b in enumerate(TEXTS):
+                u, v = shares[a, index], shares[b, index]
+                dot = sum(x * y for x, y in zip(u, v, strict=True))
+                cosine = dot / (math.hypot(*u) * math.hypot(*v))
+                assert result.similarity[index][i][j] == pytest.approx(cosine, abs=1e-9)
+    for (here, there), found in zip(pairwise(result.layers), result.colocation, strict=True):
+        columns = [list(zip(*(row[layer][0] for row in everything), strict=True)) for layer in (here, there)]
+        largest = max(correlation(xs, ys) for xs in columns[0] for ys in columns[1] if len(set(ys)) > 1)
+        assert found == pytest.approx(largest, abs=1e-6)
+
+
+def test_shares_sum_to_one_and_batching_does_not_matter():
+    model, tokenizer = build("qwen2"), byte_tokenizer()
+    a, b = (measure_routing(model, tokenizer, TEXTS, **{**SETTINGS, "batch_size": size}) for size in (1, 7))
+    for shares in (a.top1_share, a.weight_share):
+        assert all(sum(layer) == pytest.approx(1) for layers in shares.values() for layer in layers)
+    assert a.top1_share == b.top1_share
+    for language in TEXTS:
+        for x, y in zip(a.weight_share[language], b.weight_share[language], strict=True):
+            assert x == pytest.approx(y, abs=1e-6)
+        assert a.perplexity[language] == pytest.approx(b.perplexity[language], rel=1e-5)
+
+
+def constant_inputs(model):
+    """Every FFN sees a vector of ones, so that routers and classifiers can be told what to say."""
+    for block in model.transformer.h:
+        torch.nn.init.zeros_(block.post_attention_layernorm.weight)
+        torch.nn.init.ones_(block.post_attention_layernorm.bias)
+    return model
+
+
+def say(scores, values):
+    with torch.no_grad():
+        scores.weight.copy_(torch.tensor(values)[:, None].expand_as(scores.weight) / scores.weight.shape[1])
+
+
+def test_a_model_forced_to_an_expert_has_share_one_there():
+    model = constant_inputs(build("bloom"))
+    ffns = model.expanded_ffns()
+    say(ffns[0].router, [0.0, 50.0, 0.0])
+    say(ffns[2].router, [math.log(3), 0.0])
+    say(ffns[3].router, [0.0, 0.0, 0.0, 50.0])
+    say(ffns[3].classifier, [1.0, 0.0])  # all old: home, whatever the router says
+    result = measure_routing(model, byte_tokenizer(), TEXTS, **SETTINGS)
+    assert result.top1_share["el"] == [[0, 1, 0], [1, 0], [1, 0, 0, 0]]
+    assert result.weight_share["el"][1] == pytest.approx([0.75, 0.25])
+    assert result.weight_share["el"][2] == [1, 0, 0, 0]
+    assert result.expert_0_score["el"] == pytest.approx([0, 0.75, 0], abs=1e-6)  # of the router, not the classifier
+    assert result.classifier_accuracy == {"en": [None, None, 1], "el": [None, None, 0], "hu": [None, None, 0]}
+    assert result.colocation == [None, None]  # nothing varies
+    say(ffns[3].classifier, [0.0, 0.0])  # a tie is the router's
+    result = measure_routing(model, byte_tokenizer(), TEXTS, **SETTINGS)
+    assert result.top1_share["en"][2] == [0, 0, 0, 1]
+    assert result.classifier_accuracy == {"en": [None, None, 0], "el": [None, None, 1], "hu": [None, None, 1]}
+
+
+def test_after_two_expansions_there_are_three_classes():
+    fields = {"earlier_experts_per_layer": [[2, 1, 2, 3]], "classifier_layers": [0, 3]}
+    model = constant_inputs(build("bloom", **fields))
+    model.config.expansions = [
+        {"old_languages": ["en"], "new_languages": ["el"]},
+        {"old_languages": ["en", "el"], "new_languages": ["hu"]},
+    ]
+    ffns = model.expanded_ffns()
+    say(ffns[0].classifier, [0.0, 1.0, 0.0])
+    say(ffns[0].router, [0.0, 1.0, 9.0])  # the best one came later than class 1 may see
+    say(ffns[3].classifier, [0.0, 0.0, 1.0])
+    result = measure_routing(model, byte_tokenizer(), TEXTS, tokens=60, block_size=16, batch_size=2)
+    assert result.classes == {"en": 0, "el": 1, "hu": 2}
+    assert result.classifier_accuracy == {"en": [0, None, 0], "el": [1, None, 0], "hu": [0, None, 1]}
+    assert result.weight_share["hu"][0] == pytest.approx([1 / (1 + math.e), math.e / (1 + math.e), 0])
+
+
+def test_a_dmoe_models_experts_are_its_groups():
+    model = build("qwen2", DMoEConfig, (2, 1, 1, 2), language_groups=[["en"], ["el", "hu"]])
+    model.config.expansions = [{"old_languages": [], "new_languages": ["en", "el", "hu"]}]
+    result = measure_routing(model, byte_tokenizer(), TEXTS, tokens=60, block_size=16, batch_size=2)
+    assert result.classes == {"en": 1, "el": 1, "hu": 1}
+    assert result.classifier_accuracy["en"] == [None, None]
+    header, rows = result.rows()
+    assert header == [
+        "layer", "experts", "expert 0 old", "expert 0 new", "classifier old", "classifier new",
+        "E_50% old", "E_50% new",
+    ]  # fmt: skip
+    assert [row[:3] + row[4:7] for row in rows] == [["0", "2", "-", "-", "-", "-"], ["3", "2", "-", "-", "-", "-"]]
+    expected = mean([result.expert_0_score[code][1] for code in TEXTS])
+    assert rows[1][3] == f"{expected:.3f}"
+
+
+def test_e_50_by_hand():
+    assert experts_for_half([10, 0, 0]) == 1
+    assert experts_for_half([5, 3, 2]) == 1  # exactly half
+    assert experts_for_half([2, 3, 4]) == 2
+    assert experts_for_half([1, 1, 1, 1, 1]) == 3
+
+
+def test_colocation_by_hand():
+    here = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0]], dtype=torch.float64)
+    there = torch.tensor([[0.0, 1], [0, 1], [1, 0], [0, 1]], dtype=torch.float64)
+    # Expert 0 here and 1 there: means 1/2 and 3/4, covariance 1/2 - 3/8 = 1/8, deviations 1/2 and sqrt(3)/4.
+    found = LargestCorrelation(3, 2)
+    found.add(here[:1], there[:1])
+    found.add(here[1:], there[1:])
+    assert found.value() == pytest.approx((1 / 8) / (1 / 2 * math.sqrt(3) / 4))
+    together = LargestCorrelation(3, 2)
+    together.add(there[:, [0, 1, 1]], there)
+    assert together.value() == 1
+    constant = LargestCorrelation(1, 2)
+    constant.add(torch.full((4, 1), 0.3, dtype=torch.float64), there)
+    assert constant.value() is None
+
+
+def test_random_experts_are_uniform_seeded_and_keep_the_routers_weights():
+    logits = torch.tensor([[3.0, 1.0, 0.0, -60.0]]).expand(4000, 4)
+    drawn = random_experts(1, logits.device)(logits, 2)
+    kept = drawn.isfinite()
+    assert kept.sum(-1).eq(2).all()
+    assert torch.equal(drawn[kept], logits[kept])
+    counts = kept.sum(0).tolist()
+    assert all(abs(count - 2000) < 5 * math.sqrt(4000) / 2 for count in counts)
+    assert torch.equal(drawn, random_experts(1, logits.device)(logits, 2))
+    assert not torch.equal(drawn, random_experts(2, logits.device)(logits, 2))
+
+
+def test_changed_logits_overrule_router_and_classifier():
+    model = build("qwen2")  # its classifier sends some tokens home
+    ids = torch.tensor([byte_tokenizer()("A plain sentence.").input_ids])
+
+    def only_expert_1(logits_TN, top_k):
+        return logits_TN.masked_fill(torch.arange(logits_TN.shape[-1]) != 1, float("-inf"))
+
+    with torch.no_grad():
+        with model.use_expert(1):
+            expected = model(ids).logits
+        model.routing_control.change_logits = only_expert_1
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_perplexity_under_random_routing():
+    model, tokenizer = build("qwen2"), byte_tokenizer()
+    ids = torch.tensor([tokenizer("Ένα παράδειγμα").input_ids])
+    with torch.no_grad():
+        before = model(ids).logits
+        with random_routing(model, 3):
+            drawn = model(ids).logits
+        assert not torch.allclose(drawn, before, atol=1e-3)
+        assert torch.equal(model(ids).logits, before)
+    first, again, other = (
+        measure_routing(model, tokenizer, TEXTS, **SETTINGS, random_seeds=seeds) for seeds in ([0], [0], [1])
+    )
+    assert first.random_perplexity == again.random_perplexity
+    both = measure_routing(model, tokenizer, TEXTS, **SETTINGS, random_seeds=[0, 1]).random_perplexity
+    for language in TEXTS:
+        one, two = first.random_perplexity[language], other.random_perplexity[language]
+        assert one != two
+        assert both[language] == pytest.approx((one + two) / 2)
+
+
+def test_the_models_provenance_says_which_languages_are_old():
+    class Config:
+        expansions = (
+            {"old_languages": ["en"], "new_languages": ["el"]},
+            {"old_languages": ["en", "el"], "new_languages": ["hu"]},
+        )
+
+    assert language_classes(Config, ["hu", "en", "el"], [], []) == {"hu": 2, "en": 0, "el": 1}
+    assert language_classes(Config, ["hu", "de", "tr"], ["de"], ["tr"]) == {"hu": 2, "de": 0, "tr": 2}
+    with pytest.raises(InputError, match="de, tr: neither an old nor a new language of this model"):
+        language_classes(Config, ["tr", "en", "de"], [], [])
+    with pytest.raises(InputError, match="de: given as an old and as a new language"):
+        language_classes(Config, ["de"], ["de"], ["de"])
+
+
+def test_bad_input_is_refused():
+    model, tokenizer = build("qwen2"), byte_tokenizer()
+
+    def measure(texts=TEXTS, model=model, **changes):
+        return measure_routing(model, tokenizer, texts, **{**SETTINGS, **changes})
+
+    with pytest.raises(InputError, match="Qwen2ForCausalLM: no layer has experts; give an expanded model"):
+        measure(model=tiny_dense("qwen2"))
+    with pytest.raises(InputError, match="No language was given"):
+        measure({})
+    with pytest.raises(InputError, match="Language 'el' has 0 tokens, but 101 were asked for"):
+        measure({**TEXTS, "el": []})
+    with pytest.raises(InputError, match=r"Language 'hu' has \d+ tokens, but 9,000 were asked for"):
+        measure({code: texts * (1 if code == "hu" else 100) for code, texts in TEXTS.items()}, tokens=9000)
+    with pytest.raises(InputError, match="Language 'el': no token follows another"):
+        measure({"el": ["a", "b"]}, tokens=2)
+    for wrong in ({"tokens": 0}, {"block_size": 1}, {"batch_size": 0}, {"random_seeds": []}):
+        with pytest.raises(InputError, match="must be at least 1, block_size at least 2"):
+            measure(**wrong)
+
+
+def test_json_round_trip_and_pictures(tmp_path):
+    result = measure_routing(build("qwen2"), byte_tokenizer(), TEXTS, **SETTINGS)
+    result.to_json(tmp_path / "routing.json")
+    assert RoutingResult.from_json(tmp_path / "routing.json") == result
+    (tmp_path / "other.json").write_text('{"tokens": 3}')
+    with pytest.raises(InputError, match="not a routing analysis: classes, classifier_accuracy"):
+        RoutingResult.from_json(tmp_path / "other.json")
+    for suffix in ("png", "svg"):
+        for plot in (plot_expert_shares, plot_expert_0_scores):
+            plot(tmp_path / "figures" / f"picture.{suffix}", result)
+            assert (tmp_path / "figures" / f"picture.{suffix}").stat().st_size > 2000
+            (tmp_path / "figures" / f"picture.{suffix}").unlink()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    root = tmp_path_factory.mktemp("routing")
+    plan = Plan("layer-moe", [3, 1, 2], classifier_layers=[2], old=["en"], new=["el"])
+    expand_checkpoint(save_dense(root / "dense"), root / "expanded", plan)
+    for code in ("en", "el", "hu"):
+        write_texts(root / f"{code}.jsonl", TEXTS[code])
+    return root
+
+
+def analyze(root, model, *arguments):
+    return invoke("analyze", "routing", root / model, "--out", root / "routing.json", *arguments)
+
+
+def data(root, *codes):
+    return [word for code in codes for word in ("--data", f"{code}={root / f'{code}.jsonl'}")]
+
+
+def test_the_command_line(checkpoint):
+    small = ["--tokens", 60, "--block-size", 16, "--batch-size", 2]
+    said = analyze(checkpoint, "expanded", *data(checkpoint, "en", "el"), *small, "--figures", checkpoint / "figures")
+    assert "E_50%" in said
+    assert "random experts" in said
+    found = json.loads((checkpoint / "routing.json").read_text())
+    assert (found["classes"], found["layers"], found["tokens"]) == ({"en": 0, "el": 1}, [0, 2], 60)
+    # Copies of one FFN: it does not matter which experts a token takes.
+    for language, perplexity in found["perplexity"].items():
+        assert found["random_perplexity"][language] == pytest.approx(perplexity, rel=1e-4)
+    assert sorted(path.name for path in (checkpoint / "figures").iterdir()) == ["expert_0.png", "expert_shares.png"]
+    with pytest.raises(InputError, match=r"routing.json: exists already"):
+        analyze(checkpoint, "expanded", *data(checkpoint, "en"))
+
+
+@pytest.mark.parametrize(
+    ("model", "codes", "message"),
+    [
+        ("dense", ["en"], "a qwen2 checkpoint, not an expanded one"),
+        ("expanded", ["en", "hu"], "hu: neither an old nor a new language of this model"),
+    ],
+)
+def test_the_command_line_refuses(checkpoint, model, codes, message):
+    with pytest.raises(InputError, match=message):
+        analyze(checkpoint, model, *data(checkpoint, *codes), "--overwrite")
+
+
+def test_real_text(help_text):
+    texts = {code: random.Random(0).sample(help_text(code, "test", 30), 10) for code in ("en", "el")}
+    result = measure_routing(
+        build("qwen2"), byte_tokenizer(), texts, tokens=1500, block_size=64, batch_size=8, old=["en"], new=["el"]
+    )
+    assert result.top1_share["en"] != result.top1_share["el"]
