@@ -1,0 +1,46 @@
+"""The review stage with nothing but `Trainer`: routers and classifiers learn whose token is whose.
+
+    python examples/train.py qwen-el-1 qwen-el-2 --old en=en.jsonl --new el=el.jsonl --steps 500
+
+`RouterLossMixin` goes in front of any trainer. `hf-moe-expand push qwen-el-2 me/qwen-el` publishes the result.
+"""
+
+import argparse
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from hf_moe_expand import LanguageText, RouterLossMixin, RouterLossWeights
+from hf_moe_expand.data.packing import collate_blocks, pack_texts
+from hf_moe_expand.trainers import Stage, freeze
+
+
+class MyTrainer(RouterLossMixin, Trainer):
+    """Trainer, with the router losses."""
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", help="expanded checkpoint")
+parser.add_argument("out", help="folder to write")
+parser.add_argument("--old", action="append", default=[], help="LANGUAGE=FILE")
+parser.add_argument("--new", action="append", default=[], help="LANGUAGE=FILE")
+parser.add_argument("--steps", type=int, default=500)
+parser.add_argument("--block-size", type=int, default=512)
+asked = parser.parse_args()
+
+model = AutoModelForCausalLM.from_pretrained(asked.model, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=True)
+print(freeze(model, Stage.REVIEW))
+
+sources = [LanguageText.parse(argument) for argument in asked.old + asked.new]
+packed = pack_texts({s.language: s.load() for s in sources}, tokenizer, asked.block_size, seed=0)
+trainer = MyTrainer(
+    model,
+    TrainingArguments(asked.out, max_steps=asked.steps, learning_rate=5e-5, logging_steps=1, report_to="none"),
+    train_dataset=packed.dataset,  # columns input_ids and language_ids
+    data_collator=collate_blocks,
+    router_losses=RouterLossWeights(language_prior=0.1, classifier=0.1),
+    language_classes=[0] * len(asked.old) + [1] * len(asked.new),  # of each language id: 0 is old
+)
+trainer.train()
+trainer.save_model()
+tokenizer.save_pretrained(asked.out)

@@ -1,0 +1,39 @@
+"""Supervised fine-tuning with TRL, the balance loss and language-prior routing on.
+
+    python examples/train_trl.py qwen-el-2 qwen-el-chat --data chat.jsonl --steps 500
+
+A row of `chat.jsonl` has a `prompt` and a `completion` (or what else TRL takes), and its `language`.
+"""
+
+import argparse
+
+import torch
+from datasets import load_dataset
+from trl import SFTConfig
+
+from hf_moe_expand import MoESFTTrainer, RouterLossWeights
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", help="expanded checkpoint")
+parser.add_argument("out", help="folder to write")
+parser.add_argument("--data", required=True, help=".jsonl file")
+parser.add_argument("--steps", type=int, default=500)
+parser.add_argument("--max-length", type=int, default=1024)
+asked = parser.parse_args()
+
+trainer = MoESFTTrainer(
+    asked.model,  # which languages are old and which new is in its config.json
+    SFTConfig(
+        asked.out,
+        max_steps=asked.steps,
+        max_length=asked.max_length,
+        learning_rate=1e-5,
+        trust_remote_code=True,  # the model's code comes with the checkpoint
+        use_cpu=not torch.accelerator.is_available(),
+        report_to="none",
+    ),
+    train_dataset=load_dataset("json", data_files=asked.data, split="train"),
+    router_losses=RouterLossWeights(balance=0.01, language_prior=0.1),
+)
+trainer.train()
+trainer.save_model()

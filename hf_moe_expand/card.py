@@ -1,0 +1,232 @@
+"""The model card: what config.json and an evaluation record, put into the templates of `model_cards/`. Nothing else."""
+
+import os
+from collections.abc import Iterable
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import jinja2
+import langcodes
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, metadata_load
+
+from . import __version__
+from .checkpoint.expansion_only import BaseModel, base_of
+from .checkpoint.source import load_expanded_config, resolve_checkpoint
+from .errors import InputError
+from .evaluation.report import Evaluation
+from .hub_files import CARD, refuse_private
+from .inspection import inspect_checkpoint
+
+THIS = "this model"
+_LAYER_MOE_METHODS = ("layer-moe", "uniform", "mola", "random")
+_TAGS = {"moe_lpr": "moe-lpr", "layer_moe": "layer-moe", "dmoe": "dmoe"}
+
+
+def make_card(
+    model: str | os.PathLike,
+    repo_id: str | None = None,
+    evaluation: str | os.PathLike | None = None,
+    evaluated_as: str | None = None,
+    license: str | None = None,
+    base: str | None = None,
+    expansion_only: bool = False,
+) -> ModelCard:
+    """The card of an expanded checkpoint.
+
+    Args:
+        model: folder or hub id.
+        repo_id: where it will be published; the card's title and loading lines name it.
+        evaluation: evaluation.json; the card shows this model's scores beside those of its first model.
+        evaluated_as: the name of this model in `evaluation`; its folder's name or `repo_id` by default.
+        license: by default that of the base model's card, if it has one.
+        base: hub id of the base, where config.json knows it as a local folder only.
+        expansion_only: the card is for a repository that holds only what the expansion added.
+
+    Raises:
+        InputError: a language code is unknown, config.json records no expansion or an access token, or this model is
+            not in `evaluation`.
+    """
+    folder = resolve_checkpoint(model, weights=False)
+    config = load_expanded_config(folder)
+    location = repo_id or (folder.name if Path(model).is_dir() else str(model))
+    origin = base_of(config, base)
+    found = inspect_checkpoint(folder)
+    last = config.expansions[-1]
+    template = _template(config)
+    old, new = _languages(config.expansions)
+    scores = None
+    if evaluation is not None:
+        scores = scores_of_this(
+            Evaluation.from_json(Path(evaluation)), evaluated_as or (location, folder.name), evaluation
+        )
+    item_size = getattr(config.dtype, "itemsize", None)
+    licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)
+    data = ModelCardData(
+        language=list(dict.fromkeys(str(langcodes.Language.get(code).language) for code in [*old, *new])),
+        **licensed,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["mixture-of-experts", _TAGS[template], "multilingual", "hf-moe-expand"],
+        base_model=origin.hub_id,
+        base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
+        model_name=location.rpartition("/")[2],
+        eval_results=None if scores is None else _eval_results(scores),
+    )
+    if scores is None:
+        data.model_name = None  # it belongs to the results
+    facts = {
+        "metadata": data.to_yaml(),
+        "name": location.rpartition("/")[2],
+        "location": location,
+        "expansion_only": expansion_only,
+        "method": last["method"],
+        "groups": getattr(config, "language_groups", None),
+        "base": origin.name,
+        "base_on_hub": origin.hub_id is not None,
+        "base_revision": origin.revision,
+        "old": old,
+        "new": new,
+        "total": found.total,
+        "active": found.active,
+        "base_parameters": found.base,
+        "top_k": found.top_k,
+        "added_bytes": item_size and readable_size(item_size * (found.total - found.base)),
+        "classifiers": bool(config.classifier_layers),
+        "plan": _plan_rows(found.layers),
+        "expansions": [
+            {**entry, "stages": [_stage(stage) for stage in entry["stages"]]} for entry in config.expansions
+        ],
+        "results": scores and {name: scores.markdown(name) for name in ("bits_per_byte", "perplexity")},
+        "untested_languages": [c for c in [*old, *new] if scores is None or c not in scores.models[THIS]],
+        "version": last.get("versions", {}).get("hf_moe_expand", __version__),
+    }
+    text = _render(template, facts) + "\n"
+    refuse_private({CARD: text.encode()})
+    return ModelCard(text)
+
+
+def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os.PathLike) -> Evaluation:
+    """An evaluation cut down to its first model and this one, which gets the name `this model`.
+
+    Args:
+        names: what this model may be called.
+
+    Raises:
+        InputError: it is not in the evaluation.
+    """
+    wanted = list(dict.fromkeys(names))
+    called = next((name for name in wanted if name in evaluation.models), None)
+    if called is None:
+        raise InputError(
+            f"{where}: has scores of {', '.join(evaluation.models)}, but none of {' or '.join(wanted)}; "
+            "say which of them is this checkpoint with --evaluated-as."
+        )
+    first = next(iter(evaluation.models))
+    before = {} if first == called else {first: evaluation.models[first]}
+    this = evaluation.models[called]
+    old, new = ([code for code in codes if code in this] for codes in (evaluation.old, evaluation.new))
+    return Evaluation(old, new, {**before, THIS: this})
+
+
+def readable_size(size: int) -> str:
+    """Bytes in the unit that suits them."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000  # type: ignore[assignment]
+    return f"{size:.3g} GB"
+
+
+def _read(name: str) -> str:
+    return (files("hf_moe_expand.model_cards") / name).read_text(encoding="utf-8")
+
+
+def _render(template: str, facts: dict[str, Any]) -> str:
+    environment = jinja2.Environment(loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined)
+    return environment.get_template(f"{template}.md").render(facts, bibtex=lambda name: _read(f"{name}.bib").rstrip())
+
+
+def _template(config: Any) -> str:
+    if config.model_type == "dmoe":
+        return "dmoe"
+    methods = [entry["method"] for entry in config.expansions]
+    if unknown := [method for method in methods if method not in _LAYER_MOE_METHODS]:
+        raise InputError(
+            f"There is no card template for the method {unknown[0]!r}; known: {', '.join(_LAYER_MOE_METHODS)}."
+        )
+    return "layer_moe" if set(methods) != {"uniform"} or config.classifier_layers else "moe_lpr"
+
+
+def _languages(expansions: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Old languages of the first expansion, and the new ones of all of them."""
+    for number, expansion in enumerate(expansions):
+        for kind in ("old_languages", "new_languages"):
+            for code in expansion[kind]:
+                try:
+                    known = langcodes.tag_is_valid(code)
+                except langcodes.LanguageTagError:
+                    known = False
+                if not known:
+                    raise InputError(
+                        f"config.json: expansions[{number}].{kind} has {code!r}, which is no language code of ISO 639 "
+                        "(such as el or yue): correct it there, and in the plan for the next time."
+                    )
+    old = expansions[0]["old_languages"]
+    new = [code for expansion in expansions for code in expansion["new_languages"]]
+    return list(old), list(dict.fromkeys(new))
+
+
+def _base_license(base: BaseModel) -> dict[str, str]:
+    """The license fields of the base's card; none where there is no such card or it cannot be had."""
+    if base.hub_id is None:
+        return {}
+    try:
+        metadata = metadata_load(hf_hub_download(base.hub_id, "README.md", revision=base.revision)) or {}
+    except (OSError, ValueError):
+        return {}
+    return {name: metadata[name] for name in ("license", "license_name", "license_link") if name in metadata}
+
+
+def _plan_rows(layers: list[tuple[int, bool, int]]) -> list[dict[str, Any]]:
+    """Neighbouring layers that are alike share a row."""
+    rows = []
+    for (experts, classifier), group in groupby(enumerate(layers), key=lambda item: item[1][:2]):
+        numbers = [index for index, _ in group]
+        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+        rows.append({"layers": span, "experts": experts, "classifier": classifier})
+    return rows
+
+
+def _stage(stage: dict[str, Any]) -> dict[str, Any]:
+    settings = _names_only(stage.get("settings") or {})
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip() if settings else ""
+    return {"tokens": {}, "documents": {}, **stage, "settings": text}
+
+
+def _names_only(value: Any) -> Any:
+    """Settings without folders: of a path the last part stays."""
+    if isinstance(value, dict):
+        return {name: _names_only(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_names_only(item) for item in value]
+    return PureWindowsPath(value).name if isinstance(value, str) and value else value
+
+
+def _eval_results(scores: Evaluation) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="text",
+            dataset_name=f"held-out text ({language})",
+            dataset_config=language,
+            dataset_args={"tokens": score.tokens, "bytes": score.bytes},
+            metric_type=kind,
+            metric_name=kind.replace("_", " "),
+            metric_value=round(getattr(score, kind), 4),
+        )
+        for language, score in scores.models[THIS].items()
+        for kind in ("bits_per_byte", "perplexity")
+    ]

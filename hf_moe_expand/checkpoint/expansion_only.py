@@ -1,0 +1,144 @@
+"""Writes a checkpoint of only what an expansion added, with a pointer to its base model."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.core_model_loading import dot_natural_key
+from transformers.dynamic_module_utils import custom_object_save
+
+from ..errors import InputError
+from ..jsonfile import read_json, write_json
+from ..modeling import MODEL_CLASSES, static_class
+from ..modeling.expansion_only import ADDED, RECORD
+from .folder import copy_companions
+from .reader import CheckpointReader
+from .source import load_expanded_config, resolve_checkpoint
+from .stored import StoredModel, places
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, new_folder, write_weights
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The dense model inside an expanded one; `hub_id` is None for one that is known as a local folder only."""
+
+    name: str
+    hub_id: str | None
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class SavedExpansion:
+    """What `save_expansion` wrote.
+
+    Attributes:
+        added, in_base: bytes of tensors in the folder, and of those that the base has.
+        changed: tensors of the base that training changed; they are in the folder too.
+    """
+
+    out: Path
+    added: int
+    in_base: int
+    changed: list[str]
+
+
+def base_of(config: Any, hub_id: str | None = None) -> BaseModel:
+    """The base that config.json records; `hub_id` is where it can be had, for one that was a local folder.
+
+    Raises:
+        InputError: config.json records no expansion.
+    """
+    if not config.expansions:
+        raise InputError(
+            "config.json records no expansion, so the base model is not known: make the checkpoint with "
+            "`hf-moe-expand expand`."
+        )
+    first = config.expansions[0]
+    if hub_id is not None:
+        return BaseModel(hub_id, hub_id, None)
+    revision = first.get("base_revision")  # recorded for a model of the hub only
+    return BaseModel(first["base_model"], first["base_model"] if revision else None, revision)
+
+
+def save_expansion(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    base: str | os.PathLike | None = None,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> SavedExpansion:
+    """Writes new experts, routers and classifiers alone, with code, configuration and tokenizer.
+
+    `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` fetches the base model, refuses it if a tensor
+    differs from what was recorded, and assembles the whole model; `save_pretrained` of that writes an ordinary
+    checkpoint. With a base that is a local folder, it needs `base_model=FOLDER` too.
+
+    Args:
+        model: folder or hub id of an expanded checkpoint.
+        base: folder or hub id of the base model; by default the hub id that config.json records.
+
+    Raises:
+        InputError: the base is not known, or `model` did not come from it.
+    """
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    config = load_expanded_config(folder)
+    origin = base_of(config)
+    if base is None and origin.hub_id is None:
+        raise InputError(
+            f"{folder}: came from {origin.name}, a local folder: say where the base model is with --base (a hub id, or "
+            "for use on this machine a folder)."
+        )
+    base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
+    local = base is not None and Path(base).is_dir()
+    # The hub's cache names a snapshot's folder by its commit.
+    found = (None, None) if local else (str(base or origin.name), base_folder.name)
+    pointer = dict(zip(("base_model", "revision"), found, strict=True))
+    expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
+    record, added, changed = _compare(expanded, dense)
+    in_base, size = (sum(expanded.reader.tensors[name].nbytes for name in names) for names in (record, changed))
+    if in_base <= size:
+        raise InputError(
+            f"{folder}: most of {base or origin.name} is not in it, tensor {changed[0]} for one: give the base model "
+            "that was expanded. A model that was trained as a whole is published as a whole."
+        )
+    size = sum(tensor.nbytes for tensor in added)
+    with new_folder(out, overwrite, needed_bytes=size) as partial:
+        fields = read_json(folder / "config.json", "a configuration")
+        write_json(partial / "config.json", {**fields, "expansion_base": pointer})
+        write_json(partial / RECORD, record)
+        custom_object_save(MODEL_CLASSES[static_class(type(config))][1], partial)
+        copy_companions(folder, partial)
+        write_weights(partial, added, max_shard_size, ADDED)
+    return SavedExpansion(Path(out), size, in_base, changed)
+
+
+def _compare(
+    expanded: StoredModel, dense: StoredModel
+) -> tuple[dict[str, dict[str, str]], list[OutputTensor], list[str]]:
+    """For each tensor that the base has byte for byte, its name there and its hash; all others; and which of those the
+    base has with other values."""
+    record, others, changed = {}, [], []
+    where = places(expanded.network)
+    for key in sorted(expanded.tensors, key=dot_natural_key):
+        place, stored = where[key], expanded.names[key]
+        original = dense.names.get(place.dense) if place.dense and not place.expert else None
+        if original is not None:
+            a, b = expanded.reader.tensors[stored], dense.reader.tensors[original]
+            hashed = _sha256(dense.reader, original)
+            if (a.dtype, a.shape) == (b.dtype, b.shape) and _sha256(expanded.reader, stored) == hashed:
+                record[stored] = {"name": original, "sha256": hashed}
+                continue
+            changed.append(stored)
+        others.append(expanded.copied(key))
+    return record, others, changed
+
+
+def _sha256(reader: CheckpointReader, name: str) -> str:
+    digest = hashlib.sha256()
+    for piece in reader.chunks(name):
+        digest.update(piece)
+    return digest.hexdigest()

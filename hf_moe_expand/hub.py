@@ -1,0 +1,241 @@
+"""Publishing: an expanded checkpoint, its card and what records its making, as a model repository of the hub."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, hf_hub_download, metadata_load
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from . import __version__
+from .card import make_card, scores_of_this
+from .checkpoint.expansion_only import save_expansion
+from .checkpoint.source import load_expanded_config, resolve_checkpoint
+from .errors import InputError
+from .evaluation.report import Evaluation
+from .hub_files import CARD, EVALUATION, is_weights, published_files, refuse_private, run_of
+from .jsonfile import read_json
+from .load_check import check_loads_alone
+from .modeling import MODEL_CLASSES
+
+# How a run's evaluation calls what the run's folders hold.
+_NAMES_IN_A_RUN = {"post_pretrain": "post-pretrained", "review": "reviewed"}
+
+
+@dataclass(frozen=True)
+class Push:
+    """What `push_to_hub` published.
+
+    Attributes:
+        repo_id, revision: where.
+        commit: the commit that the branch is at now; None after a dry run.
+        changed: False where everything was there already, so that no commit was made.
+        files: size in bytes of every file.
+        card: the text of README.md.
+    """
+
+    repo_id: str
+    revision: str
+    commit: str | None
+    changed: bool
+    files: dict[str, int]
+    card: str
+
+
+def push_to_hub(
+    model: str | os.PathLike,
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    evaluation: str | os.PathLike | None = None,
+    evaluated_as: str | None = None,
+    include: Sequence[str] = (),
+    license: str | None = None,
+    base: str | None = None,
+    expansion_only: bool = False,
+    dry_run: bool = False,
+    token: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Push:
+    """Publishes a checkpoint: weights, code, tokenizer, card, and the run's recipe, plan, analysis and evaluation.
+
+    After a trainer of any kind:
+
+        trainer.save_model("qwen-el")
+        tokenizer.save_pretrained("qwen-el")
+        push_to_hub("qwen-el", "me/qwen-el")
+
+    The folder's README.md is the card; where it has none, or a trainer's, one is written from config.json and the
+    evaluation. Before the upload the checkpoint is loaded in a fresh process without this package. After an upload that
+    broke off, the same call goes on: files that arrived are not sent again. What is there already makes no commit.
+
+    Args:
+        model: folder of an expanded checkpoint (or a hub id, to publish it under another name).
+        repo_id: `namespace/name`, or a name in the namespace that the token belongs to.
+        private: make a new repository private.
+        revision: branch to push to, made if need be; `main` by default.
+        evaluation: evaluation.json; by default the folder's or its run's.
+        evaluated_as: the name of this model in it; the folder's name by default.
+        include: other files of the folder to publish.
+        license: of the card; by default that of the base model's card, if it has one.
+        base: hub id of the base model, where config.json knows it as a local folder only.
+        expansion_only: publish only what the expansion added, with a pointer to the base (see `save_expansion`).
+        dry_run: say what would be published; nothing is sent, no token is needed.
+        token: by default that of `hf auth login` or HF_TOKEN.
+
+    Raises:
+        InputError: the token, the repository, the folder or the card is not as it must be; the message says which.
+    """
+    folder = resolve_checkpoint(model)
+    load_expanded_config(folder)
+    api = HfApi(token=token)
+    with _hub_errors(repo_id), tempfile.TemporaryDirectory() as scratch:
+        if not dry_run:
+            repo_id = _check_repository(api, repo_id, private)
+        files: dict[str, Path | bytes] = {**published_files(folder, include)}
+        files.pop(EVALUATION, None)
+        chosen, called = _evaluation(folder, evaluation, evaluated_as, repo_id)
+        if chosen is None:
+            say("no evaluation: the card will show no results (make one with `hf-moe-expand evaluate`)")
+        else:
+            files[EVALUATION] = chosen
+        source = folder
+        if expansion_only:
+            if base is not None and Path(base).is_dir():
+                raise InputError(f"--base {base}: is a folder here; others need the base model's hub id.")
+            saved = save_expansion(folder, Path(scratch) / folder.name, base)
+            if saved.changed:
+                say(f"{len(saved.changed)} tensors of the base model were changed by training, and are published too")
+            source = saved.out
+            files = {name: content for name, content in files.items() if not is_weights(name)}
+            files |= published_files(source)
+        if CARD in files and not _made_by_a_trainer(folder / CARD):
+            say(f"card: {CARD} of {folder}")
+            card = (folder / CARD).read_text(encoding="utf-8")
+        else:
+            card = str(make_card(folder, repo_id, chosen, called, license, base, expansion_only))
+            files[CARD] = card.encode()
+        refuse_private(files)
+        sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in sorted(files.items())}
+        branch = revision or "main"
+        if dry_run:
+            for name, size in sizes.items():
+                say(f"{size:>15,}  {name}")
+            say(f"\n{card}")
+            return Push(repo_id, branch, None, False, sizes, card)
+        say("loading it in a fresh process, without this package ...")
+        check_loads_alone(source)
+        commit, changed = _upload(api, repo_id, branch, private, files)
+        say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
+    return Push(repo_id, branch, commit, changed, sizes, card)
+
+
+def _made_by_a_trainer(card: Path) -> bool:
+    """Trainers of transformers and TRL write a card on their own, with this tag."""
+    return "generated_from_trainer" in ((metadata_load(card) or {}).get("tags") or [])
+
+
+def _evaluation(
+    folder: Path, given: str | os.PathLike | None, called: str | None, repo_id: str
+) -> tuple[Path | None, str | None]:
+    """The evaluation to publish, and this model's name in it. One that was not asked for is used where it has scores
+    of this model; a run's evaluation has none of the run's first checkpoint."""
+    run = run_of(folder)
+    found = [(folder / EVALUATION, [folder.name, repo_id])]
+    if run is not None:
+        found.append((run / EVALUATION, [_NAMES_IN_A_RUN.get(folder.name, folder.name)]))
+    if given is not None:
+        found = [(Path(given), [repo_id, folder.name])]
+    for file, names in found:
+        if not file.is_file() and given is None:
+            continue
+        scores = Evaluation.from_json(file)
+        names = [called] if called is not None else names
+        if given is not None or called is not None:
+            scores_of_this(scores, names, file)
+        if name := next((name for name in names if name in scores.models), None):
+            return file, name
+    return None, None
+
+
+def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
+    """The full id of a repository that may be written to, as far as one can know without writing."""
+    if (api.token or get_token()) is None:
+        raise InputError(
+            "The hub needs an access token with write permission: log in with `hf auth login`, or set HF_TOKEN "
+            "(https://huggingface.co/settings/tokens)."
+        )
+    validate_repo_id(repo_id)
+    user = api.whoami()["name"]
+    repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+    try:
+        info = api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        for kind in ("dataset", "space"):
+            if api.repo_exists(repo_id, repo_type=kind):
+                raise InputError(f"{repo_id}: is a {kind} on the hub already; give the model another name.") from None
+        return repo_id
+    if private and not info.private:
+        raise InputError(
+            f"{repo_id}: is there already, and public; make it private in its settings, or choose another name."
+        )
+    names = [sibling.rfilename for sibling in info.siblings or []]
+    found = "weights without config.json" if any(map(is_weights, names)) else None
+    if "config.json" in names:
+        config = read_json(hf_hub_download(repo_id, "config.json", revision=info.sha, token=api.token), "config.json")
+        model_type = config.get("model_type")
+        ours = [config_class.model_type for config_class in MODEL_CLASSES]  # type: ignore[attr-defined]
+        found = None if model_type in ours else f"a model of type {model_type}"
+    if found is not None:
+        raise InputError(f"{repo_id}: holds {found}, which this push would overwrite; choose another name.")
+    return repo_id
+
+
+def _upload(api: HfApi, repo_id: str, branch: str, private: bool, files: dict[str, Path | bytes]) -> tuple[str, bool]:
+    """The commit that the branch is at afterwards, and whether it is a new one."""
+    try:
+        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if branch != "main":
+            api.create_branch(repo_id, branch=branch, exist_ok=True)
+        info = api.model_info(repo_id, revision=branch)
+        # Weights of an earlier push under other names would be loaded in the place of these.
+        stale = [s.rfilename for s in info.siblings or [] if is_weights(s.rfilename) and s.rfilename not in files]
+        additions = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in files.items()]
+        deletions = [CommitOperationDelete(name) for name in stale]
+        message = f"Push with hf-moe-expand {__version__}"
+        done = api.create_commit(repo_id, [*additions, *deletions], commit_message=message, revision=branch)
+        return done.oid, done.oid != info.sha
+    except (ValueError, RuntimeError, HTTPError, ConnectionError) as error:
+        if "metadata in README.md" in str(error):
+            raise InputError(f"{repo_id}: the hub refuses the card: {' '.join(str(error).split())}") from None
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            raise
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise InputError(
+            f"{repo_id}: the upload broke off ({reason}). Run the same command again: what arrived is not sent again."
+        ) from error
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    try:
+        yield
+    except HFValidationError as error:
+        raise InputError(f"{repo_id}: no id of a repository (namespace/name): {error}") from None
+    except HfHubHTTPError as error:
+        reason = (error.server_message or str(error)).strip().splitlines()[0]
+        if error.response.status_code == 401:
+            raise InputError(f"The hub refuses the access token ({reason}): log in with `hf auth login`.") from None
+        if error.response.status_code == 403:
+            raise InputError(
+                f"{repo_id}: the access token may not write there ({reason}). Use one with write permission, or a "
+                "namespace of your own."
+            ) from None
+        raise InputError(f"{repo_id}: the hub answers: {reason}") from error
+    except (HTTPError, ConnectionError) as error:
+        raise InputError(f"{repo_id}: the hub cannot be reached ({error}).") from error

@@ -1,0 +1,90 @@
+"""Checkpoints that hold only what an expansion added. The rest is the base model's, fetched and checked at loading.
+
+Such a checkpoint has new experts, routers and classifiers in `expansion.safetensors`, and in `expansion_base.json`, for
+every other tensor, its name in the base checkpoint and the SHA-256 of its bytes. `expansion_base` in config.json says
+which base model that is.
+"""
+
+import copy
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import GenerationConfig
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+ADDED = "expansion"
+RECORD = "expansion_base.json"
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any]) -> Any:
+    """`load(None, ...)` with the state dict that the two checkpoints make together.
+
+    Args:
+        load: `from_pretrained` of the backbone's class.
+        path: folder or hub id of the expansion.
+        config: its configuration.
+        arguments: of `from_pretrained`. `base_model`, a folder or hub id, takes the place of the recorded base.
+
+    Raises:
+        ValueError: the base differs from the one that was expanded (names the first tensor), or it is not known.
+    """
+    given = arguments.pop("base_model", None)
+    hub = {name: arguments.pop(name) for name in HUB_OPTIONS if arguments.get(name) is not None}
+    recorded = config.expansion_base
+    base, revision = (recorded["base_model"], recorded["revision"]) if given is None else (given, None)
+    if base is None:
+        name = config.expansions[0]["base_model"]
+        raise ValueError(
+            f"{path} holds only what an expansion added to {name}, which was a local folder: pass base_model=FOLDER to "
+            "from_pretrained."
+        )
+    base_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder", "force_download")}
+    base_tensors = _tensors(base, "model", {**base_hub, "revision": revision})
+    record_file: Any = cached_file(path, RECORD, **hub)
+    with open(record_file, encoding="utf-8") as file:
+        record = json.load(file)
+    _check(base_tensors, record, base)
+    state = _tensors(path, ADDED, hub) | {name: base_tensors[entry["name"]] for name, entry in record.items()}
+    if "generation_config" not in arguments:
+        with suppress(OSError):  # without one, the model makes it from its configuration
+            arguments["generation_config"] = GenerationConfig.from_pretrained(path, **hub)
+    config = copy.deepcopy(config)
+    del config.expansion_base  # the assembled model is complete, and is saved so
+    loaded = load(None, config=config, state_dict=state, **arguments)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    model.name_or_path = model.config.name_or_path = str(path)
+    return loaded
+
+
+def _tensors(path: Any, stem: str, hub: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, mapped into memory, not read."""
+    single: Any = cached_file(path, f"{stem}.safetensors", _raise_exceptions_for_missing_entries=False, **hub)
+    files = [single]
+    if single is None:
+        index = cached_file(path, f"{stem}.safetensors.index.json", **hub)
+        files, _ = get_checkpoint_shard_files(path, index, **hub)
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _check(tensors: dict[str, torch.Tensor], record: dict[str, dict[str, str]], base: Any) -> None:
+    wanted = list(record.values())
+    for entry in wanted:
+        if entry["name"] not in tensors:
+            raise ValueError(f"{base} is not the base model that was expanded: it has no tensor {entry['name']}.")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+        for entry, found in zip(wanted, pool.map(lambda e: _sha256(tensors[e["name"]]), wanted), strict=True):
+            if found != entry["sha256"]:
+                pool.shutdown(cancel_futures=True)
+                raise ValueError(f"{base} is not the base model that was expanded: tensor {entry['name']} differs.")
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,257 @@
+"""Model cards: valid metadata, figures that were measured, and nothing else."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import save_dense
+from hub_server import metadata_errors
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+
+from hf_moe_expand import Plan, cli, expand_checkpoint, make_card
+from hf_moe_expand.card import readable_size, scores_of_this
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.perplexity import LanguageScore
+from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.inspection import inspect_checkpoint
+
+PLANS = {
+    "layer-moe": Plan("layer-moe", [3, 3, 2], [0], old=["en", "zh"], new=["el", "hu"]),
+    "uniform": Plan("uniform", [3, 3, 3], old=["en"], new=["el"]),
+    "classified": Plan("uniform", [3, 3, 3], [0, 1], old=["en"], new=["el"]),
+    "mola": Plan("mola", [2, 3, 4], old=["en"], new=["el"]),
+    "random": Plan("random", [2, 1, 5], old=["en"], new=["el"]),
+    "dmoe": Plan("dmoe", [2, 1, 2], new=["el", "hu"], groups=[["el"], ["hu"]]),
+}
+STAGE = {
+    "stage": "post-pretrain",
+    "steps": 1200,
+    "documents": {"el": 100},
+    "tokens": {"el": 123456},
+    "seed": 3,
+    "settings": {
+        "block_size": 32,
+        "tokens_per_language": None,
+        "training": {"learning_rate": 5e-5, "deepspeed": "/home/me/ds.json", "files": ["C:\\me\\el.jsonl"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save_dense(folder / "tiny")
+    for name, plan in PLANS.items():
+        expand_checkpoint(folder / "tiny", folder / name, plan)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    return Path(shutil.copytree(saved / "layer-moe", tmp_path / "tiny-el"))
+
+
+def edit(folder, **fields):
+    """Changes fields of the last expansion in config.json."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["expansions"][-1] |= fields
+    file.write_text(json.dumps(config))
+
+
+def score(bits):
+    return LanguageScore(perplexity=8 * bits, bits_per_byte=bits, tokens=100, bytes=250)
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    models = {
+        "tiny": {"en": score(1.0), "zh": score(2.0), "el": score(3.0), "hu": score(4.0)},
+        "between": {"en": score(9.0)},
+        "tiny-el": {"en": score(1.01), "zh": score(2.0), "el": score(1.5)},
+    }
+    Evaluation(["en", "zh"], ["el", "hu"], models).to_json(tmp_path / "evaluation.json")
+    return tmp_path / "evaluation.json"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_method_has_a_valid_card(saved, name):
+    card = make_card(saved / name)
+    text = str(card)
+    assert metadata_errors(text) == []
+    assert ModelCard(text).data.to_dict() == card.data.to_dict()
+    assert not re.search(r"[{}]{2}(?!MoE-LPR|LLM)|{%|None|Undefined", text.replace("}},", "").replace("{{MoE", ""))
+    method = {"uniform": "moe-lpr", "dmoe": "dmoe"}.get(name, "layer-moe")
+    assert method in card.data.tags
+    assert ("2408.11396" in text) == (name != "dmoe")
+    assert ("2505.22582" in text) == (method == "layer-moe")
+    assert ("fewer where" in text) == (name == "layer-moe")
+    assert ("routing classifier" in text and "costs one FFN" in text) == (name in ("layer-moe", "classified"))
+    assert "No evaluation was recorded" in text
+    assert "Not at all yet." in text
+
+
+def test_metadata(checkpoint, evaluation):
+    card = make_card(checkpoint, "me/tiny-el", evaluation, license="mit", base="org/tiny")
+    data = yaml.safe_load(str(card).split("---")[1])
+    assert data["language"] == ["en", "zh", "el", "hu"]
+    assert data["license"] == "mit"
+    assert data["library_name"] == "transformers"
+    assert data["pipeline_tag"] == "text-generation"
+    assert data["base_model"] == "org/tiny"
+    assert data["base_model_relation"] == "finetune"
+    (index,) = data["model-index"]
+    assert index["name"] == "tiny-el"
+    found = {
+        (result["dataset"]["config"], metric["type"]): metric["value"]
+        for result in index["results"]
+        for metric in result["metrics"]
+    }
+    assert found == {
+        ("en", "bits_per_byte"): 1.01,
+        ("en", "perplexity"): 8.08,
+        ("zh", "bits_per_byte"): 2.0,
+        ("zh", "perplexity"): 16.0,
+        ("el", "bits_per_byte"): 1.5,
+        ("el", "perplexity"): 12.0,
+    }
+    assert metadata_errors(str(card)) == []
+
+
+def test_what_is_not_known_is_left_out(checkpoint):
+    data = yaml.safe_load(str(make_card(checkpoint)).split("---")[1])
+    # The base was a local folder: it has no id, and no card that names a license.
+    assert set(data) == {"language", "library_name", "pipeline_tag", "tags"}
+
+
+def test_results_put_old_languages_first_and_compare_with_the_base(checkpoint, evaluation):
+    text = str(make_card(checkpoint, evaluation=evaluation))
+    table = text.split("## Results")[1].split("Perplexity")[0].strip().splitlines()[2:]
+    assert table == [
+        "| language | tiny | this model | this model vs tiny |",
+        "| --- | ---: | ---: | ---: |",
+        "| en (old) | 1.000 | 1.010 | +1.0 % |",
+        "| zh (old) | 2.000 | 2.000 | +0.0 % |",
+        "| mean of old | 1.500 | 1.505 | +0.3 % |",
+        "| el (new) | 3.000 | 1.500 | -50.0 % |",
+    ]
+    assert "| el (new) | 24.000 | 12.000 | -50.0 % |" in text
+    assert "between" not in text
+    assert "Text in hu. Following instructions" in text.replace("\n", " ")
+
+
+def test_the_name_in_the_evaluation(checkpoint, evaluation):
+    renamed = checkpoint.rename(checkpoint.with_name("other"))
+    with pytest.raises(
+        InputError, match=r"has scores of tiny, between, tiny-el, but none of other; say which .*evaluated"
+    ):
+        make_card(renamed, evaluation=evaluation)
+    assert "1.010" in str(make_card(renamed, evaluation=evaluation, evaluated_as="tiny-el"))
+    assert "1.010" in str(make_card(renamed, "tiny-el", evaluation))
+    alone = scores_of_this(Evaluation.from_json(evaluation), ["tiny"], evaluation)
+    assert list(alone.models) == ["this model"]
+
+
+def test_training_is_told_without_folders(checkpoint):
+    edit(checkpoint, stages=[STAGE, {"stage": "average", "settings": {"models": ["a@1", "b@2"]}}])
+    text = str(make_card(checkpoint))
+    assert "Stage `post-pretrain`, 1,200 steps, seed 3." in text
+    assert "| el | 100 | 123,456 |" in text
+    settings = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
+    assert settings == {
+        "block_size": 32,
+        "training": {"learning_rate": 5e-5, "deepspeed": "ds.json", "files": ["el.jsonl"]},
+    }
+    assert "Stage `average`.\n\n```yaml\nmodels:\n- a@1\n- b@2\n```" in text
+    assert "Not at all yet" not in text
+    assert "/home" not in text
+
+
+def test_an_access_token_in_the_settings_is_refused(checkpoint):
+    edit(checkpoint, stages=[{**STAGE, "settings": {"training": {"hub_token": "hf_" + "x" * 30}}}])
+    with pytest.raises(InputError, match="an access token"):
+        make_card(checkpoint)
+
+
+def test_sizes_and_plan(checkpoint):
+    found = inspect_checkpoint(checkpoint)
+    text = str(make_card(checkpoint))
+    assert f"| parameters | {found.total:,}, {found.total / found.base:.2f} x the base model's {found.base:,} |" in text
+    assert f"| active for a token | {found.active:,} (top-2) |" in text
+    # four bytes each: float32
+    assert (
+        f"| added by the expansion | {found.total - found.base:,}, {readable_size(4 * (found.total - found.base))}"
+        in text
+    )
+    assert "| 0 | 3 | yes |\n| 1 | 3 | no |\n| 2 | 2 | no |" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(999, "999 bytes"), (93_600, "93.6 kB"), (2.4e6, "2.4 MB"), (1.234e12, "1.23e+03 GB")]
+)
+def test_readable_sizes(size, text):
+    assert readable_size(int(size)) == text
+
+
+def test_layers_that_are_alike_share_a_row(saved):
+    assert "| 0-2 | 3 | no |" in str(make_card(saved / "uniform"))
+
+
+def test_several_expansions(checkpoint):
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    first = config["expansions"][0] | {"stages": [STAGE]}
+    second = first | {"old_languages": ["en", "zh", "el", "hu"], "new_languages": ["tr"], "stages": []}
+    config["expansions"] = [first, second]
+    file.write_text(json.dumps(config))
+    card = make_card(checkpoint)
+    assert card.data.language == ["en", "zh", "el", "hu", "tr"]
+    assert "| old languages | en, zh |\n| new languages | el, hu, tr |" in card.text
+    assert "### Expansion 2: tr" in card.text
+
+
+@pytest.mark.parametrize(("code", "wanted"), [("zh-Hant", "zh"), ("yue", "yue"), ("ell", "el"), ("iw", "he")])
+def test_language_tags_become_the_codes_that_the_hub_knows(checkpoint, code, wanted):
+    edit(checkpoint, old_languages=[], new_languages=[code])
+    assert make_card(checkpoint).data.language == [wanted]
+
+
+@pytest.mark.parametrize("code", ["xx", "greek", "e", ""])
+def test_an_unknown_language_code_is_refused(checkpoint, code):
+    edit(checkpoint, new_languages=["hu", code])
+    message = rf"expansions\[0\]\.new_languages has '{code}', which is no language code of ISO 639"
+    with pytest.raises(InputError, match=message):
+        make_card(checkpoint)
+
+
+def test_a_checkpoint_without_history_or_of_an_unknown_method_is_refused(checkpoint):
+    edit(checkpoint, method="alchemy")
+    with pytest.raises(InputError, match="no card template for the method 'alchemy'"):
+        make_card(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "expansions": None}))
+    with pytest.raises(InputError, match="records no expansion"):
+        make_card(checkpoint)
+
+
+def test_an_expansion_only_card_names_the_base_that_is_fetched(checkpoint):
+    card = make_card(checkpoint, "me/x", license="mit", base="org/tiny", expansion_only=True)
+    assert card.data.base_model_relation == "adapter"
+    assert "holds only what the expansion added" in card.text
+    assert "[org/tiny](https://huggingface.co/org/tiny)" in card.text
+
+
+def test_the_command_prints_or_writes_it(checkpoint, tmp_path):
+    run = CliRunner()
+    printed = run.invoke(cli.app, ["card", str(checkpoint), "--repo-id", "me/x", "--license", "mit"])
+    assert printed.output.startswith("---\nlanguage:")
+    assert 'from_pretrained("me/x", trust_remote_code=True)' in printed.output
+    out = tmp_path / "README.md"
+    run.invoke(cli.app, ["card", str(checkpoint), "--repo-id", "me/x", "--license", "mit", "--out", str(out)])
+    assert out.read_text() == printed.output.rstrip("\n") + "\n"
+    again = run.invoke(cli.app, ["card", str(checkpoint), "--out", str(out)])
+    assert "exists already" in str(again.exception)

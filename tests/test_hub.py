@@ -1,0 +1,453 @@
+"""Publishing, against a server that speaks the hub's protocol; clients are processes of their own."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import save_dense
+from hub_server import OTHER_TOKEN, TOKEN, HubServer
+from huggingface_hub import metadata_load
+from safetensors.torch import load_file, save_file
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.hub_files import published_files, refuse_private
+
+PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
+WEIGHTS = "model-00001-of-00003.safetensors"
+SCORE = {"perplexity": 9.5, "bits_per_byte": 1.25, "tokens": 100, "bytes": 200}
+
+# Runs the code that it is sent, so that many pushes share one start of the interpreter.
+LOOP = """
+import contextlib, io, json, sys
+answers = sys.stdout
+for line in sys.stdin:
+    asked, said = json.loads(line), io.StringIO()
+    scope = dict(asked["values"])
+    try:
+        with contextlib.redirect_stdout(said):
+            exec(asked["code"], scope)
+        answer = {"value": scope.get("result")}
+    except Exception as error:
+        answer = {"error": type(error).__name__, "message": str(error)}
+    print(json.dumps({**answer, "said": said.getvalue()}), file=answers, flush=True)
+"""
+PUSH = """
+import dataclasses, os
+import hf_moe_expand.hub as hub
+from hf_moe_expand.load_check import check_loads_alone
+hub.check_loads_alone = check_loads_alone if check else (lambda folder: None)
+os.environ.update(environment)
+if environment.get("HF_TOKEN") == "":
+    del os.environ["HF_TOKEN"]
+result = dataclasses.asdict(hub.push_to_hub(model, repo_id, **options))
+"""
+
+
+class Client:
+    """A process with the package and a token for the server."""
+
+    def __init__(self, environment):
+        command = [sys.executable, "-c", LOOP]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, cwd="/")
+
+    def run(self, code, **values):
+        self.process.stdin.write(json.dumps({"code": code, "values": values}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        assert "error" not in answer or answer["error"] == "InputError", answer
+        return answer
+
+    def push(self, model, repo_id, token=TOKEN, check=False, **options):
+        """`push_to_hub` in the process: {"value": the Push} or {"message": what it refused}, and "said"."""
+        values = {"environment": {"HF_TOKEN": token}, "check": check, "options": options}
+        return self.run(PUSH, model=str(model), repo_id=repo_id, **values)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HubServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def client(server, home):
+    client = Client(server.environment(home))
+    yield client
+    client.process.stdin.close()
+    client.process.wait()
+
+
+@pytest.fixture(scope="module")
+def base(server, tmp_path_factory):
+    """A dense model on the hub, with a license."""
+    folder = save_dense(tmp_path_factory.mktemp("dense") / "tiny")
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# tiny\n")
+    server.add("org/tiny", {file.name: file.read_bytes() for file in folder.iterdir()})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(base, client, tmp_path_factory):
+    """What `run` leaves behind, with the base from the hub."""
+    folder = tmp_path_factory.mktemp("run")
+    PLAN.save(folder / "plan.json")
+    code = "from hf_moe_expand import Plan, expand_checkpoint\n"
+    code += "expand_checkpoint('org/tiny', run + '/review', Plan.load(run + '/plan.json'), max_shard_size='80KB')"
+    client.run(code, run=str(folder))
+    names = ["base", "post-pretrained", "reviewed"]
+    evaluation = {"old": ["en"], "new": ["el"], "models": {name: {"en": SCORE, "el": SCORE} for name in names}}
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    (folder / "recipe.yaml").write_text("base: org/tiny\noutput: runs/el\nnew: {el: el.jsonl}\n")
+    (folder / "steps.json").write_text("{}")
+    (folder / "review" / "trainer_state.json").write_text('{"best_model_checkpoint": "/home/me/x"}')
+    return folder
+
+
+@pytest.fixture
+def checkpoint(run_folder, tmp_path):
+    """A copy of the final checkpoint to change at will."""
+    return Path(shutil.copytree(run_folder / "review", tmp_path / "tiny-el"))
+
+
+def change_weights(folder):
+    """Adds 1 to every weight of every file."""
+    for file in folder.glob("*.safetensors"):
+        save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def published(server, client, run_folder):
+    """The first push, with everything that a push does."""
+    return client.push(run_folder / "review", "tiny-el", check=True, private=True)
+
+
+def test_push_publishes_what_belongs_to_the_checkpoint_and_nothing_else(server, run_folder, published):
+    found = server.files("me/tiny-el")
+    local = {file.name: file.read_bytes() for file in (run_folder / "review").iterdir()}
+    del local["trainer_state.json"]
+    local |= {name: (run_folder / name).read_bytes() for name in ("plan.json", "recipe.yaml", "evaluation.json")}
+    card = found.pop("README.md").decode()
+    assert set(found) - set(local) == {".gitattributes"}
+    assert {name: found[name] for name in local} == local
+    assert WEIGHTS in local
+    assert server.repo("me/tiny-el").private
+    assert published["value"]["repo_id"] == "me/tiny-el"  # the token's namespace
+    assert published["value"]["commit"] == server.repo("me/tiny-el").branches["main"]
+    assert card == published["value"]["card"]
+    data = yaml.safe_load(card.split("---")[1])
+    assert data["base_model"] == "org/tiny"
+    assert data["license"] == "apache-2.0"  # the base's
+    assert 'from_pretrained("me/tiny-el", trust_remote_code=True)' in card
+    assert "| el (new) | 1.250 | 1.250 | +0.0 % |" in card
+
+
+def test_an_unchanged_push_sends_nothing(server, client, run_folder, published):
+    commits, sent = server.count("POST", "/commit/"), server.count("PUT")
+    again = client.push(run_folder / "review", "me/tiny-el")
+    assert not again["value"]["changed"]
+    assert again["value"]["commit"] == published["value"]["commit"]
+    assert "unchanged" in again["said"]
+    assert (server.count("POST", "/commit/"), server.count("PUT")) == (commits, sent)
+
+
+def test_a_broken_upload_goes_on_where_it_stopped(server, client, checkpoint):
+    change_weights(checkpoint)  # nothing of it is on the server yet
+    names = sorted(file.name for file in checkpoint.glob("*.safetensors"))
+    server.uploads_left = 2
+    try:
+        broken = client.push(checkpoint, "me/broken")
+    finally:
+        server.uploads_left = None
+    assert "the upload broke off" in broken["message"]
+    assert "Run the same command again" in broken["message"]
+    assert set(server.files("me/broken")) == {".gitattributes"}
+    sent = server.count("PUT")
+    resumed = client.push(checkpoint, "me/broken")
+    assert resumed["value"]["changed"]
+    assert server.count("PUT") - sent == 1
+    assert len(names) == 3
+    found = server.files("me/broken")
+    assert all(found[name] == (checkpoint / name).read_bytes() for name in names)
+
+
+PULL = """
+import json, sys
+sys.modules["hf_moe_expand"] = None
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+first, local = sys.argv[1:]
+remote = {"trust_remote_code": True}
+found = {}
+config = AutoConfig.from_pretrained("me/pinned", **remote)
+found["experts"] = config.num_experts_per_layer
+model = AutoModelForCausalLM.from_pretrained("me/pinned", **remote)
+tokenizer = AutoTokenizer.from_pretrained("me/pinned", **remote)
+batch = tokenizer("text", return_tensors="pt")
+found["generated"] = model.generate(**batch, max_new_tokens=4, do_sample=False).shape[1] - batch.input_ids.shape[1]
+hidden = AutoModel.from_pretrained("me/pinned", **remote)(**batch).last_hidden_state
+found["hidden"] = list(hidden.shape)
+name = "model.layers.0.mlp.router.weight"
+old = AutoModelForCausalLM.from_pretrained("me/pinned", revision=first, **remote)
+found["step"] = (model.get_parameter(name) - old.get_parameter(name)).mean().item()
+whole = AutoModelForCausalLM.from_pretrained(local, **remote).state_dict()
+assembled = AutoModelForCausalLM.from_pretrained("me/added", **remote)
+found["added is whole"] = all(torch.equal(whole[key], value) for key, value in assembled.state_dict().items())
+found["added again"] = AutoModel.from_pretrained("me/added", **remote).config.hidden_size
+try:
+    AutoConfig.from_pretrained("me/pinned", token=False, cache_dir=local + "-cache", **remote)
+except OSError as error:
+    found["refused"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def test_anyone_with_transformers_alone_pulls_it(server, client, base, checkpoint, tmp_path):
+    first = client.push(checkpoint, "me/pinned", private=True)["value"]["commit"]
+    assert client.push(checkpoint, "me/added", expansion_only=True)["value"]["changed"]
+    assert not any(name.startswith("model") and name.endswith(".safetensors") for name in server.files("me/added"))
+    assert "expansion.safetensors" in server.files("me/added")
+    local = shutil.copytree(checkpoint, tmp_path / "whole")
+    change_weights(checkpoint)
+    second = client.push(checkpoint, "me/pinned")["value"]
+    assert second["changed"]
+    assert second["commit"] != first
+    # The base moves on; the expansion asks for the commit that it was made from.
+    original = {name: data for name, data in server.files("org/tiny").items() if not name.endswith(".safetensors")}
+    server.add("org/tiny", {**original, "model.safetensors": b"something else"})
+    command = [sys.executable, "-c", PULL, first, str(local)]
+    environment = server.environment(tmp_path / "fresh")
+    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["experts"] == [3, 1, 2]
+    assert found["generated"] == 4
+    assert found["hidden"] == [1, 4, 32]
+    assert found["step"] == pytest.approx(1, abs=1e-5)
+    assert found["added is whole"]
+    assert found["added again"] == 32
+    assert "me/pinned" in found["refused"]
+
+
+def test_shards_of_an_earlier_push_do_not_stay(server, client, checkpoint):
+    client.push(checkpoint, "me/resharded")
+    code = "from hf_moe_expand.modeling import LayerMoEForCausalLM\n"
+    code += "LayerMoEForCausalLM.from_pretrained(folder).save_pretrained(folder + '-one')"
+    client.run(code, folder=str(checkpoint))
+    client.push(f"{checkpoint}-one", "me/resharded")
+    weights = {name for name in server.files("me/resharded") if "safetensors" in name}
+    assert weights == {"model.safetensors"}
+
+
+def test_a_push_to_a_branch_leaves_main_alone(server, client, checkpoint):
+    client.push(checkpoint, "me/branched")
+    before = server.files("me/branched")
+    change_weights(checkpoint)
+    client.push(checkpoint, "me/branched", revision="longer")
+    assert server.files("me/branched") == before
+    assert server.files("me/branched", "longer")[WEIGHTS] == (checkpoint / WEIGHTS).read_bytes() != before[WEIGHTS]
+
+
+def test_a_dry_run_prints_files_and_card_and_asks_the_hub_for_nothing(server, client, checkpoint):
+    (checkpoint / "README.md").write_text("---\nlanguage: [el]\n---\n# mine\n")
+    asked = len(server.requests)
+    done = client.push(checkpoint, "me/dry", token="", dry_run=True)
+    assert len(server.requests) == asked
+    assert f"{(checkpoint / WEIGHTS).stat().st_size:>15,}  {WEIGHTS}\n" in done["said"]
+    assert "# mine" in done["said"]
+    assert "no evaluation" in done["said"]  # this folder lies in no run
+    assert done["value"]["commit"] is None
+    assert ("model", "me/dry") not in server.repos
+
+
+def test_a_card_that_a_trainer_wrote_gives_way_to_ours(client, checkpoint):
+    (checkpoint / "README.md").write_text("---\ntags: [generated_from_trainer]\n---\n# theirs\n")
+    card = client.push(checkpoint, "me/x", token="", dry_run=True)["value"]["card"]
+    assert "# theirs" not in card
+    assert "LayerMoE" in card
+
+
+def test_a_run_s_first_checkpoint_does_not_get_the_last_one_s_scores(client, run_folder, checkpoint):
+    shutil.copytree(checkpoint, run_folder / "expanded", dirs_exist_ok=True)
+    done = client.push(run_folder / "expanded", "me/x", token="", dry_run=True)
+    assert "no evaluation" in done["said"]
+    assert "evaluation.json" not in done["value"]["files"]
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "options", "message"),
+    [
+        ("me/x", {"token": ""}, "needs an access token with write permission: log in with `hf auth login`"),
+        ("me/x", {"token": "hf_" + "wrong" * 6}, "The hub refuses the access token"),
+        ("other/x", {}, "other/x: the access token may not write there"),
+        ("me/tiny-el-of-mine", {"token": OTHER_TOKEN}, "may not write there"),
+        ("me/corpus", {}, "me/corpus: is a dataset on the hub already"),
+        ("me/tool", {}, "me/tool: is a space on the hub already"),
+        ("me/bert", {}, "me/bert: holds a model of type bert, which this push would overwrite"),
+        ("me/gguf", {}, "me/gguf: holds weights without config.json"),
+        ("me/public", {"private": True}, "me/public: is there already, and public"),
+        ("a/b/c", {}, "a/b/c: no id of a repository"),
+        ("me/x", {"license": 7}, 'the hub refuses the card: .*"license" must be a string'),
+        ("me/x", {"expansion_only": True, "base": "/"}, "--base /: is a folder here"),
+    ],
+)
+def test_what_a_push_refuses(server, client, checkpoint, repo_id, options, message):
+    server.add("me/corpus", {}, kind="dataset")
+    server.add("me/tool", {}, kind="space")
+    server.add("me/bert", {"config.json": b'{"model_type": "bert"}', "model.safetensors": b"x"})
+    server.add("me/gguf", {"pytorch_model.bin": b"x"})
+    server.add("me/public", {"README.md": b"x"})
+    commits = server.count("POST", "/commit/")
+    answer = client.push(checkpoint, repo_id, **options)
+    with pytest.raises(InputError, match=message):
+        raise InputError(answer["message"])
+    assert "\n" not in answer["message"]
+    assert server.count("POST", "/commit/") == commits
+
+
+def test_a_checkpoint_that_does_not_load_alone_is_refused(server, client, checkpoint):
+    file = checkpoint / "modeling_layer_moe.py"
+    file.write_text("import hf_moe_expand\n" + file.read_text())
+    answer = client.push(checkpoint, "me/unloadable", check=True)
+    assert "does not load in a fresh process with transformers alone" in answer["message"]
+    assert "hf_moe_expand" in answer["message"]
+    assert ("model", "me/unloadable") not in server.repos
+
+
+def test_a_private_model_without_a_token_is_a_clear_error(server, client, published):
+    code = "import os; os.environ.pop('HF_TOKEN', None)\n"
+    code += "from hf_moe_expand.checkpoint.source import resolve_checkpoint; resolve_checkpoint(name)"
+    server.add("me/secret", {"config.json": b"{}"}, private=True)
+    answer = client.run(code, name="me/secret")
+    assert answer["message"].startswith("me/secret: no such folder, and the hub shows no model of that name")
+    assert "set HF_TOKEN" in answer["message"]
+
+
+def test_trainer_push_to_hub_still_works(server, client, checkpoint, tmp_path):
+    code = f"""
+import os
+os.environ["HF_TOKEN"] = {TOKEN!r}
+from transformers import AutoTokenizer, Trainer, TrainingArguments
+from hf_moe_expand.modeling import LayerMoEForCausalLM
+arguments = TrainingArguments(out, hub_model_id="me/trained", use_cpu=True, report_to="none")
+model = LayerMoEForCausalLM.from_pretrained(folder)
+Trainer(model, arguments, processing_class=AutoTokenizer.from_pretrained(folder)).push_to_hub()
+"""
+    client.run(code, folder=str(checkpoint), out=str(tmp_path / "out"))
+    assert {"model.safetensors", "config.json", "modeling_layer_moe.py", "tokenizer.json"} <= set(
+        server.files("me/trained")
+    )
+
+
+# What goes into a push, without a hub.
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    expand_checkpoint(save_dense(folder / "tiny"), folder / "tiny-el", PLAN)
+    return folder / "tiny-el"
+
+
+@pytest.fixture
+def folder(local, tmp_path):
+    return Path(shutil.copytree(local, tmp_path / "tiny-el"))
+
+
+def test_foreign_files_are_refused_unless_included(folder):
+    before = published_files(folder)
+    (folder / "notes.txt").write_text("x")
+    (folder / "old").mkdir()
+    (folder / "old" / "weights.pt").write_text("x")
+    with pytest.raises(InputError, match=r"no part of the checkpoint: notes\.txt, old\. Move it away"):
+        published_files(folder)
+    shutil.rmtree(folder / "old")
+    assert set(published_files(folder, ["notes.txt"])) == {*before, "notes.txt"}
+    with pytest.raises(InputError, match=r"--include names \.\./x"):
+        published_files(folder, ["../x"])
+
+
+def test_what_training_leaves_behind_stays_at_home(folder):
+    before = published_files(folder)
+    (folder / "checkpoint-5").mkdir()
+    for name in ("training_args.bin", "trainer_state.json", "optimizer.pt", "checkpoint-5/x.pt", ".DS_Store"):
+        (folder / name).write_text("x")
+    assert published_files(folder) == before
+
+
+def test_code_is_what_config_json_names_and_what_that_imports(folder):
+    code = {name for name in published_files(folder) if name.endswith(".py")}
+    assert {"modeling_layer_moe.py", "expanded_model.py", "expansion_only.py", "expanded_config.py"} <= code
+    (folder / "modeling_layer_moe.py").unlink()
+    with pytest.raises(InputError, match=r"names modeling_layer_moe\.py, which is missing"):
+        published_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", '{"a": [{"b": "/data/x/el.jsonl"}]}', "config.json: holds a path of this machine .*/data/x/el"),
+        ("config.json", '{"/srv/me/x": 1}', "/srv/me/x"),
+        ("recipe.yaml", "base: ~/models/tiny", "recipe.yaml: holds a path of this machine .~/models/tiny"),
+        ("plan.json", r'{"a": "C:\\Users\\me"}', "plan.json: holds a path"),
+        ("README.md", "see /home/me/notes", "README.md: holds a path of this machine ./home/me/notes"),
+        ("README.md", "file by `/Users/me/x`", "/Users/me/x"),
+        ("x.py", "TOKEN = 'hf_abcdefghijklmnopqrstuvwxyz'", r"x.py: holds an access token .hf_abc\.\.\."),
+        ("tokenizer.json", '{"hf_abcdefghijklmnopqrstuvwxyz": 1}', "tokenizer.json: holds an access token"),
+        ("config.json", '{"key": "sk-abcdefghijklmnopqrstuvwx"}', "an access token"),
+        ("recipe.yaml", "a: [", "recipe.yaml: cannot be read"),
+    ],
+)
+def test_tokens_and_local_paths_are_refused(name, text, message):
+    with pytest.raises(InputError, match=message) as refused:
+        refuse_private({name: text.encode()})
+    assert "ghijkl" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("README.md", "https://huggingface.co/home/me/x and and/or, a/b/c; 24 h/day"),
+        ("config.json", '{"a": "org/model", "b": "/", "c": "</s>", "d": "24/7"}'),
+        ("tokenizer.json", '{"/home/me": 1, "/usr/bin/x": 2}'),
+        ("tokenizer_config.json", r'{"chat_template": "Q:\n\nA:\n/think/no"}'),
+        ("recipe.yaml", "old: {en: data/en.jsonl}"),
+    ],
+)
+def test_what_only_looks_like_a_path_passes(name, text):
+    refuse_private({name: text.encode()})
+
+
+def test_metadata_of_weight_files_is_checked_too(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"from": "/home/me/run"})
+    with pytest.raises(InputError, match=r"model\.safetensors: holds a path of this machine"):
+        refuse_private({"model.safetensors": tmp_path / "model.safetensors"})
+
+
+def test_the_token_in_use_is_found_whatever_it_looks_like(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
+    with pytest.raises(InputError, match="an access token"):
+        refuse_private({"README.md": b"key: a-token-of-another-kind"})
+
+
+def test_the_hub_and_its_library_read_the_card(client, tmp_path, published):
+    code = "from huggingface_hub import ModelCard; ModelCard(text).validate()"
+    client.run(code, text=published["value"]["card"])  # asks the server
+    (tmp_path / "README.md").write_text(published["value"]["card"])
+    data = metadata_load(tmp_path / "README.md")
+    assert data["model-index"][0]["results"][0]["metrics"][0] == {
+        "type": "bits_per_byte",
+        "value": 1.25,
+        "name": "bits per byte",
+    }
