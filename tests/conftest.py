@@ -10,7 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from hf_moe_expand import cli
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 
 HERE = Path(__file__).resolve().parent
@@ -79,6 +81,15 @@ def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:
 def write_texts(path: Path, texts) -> Path:
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), "utf-8")
     return path
+
+
+def invoke(*arguments) -> str:
+    """Runs the command line in this process; returns what it prints."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def run_fresh(code: str, *arguments: str) -> str:

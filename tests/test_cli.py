@@ -7,30 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
-from conftest import save_dense, write_texts
-from typer.testing import CliRunner
+from conftest import invoke, save_dense, write_texts
 
 from hf_moe_expand import cli
 from hf_moe_expand.recipe import Recipe
 
 README = Path(__file__).parents[1] / "README.md"
-runner = CliRunner()
 
 
-def invoke(*arguments):
-    result = runner.invoke(cli.app, [str(argument) for argument in arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def commands():
-    groups = {"analyze": ["similarity"], "plan": ["layer-moe", "uniform", "mola", "random"]}
-    groups["train"] = ["post-pretrain", "review"]
-    single = [["expand"], ["evaluate"], ["inspect"], ["validate"], ["run"], ["demo"]]
-    return [[group, verb] for group, verbs in groups.items() for verb in verbs] + single
+def commands(group=None, path=()):
+    """Every verb: `["plan", "dmoe"]`."""
+    group = group or typer.main.get_command(cli.app)
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield [*path, name]
 
 
 @pytest.mark.parametrize("verb", commands(), ids=" ".join)
@@ -100,7 +94,7 @@ def test_every_command_of_the_readme_runs(workplace):
     ]
     lines = [line.replace("accelerate launch $(which hf-moe-expand)", "hf-moe-expand") for line in lines]
     lines = [line for line in lines if line.startswith("hf-moe-expand")]
-    assert len(lines) == 7
+    assert len(lines) == 8
     extra = {"analyze": ["--tokens", "300", "--block-size", "32"], "plan": ["--similarity-floor", "0.01"]}
     said = {}
     for line in lines:
@@ -160,6 +154,75 @@ def test_plans_from_the_command_line(tmp_path, error_of):
     invoke("plan", "random", "--layers", tmp_path / "base", "--total-experts", 8, "--out", tmp_path / "c.json")
     assert sum(yaml.safe_load((tmp_path / "c.json").read_text())["experts_per_layer"]) == 8
     assert "exists already" in error_of("plan", "mola", "--layers", 8, "--out", "b.json")
+
+
+@pytest.fixture
+def deviation(tmp_path, monkeypatch):
+    """`analyze deviation` of a tiny model on four languages, run in `tmp_path`: its arguments."""
+    monkeypatch.chdir(tmp_path)
+    save_dense(tmp_path / "base", num_hidden_layers=5)
+    words = {
+        "en": "a plain sentence ",
+        "es": "una frase sencilla ",
+        "el": "μια απλή πρόταση ",
+        "tr": "yalın bir cümle ",
+    }
+    data = [
+        ("--data", f"{code}={write_texts(tmp_path / f'{code}.jsonl', [text * 30])}") for code, text in words.items()
+    ]
+    sizes = ["--steps", 2, "--batch-size", 2, "--block-size", 32]
+    return ["analyze", "deviation", "base", *(word for pair in data for word in pair), *sizes]
+
+
+def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
+    text = invoke(*deviation, "--out", "deviation.json", "--figure", "deviation.svg")
+    assert re.search(r"\n    4  0\.\d{6}\n", text)
+    assert re.search(r"\nen +(es|el|tr) -?\d\.\d{3}\n", text)
+    assert "<svg" in (tmp_path / "deviation.svg").read_text()
+    assert not (tmp_path / "deviation.json.work").exists()
+    text = invoke(
+        "plan", "dmoe", "--deviation", "deviation.json", "--groups", 2, "--out", "a.json", "--figure", "a.png"
+    )
+    plan = yaml.safe_load((tmp_path / "a.json").read_text())
+    assert sorted(plan["experts_per_layer"]) == [1, 1, 1, 2, 2]
+    assert f"expert 1  {', '.join(plan['groups'][1])}" in text
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    dmoe = ["plan", "dmoe", "--deviation", "deviation.json"]
+    by_hand = ["--by-hand", "en, es; el; tr", "--threshold", 0]
+    invoke(*dmoe, *by_hand, "--out", "b.json")
+    plan = yaml.safe_load((tmp_path / "b.json").read_text())
+    assert (plan["groups"], plan["experts_per_layer"]) == ([["en", "es"], ["el"], ["tr"]], [3] * 5)
+    (tmp_path / "v.csv").write_text("en,1,0\nes,0,1\nel,1,0.1\n")
+    drawn = []
+    for seed in range(4):
+        invoke(*dmoe, "--groups", 2, "--random", "--seed", seed, "--out", "c.json", "--overwrite")
+        drawn.append(str(yaml.safe_load((tmp_path / "c.json").read_text())["groups"]))
+    assert len(set(drawn)) > 1
+    for arguments, message in [
+        (["--groups", 5], "error: 5 groups were asked for, but there are 4 languages."),
+        (["--groups", 2, "--threshold", 1.5], "error: A threshold of 1.5 selects no layer"),
+        (["--groups", 2, "--ratio", 0.4, "--threshold", 0.6], "give exactly one of the two"),
+        (["--groups", 2, "--vectors", "v.csv"], "error: v.csv: no vector for tr."),
+        (["--groups", 2, "--vectors", "v.csv", "--random"], "give one of them at most"),
+        (["--by-hand", "en,es;el,es"], "es is named twice"),
+        (["--groups", 2, *by_hand], "Give the number of groups"),
+        (["--groups", 2, "--figure", "a.png"], "a.png: exists already"),
+        (["--groups", 2, "--figure", "a.bmp"], "a.bmp: unknown kind of picture"),
+    ]:
+        assert message in error_of(*dmoe, *arguments, "--out", "d.json")
+    assert not (tmp_path / "d.json").exists()
+    assert "not a deviation analysis" in error_of("plan", "dmoe", "--deviation", "a.json", "--groups", 2, "--out", "d")
+    (tmp_path / "v.csv").write_text("en,1,0\nes,0,1\nel,1,0.1\ntr,0,2\n")
+    assert "expert 1  el, en" in invoke(*dmoe, "--groups", 2, "--vectors", "v.csv", "--out", "d.json")
+
+
+def test_a_work_folder_that_is_named_is_kept_and_used_again(tmp_path, deviation, error_of):
+    invoke(*deviation, "--out", "a.json", "--work-dir", "work")
+    invoke(*deviation, "--out", "b.json", "--work-dir", "work")
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+    assert (tmp_path / "work" / "language-en").is_dir()
+    assert "seed was 0, is 1" in error_of(*deviation, "--out", "c.json", "--work-dir", "work", "--seed", 1)
+    assert "need 64,000 tokens" in error_of(*deviation[:-3], 1000, *deviation[-2:], "--out", "c.json")
 
 
 def test_the_readmes_file_tree_names_every_module():

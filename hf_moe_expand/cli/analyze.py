@@ -1,0 +1,179 @@
+"""Verbs that measure a model on text."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .apps import analyze_app
+from .common import check_figure, check_file, codes, print_table, text_sources
+from .options import (
+    BatchSize,
+    BlockSize,
+    Data,
+    Figure,
+    Model,
+    New,
+    NewCodes,
+    Old,
+    OldCodes,
+    Out,
+    Overwrite,
+    Revision,
+    Seed,
+)
+
+
+@analyze_app.command("similarity")
+def analyze_similarity(
+    base: Model,
+    old: Old,
+    new: New,
+    out: Out,
+    tokens: Annotated[int, typer.Option(help="Tokens of each language.")] = 100_000,
+    block_size: BlockSize = 1024,
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """How alike the languages are in each layer (LayerMoE), dense or expanded model.
+
+    Example: hf-moe-expand analyze similarity Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out analysis.json
+    """
+    check_file(out, overwrite)
+    old_sources, new_sources = text_sources(old), text_sources(new)
+    from ..data.sources import check_languages
+
+    check_languages(old_sources, new_sources)
+    for source in [*old_sources.values(), *new_sources.values()]:
+        source.files()
+    from ..analysis.similarity import measure_similarity
+    from ..models import load_for_inference
+
+    model, tokenizer = load_for_inference(base, revision)
+    texts = {c: s.load().shuffle(seed=seed)["text"] for c, s in {**old_sources, **new_sources}.items()}
+    result = measure_similarity(
+        model, tokenizer, texts, list(old_sources), list(new_sources), tokens, block_size, batch_size
+    )
+    result.to_json(out)
+    print("layer  similarity")
+    for layer, value in enumerate(result.similarity):
+        print(f"{layer:5d}  {value:.4f}")
+    print(f"wrote {out}")
+
+
+@analyze_app.command("deviation")
+def analyze_deviation(
+    base: Model,
+    data: Data,
+    out: Out,
+    steps: Annotated[int, typer.Option(help="Training steps on each language.")] = 10,
+    learning_rate: Annotated[float, typer.Option(help="Of the first step; decays to zero.")] = 8e-6,
+    batch_size: Annotated[int, typer.Option(help="Blocks in a step.")] = 2048,
+    block_size: BlockSize = 512,
+    micro_batch_size: Annotated[int, typer.Option(help="Blocks in a forward and backward pass.")] = 8,
+    last_layers: Annotated[int, typer.Option(help="Compare languages over the FFNs of so many last layers.")] = 3,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for what each language gave, kept; by default beside --out until that is written."),
+    ] = None,
+    figure: Figure = None,
+    seed: Seed = 0,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """How far training on each language moves each layer's FFN, and how alike the languages are in that (DMoE).
+
+    Needs memory for training in float32, 16 bytes a parameter. Run again after an interruption, it goes on with the
+    next language.
+
+    Example: hf-moe-expand analyze deviation Qwen/Qwen2.5-0.5B --data el=el.jsonl --data hu=hu.jsonl --out found.json
+    """
+    check_file(out, overwrite)
+    check_figure(figure, overwrite)
+    sources = text_sources(data)
+    for source in sources.values():
+        source.files()
+    from ..analysis.deviation import measure_deviation
+    from ..checkpoint.source import load_base_config, resolve_checkpoint
+    from ..models import load_for_inference
+
+    load_base_config(resolve_checkpoint(base, revision, weights=False))
+    model, tokenizer = load_for_inference(base, revision)
+    work = work_dir or out.with_name(f"{out.name}.work")
+    result = measure_deviation(
+        model, tokenizer, {code: source.load()["text"] for code, source in sources.items()}, work_dir=work, steps=steps,
+        learning_rate=learning_rate, batch_size=batch_size, block_size=block_size, micro_batch_size=micro_batch_size,
+        last_layers=last_layers, seed=seed,
+    )  # fmt: skip
+    result.to_json(out)
+    if work_dir is None:
+        shutil.rmtree(work)
+    print("layer  deviation")
+    for layer, value in enumerate(result.deviation):
+        print(f"{layer:5d}  {value:.6f}")
+    print("language  most alike")
+    for row, language in enumerate(result.languages):
+        others = [column for column in range(len(result.languages)) if column != row]
+        for nearest in sorted(others, key=lambda column: -result.similarity[row][column])[:1]:
+            print(f"{language:8}  {result.languages[nearest]} {result.similarity[row][nearest]:.3f}")
+    if figure is not None:
+        from ..evaluation.figures import plot_deviation
+
+        plot_deviation(figure, result.languages, result.similarity, result.deviation)
+    print(f"wrote {out}")
+
+
+@analyze_app.command("routing")
+def analyze_routing(
+    model: Model,
+    data: Data,
+    out: Out,
+    old: OldCodes = "",
+    new: NewCodes = "",
+    tokens: Annotated[int, typer.Option(help="Tokens of each language.")] = 20_000,
+    block_size: BlockSize = 1024,
+    batch_size: BatchSize = 8,
+    figures: Annotated[Path | None, typer.Option(help="Folder for pictures as well.")] = None,
+    seed: Seed = 0,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Which experts each language uses in each layer of an expanded model, how surely, and whether it matters which.
+
+    Which languages are old and new is read from the checkpoint, or told with --old and --new.
+
+    Example: hf-moe-expand analyze routing qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out routing.json
+    """
+    check_file(out, overwrite)
+    pictures = {} if figures is None else {name: figures / f"{name}.png" for name in ("expert_shares", "expert_0")}
+    for picture in pictures.values():
+        check_file(picture, overwrite)
+    sources = text_sources(data)
+    for source in sources.values():
+        source.files()
+    from ..analysis.routing import language_classes, measure_routing
+    from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+    from ..models import load_for_inference
+
+    config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
+    language_classes(config, sources, codes(old), codes(new))
+    network, tokenizer = load_for_inference(model, revision)
+    texts = {code: source.load().shuffle(seed=seed)["text"] for code, source in sources.items()}
+    result = measure_routing(
+        network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, old=codes(old),
+        new=codes(new), random_seeds=(seed, seed + 1),
+    )  # fmt: skip
+    result.to_json(out)
+    print_table(*result.rows())
+    ways = (result.perplexity, result.random_perplexity)
+    rows = [[code, *(f"{perplexity[code]:.2f}" for perplexity in ways)] for code in result.classes]
+    print_table(["perplexity", "router's experts", "random experts"], rows)
+    if pictures:
+        from ..evaluation.figures import plot_expert_0_scores, plot_expert_shares
+
+        plot_expert_shares(pictures["expert_shares"], result)
+        plot_expert_0_scores(pictures["expert_0"], result)
+    print(f"wrote {out}")

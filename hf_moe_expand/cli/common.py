@@ -1,0 +1,86 @@
+"""What several verbs do: read arguments, check outputs, print tables."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..evaluation.report import Evaluation
+
+
+def text_sources(arguments: list[str]) -> dict[str, Any]:
+    from ..data.sources import LanguageText
+
+    sources: dict[str, LanguageText] = {}
+    for argument in arguments:
+        source = LanguageText.parse(argument)
+        if source.language in sources:
+            raise InputError(f"Language {source.language!r} is given twice; put its files into one folder.")
+        sources[source.language] = source
+    return sources
+
+
+def evaluate_models(
+    models: list[str],
+    sources: dict[str, Any],
+    old: list[str],
+    new: list[str],
+    block_size: int = 1024,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    ensemble: int | None = None,
+) -> "Evaluation":
+    """Scores models side by side and prints both tables."""
+    from ..evaluation.perplexity import evaluate_model
+    from ..evaluation.report import Evaluation
+    from ..models import load_for_inference
+
+    result = Evaluation(old, [code for code in new if code in sources])
+    texts = {code: source.load()["text"] for code, source in sources.items()}
+    for name in models:
+        model, tokenizer = load_for_inference(name)
+        label = Path(name).name if Path(name).is_dir() else name
+        if label in result.models:
+            raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
+        result.models[label] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
+    if ensemble is not None:
+        from ..evaluation.ensemble import evaluate_ensemble
+
+        del model  # the ensemble needs room for one
+        result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
+            models, tokenizer, texts, ensemble, block_size, batch_size, max_tokens
+        )
+    print("bits per byte")
+    print_table(*result.rows())
+    print("perplexity")
+    print_table(*result.rows("perplexity"))
+    return result
+
+
+def codes(argument: str) -> list[str]:
+    return [code.strip() for code in argument.split(",") if code.strip()]
+
+
+def check_file(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise InputError(f"{path}: exists already; choose another file or pass --overwrite.")
+
+
+def check_figure(path: Path | None, overwrite: bool) -> None:
+    if path is not None:
+        if path.suffix not in (".svg", ".png", ".pdf"):
+            raise InputError(f"{path}: unknown kind of picture; known are .svg, .png and .pdf.")
+        check_file(path, overwrite)
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

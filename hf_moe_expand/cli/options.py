@@ -1,0 +1,44 @@
+"""Options and arguments that several verbs share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.")]
+Old = Annotated[list[str], typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat.")]
+New = Annotated[list[str], typer.Option("--new", help="LANGUAGE=FILE of a new language; repeat.")]
+Data = Annotated[list[str], typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")]
+OldCodes = Annotated[str, typer.Option("--old", help="Codes of the old languages, e.g. en,es,zh.")]
+NewCodes = Annotated[str, typer.Option("--new", help="Codes of the new languages, e.g. el,hu,tr.")]
+Out = Annotated[Path, typer.Option("--out", help="File to write.")]
+Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
+Config = Annotated[Path | None, typer.Option(help="YAML file with the stage's settings.")]
+Layers = Annotated[str | None, typer.Option("--layers", help="Number of layers, or a checkpoint that has them.")]
+TopK = Annotated[int, typer.Option(help="Active experts a token.")]
+ClassifierCount = Annotated[int, typer.Option("--classifier-layers", help="How many layers get a classifier.")]
+ClassifierChoice = Annotated[str, typer.Option(help="Which: similarity, random, last, all or none.")]
+Analysis = Annotated[Path | None, typer.Option(help="analysis.json, for classifiers by similarity.")]
+Total = Annotated[int, typer.Option("--total-experts", help="Experts in all layers, each layer's original counted.")]
+Minimum = Annotated[int | None, typer.Option(help="Least experts a layer; 2, or 1 new one with --from.")]
+GrowsFrom = Annotated[
+    str | None,
+    typer.Option("--from", help="Expanded checkpoint that the plan is to grow; counts are then of new experts."),
+]
+OutFolder = Annotated[Path, typer.Argument(help="Folder to write.")]
+Base = Annotated[str, typer.Option("--base", help="The dense model that both grew from.")]
+Instruct = Annotated[str, typer.Option("--instruct", help="A fine-tune of the base.")]
+Scale = Annotated[float, typer.Option(help="Factor of instruct minus base.")]
+KeepTokenizer = Annotated[
+    bool, typer.Option("--keep-tokenizer", help="Keep the model's own tokenizer, chat template and generation config.")
+]
+ShardSize = Annotated[str, typer.Option(help="Largest weight file.")]
+BatchSize = Annotated[int, typer.Option(help="Blocks in a forward pass.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
+Figure = Annotated[Path | None, typer.Option(help="Picture to write as well (.svg, .png, .pdf).")]
+Evaluated = Annotated[Path | None, typer.Option(help="evaluation.json, for the card's results.")]
+EvaluatedAs = Annotated[str | None, typer.Option(help="Name of this model in the evaluation.")]
+License = Annotated[str | None, typer.Option(help="License for the card; by default that of the base model's card.")]
+BaseId = Annotated[str | None, typer.Option("--base", help="Hub id of the base model, if it was a local folder.")]

@@ -1,0 +1,72 @@
+"""Verbs that publish a checkpoint."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .apps import app
+from .common import check_file
+from .options import (
+    BaseId,
+    Evaluated,
+    EvaluatedAs,
+    License,
+    Model,
+    Overwrite,
+)
+
+
+@app.command()
+def card(
+    model: Model,
+    evaluation: Evaluated = None,
+    evaluated_as: EvaluatedAs = None,
+    repo_id: Annotated[str | None, typer.Option(help="Where it will be published: namespace/name.")] = None,
+    license: License = None,
+    base: BaseId = None,
+    out: Annotated[Path | None, typer.Option(help="File to write, such as README.md in the checkpoint.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Print the model card that `push` would write.
+
+    Example: hf-moe-expand card qwen-el-2 --evaluation evaluation.json
+    """
+    if out is not None:
+        check_file(out, overwrite)
+    from ..card import make_card
+
+    text = str(make_card(model, repo_id, evaluation, evaluated_as, license, base))
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text, encoding="utf-8")
+        print(f"wrote {out}")
+
+
+@app.command()
+def push(
+    model: Model,
+    repo_id: Annotated[str, typer.Argument(help="Repository: namespace/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to; main by default.")] = None,
+    evaluation: Evaluated = None,
+    evaluated_as: EvaluatedAs = None,
+    include: Annotated[list[str] | None, typer.Option(help="Other file of the folder to publish; repeat.")] = None,
+    license: License = None,
+    base: BaseId = None,
+    expansion_only: Annotated[
+        bool, typer.Option("--expansion-only", help="Publish what the expansion added; the base is fetched at loading.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print files and card; send nothing.")] = False,
+) -> None:
+    """Publish a checkpoint on the hub. Run again after a broken upload, it goes on; unchanged, it sends nothing.
+
+    Example: hf-moe-expand push qwen-el-2 me/qwen-el --evaluation evaluation.json
+    """
+    from ..hub import push_to_hub
+
+    push_to_hub(
+        model, repo_id, private=private, revision=revision, evaluation=evaluation, evaluated_as=evaluated_as,
+        include=include or (), license=license, base=base, expansion_only=expansion_only, dry_run=dry_run,
+    )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Verbs that make one checkpoint of others, and look into them."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .apps import app, merge_app
+from .common import print_table
+from .options import (
+    Base,
+    Instruct,
+    KeepTokenizer,
+    Model,
+    OutFolder,
+    Overwrite,
+    Revision,
+    Scale,
+    Seed,
+    ShardSize,
+)
+
+
+@app.command()
+def expand(
+    base: Model,
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    plan: Annotated[Path, typer.Option(help="plan.json of `plan`.")],
+    expert_init: Annotated[
+        str, typer.Option(help="New experts: copy of the original FFN, or random weights.")
+    ] = "copy",
+    seed: Seed = 0,
+    revision: Revision = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the expanded checkpoint. Needs little memory, whatever the model's size.
+
+    Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
+    """
+    from ..checkpoint.expand import expand_checkpoint
+    from ..planning.plan import Plan
+
+    report = expand_checkpoint(
+        base, out, Plan.load(plan), expert_init=expert_init, seed=seed, revision=revision,
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+    if report.left_out:
+        print(f"left out, as the backbone does not use them: {', '.join(report.left_out)}")
+    print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
+
+
+@app.command()
+def grow(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    plan: Annotated[Path, typer.Option(help="plan.json of `plan ... --from MODEL`.")],
+    keep_routers: Annotated[
+        bool, typer.Option("--keep-routers", help="Store today's routers, so that `shrink` can bring them back.")
+    ] = False,
+    seed: Seed = 0,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """A further expansion of an expanded model, for more languages; what is there stays byte for byte.
+
+    Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
+    """
+    from ..checkpoint.grow import grow_checkpoint
+    from ..planning.plan import Plan
+
+    grow_checkpoint(
+        model, out, Plan.load(plan), keep_routers=keep_routers, seed=seed, max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+    print(f"wrote {out}")
+
+
+@app.command()
+def shrink(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[int, typer.Option(help="Expansion to go back to; 1 is the first.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Go back to an earlier expansion: the experts that came later are left out.
+
+    Example: hf-moe-expand shrink qwen-el-hi qwen-el --to 1
+    """
+    from ..checkpoint.shrink import shrink_checkpoint
+
+    report = shrink_checkpoint(model, out, to, overwrite=overwrite)
+    if report.routers_restored:
+        print("routers and classifiers: as they were then")
+    else:
+        print("routers and classifiers: cut to that expansion, but later stages retrained them (no --keep-routers)")
+    if report.classifiers_lost:
+        print(f"classifiers of layers {', '.join(map(str, report.classifiers_lost))}: gone; those layers have none")
+    print(f"wrote {out}")
+
+
+@app.command("expand-branches")
+def expand_branches_(
+    branches: Annotated[list[str], typer.Argument(help="Dense models fine-tuned from one base, one a language group.")],
+    plan: Annotated[Path, typer.Option(help="plan.json of `plan dmoe`.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
+    seed: Seed = 0,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Make dense models the experts of one (Branch-Train-Mix); all but their FFNs is averaged. Then `train normal`.
+
+    Example: hf-moe-expand expand-branches qwen-el qwen-tr --plan plan.json --out qwen-mix
+    """
+    from ..checkpoint.branches import expand_branches
+    from ..planning.plan import Plan
+
+    expand_branches(branches, out, Plan.load(plan), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
+    print(f"wrote {out}")
+
+
+@app.command("expand-depth")
+def expand_depth_(
+    base: Model,
+    out: OutFolder,
+    blocks: Annotated[int, typer.Option(help="How many blocks to insert.")],
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Insert copied blocks that at first do nothing (LLaMA-Pro). Then `train dense --only-new-blocks`.
+
+    Example: hf-moe-expand expand-depth Qwen/Qwen2.5-0.5B qwen-pro --blocks 8
+    """
+    from ..checkpoint.depth import expand_depth
+
+    new = expand_depth(base, out, blocks, max_shard_size=max_shard_size, overwrite=overwrite)
+    print(f"wrote {out}: new are layers {', '.join(map(str, new))}")
+
+
+@app.command()
+def graft(
+    model: Model,
+    out: OutFolder,
+    base: Base,
+    instruct: Instruct,
+    scale: Scale = 1.0,
+    keep_tokenizer: KeepTokenizer = False,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Add what fine-tuning changed in the base to an expanded model, every expert included (DeltaMoE).
+
+    Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
+    """
+    from ..checkpoint.graft import graft_delta
+
+    report = graft_delta(
+        model, out, base, instruct, scale=scale, keep_tokenizer=keep_tokenizer, max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+    print("\n".join(report.lines()))
+
+
+@merge_app.command("delta")
+def merge_delta_(
+    model: Model,
+    out: OutFolder,
+    base: Base,
+    instruct: Instruct,
+    scale: Scale = 1.0,
+    keep_tokenizer: KeepTokenizer = False,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Add what fine-tuning changed in the base to a dense model (Dense-FT-Delta), or to LLaMA-Pro's old blocks.
+
+    Example: hf-moe-expand merge delta qwen-ft qwen-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
+    """
+    from ..checkpoint.merge import merge_delta
+
+    report = merge_delta(
+        model, out, base, instruct, scale=scale, keep_tokenizer=keep_tokenizer, max_shard_size=max_shard_size,
+        overwrite=overwrite,
+    )  # fmt: skip
+    print("\n".join(report.lines()))
+
+
+@merge_app.command("average")
+def merge_average(
+    models: Annotated[list[str], typer.Argument(help="Two or more checkpoints of one shape, dense or expanded.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
+    weight: Annotated[
+        list[float] | None,
+        typer.Option(help="Weight of the first of two; or repeat, one for each, with the sum 1. Equal by default."),
+    ] = None,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Average checkpoints (Dense-FT-Avg, MoE-CPT-Avg). Configuration and tokenizer are the first one's.
+
+    Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
+    """
+    from ..checkpoint.merge import average_checkpoints
+
+    if weight and len(weight) == 1 and len(models) == 2:
+        weight = [weight[0], 1 - weight[0]]
+    average_checkpoints(models, out, weight or None, max_shard_size=max_shard_size, overwrite=overwrite)
+    print(f"wrote {out}")
+
+
+@app.command()
+def export(
+    model: Model,
+    out: OutFolder,
+    expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert alone.")] = None,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write an expanded model as an architecture of transformers' own, or as a dense model with one of its experts.
+
+    Example: hf-moe-expand export qwen-el-1 qwen-el-moe
+    """
+    from ..checkpoint.export import export_expert, export_native
+
+    if expert is None:
+        name = export_native(model, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    else:
+        name = export_expert(model, out, expert, max_shard_size=max_shard_size, overwrite=overwrite)
+    print(f"wrote {out}: {name}")
+
+
+@app.command()
+def diff(
+    before: Model,
+    after: Model,
+    all_names: Annotated[bool, typer.Option("--all", help="Name every tensor that differs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all names.")] = False,
+) -> None:
+    """Which tensors differ between two checkpoints. Exit status 0: none; 1: some; 2: an error.
+
+    Example: hf-moe-expand diff qwen-el qwen-el-1
+    """
+    from ..checkpoint.compare import compare_checkpoints
+    from ..checkpoint.source import resolve_checkpoint
+
+    found = compare_checkpoints(resolve_checkpoint(before), resolve_checkpoint(after))
+    parts = found.by_part()
+    if as_json:
+        print(json.dumps({**vars(found), "by_part": parts}, indent=2))
+    else:
+        rows = [[part, *map(str, counts.values())] for part, counts in parts.items()]
+        print_table(["", *next(iter(parts.values()), {})], rows)
+        for kind in ("changed", "removed", "added") if all_names else ():
+            for name in getattr(found, kind):
+                print(f"{kind}  {name}")
+    raise typer.Exit(0 if found.same else 1)
+
+
+@app.command()
+def inspect(model: Model, revision: Revision = None) -> None:
+    """Layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
+
+    Example: hf-moe-expand inspect qwen-el-2
+    """
+    from ..inspection import inspect_checkpoint
+
+    print("\n".join(inspect_checkpoint(model, revision).lines()))
