@@ -89,7 +89,7 @@ def full_fine_tuning(recipe: Recipe, base: Path, out: Path, seed: int) -> None:
     """The dense base, all parameters, on the data and schedule of stage 1; learning rate as the base's own."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    texts = {code: source.load() for code, source in recipe.sources("new").items()}
+    texts = {code: LanguageText(code, source).load() for code, source in recipe.new.items()}
     packed = pack_texts(texts, tokenizer, recipe.post_pretrain.block_size, seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     training = {**recipe.post_pretrain.training, "learning_rate": BASE.learning_rate, "save_strategy": "no"}

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
-from .modeling import LayerMoEForCausalLM
 from .trainers import Stage, freeze
 
 
@@ -51,7 +51,10 @@ class Inspection:
                 f"expansion {number}         {entry['method']} on {entry['base_model']}: "
                 f"old {', '.join(entry['old_languages']) or '-'}; new {', '.join(entry['new_languages']) or '-'}"
             )
-            lines += [f"  {stage['stage']}, {stage['steps']} steps, seed {stage['seed']}" for stage in entry["stages"]]
+            lines += [
+                f"  {stage['stage']}" + (f", {stage['steps']} steps, seed {stage['seed']}" if "steps" in stage else "")
+                for stage in entry["stages"]
+            ]
         return lines
 
 
@@ -63,7 +66,7 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     """
     config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
     with torch.device("meta"):
-        network = LayerMoEForCausalLM(config)
+        network = AutoModelForCausalLM.from_config(config)
     layers = [(1, False, 0)] * config.num_hidden_layers
     idle = added = 0
     for index, ffn in network.expanded_ffns().items():

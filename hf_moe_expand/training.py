@@ -3,30 +3,49 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from .checkpoint.compare import compare_checkpoints
-from .checkpoint.expand import copy_companions
+from .checkpoint.folder import copy_companions
+from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.writer import check_output, new_folder
 from .data.mixing import review_documents
 from .data.packing import PackedText, collate_blocks, pack_texts
 from .data.sources import LanguageText
+from .distributed import SHARDING, check_deepspeed, check_sharding, save_whole, sharding, whole_weights
 from .errors import InputError
 from .jsonfile import read_json, write_json
-from .modeling import LayerMoEForCausalLM
-from .settings import PostPretrainSettings, ReviewSettings, unknown_key
-from .trainers import PostPretrainTrainer, ReviewTrainer, RouterLossWeights, Stage, freeze
+from .settings import (
+    AdaptSettings,
+    GroupSettings,
+    NormalSettings,
+    PostPretrainSettings,
+    ReviewSettings,
+    unknown_key,
+)
+from .trainers import (
+    AdaptTrainer,
+    GroupTrainer,
+    NormalTrainer,
+    PostPretrainTrainer,
+    ReviewTrainer,
+    RouterLossWeights,
+    Stage,
+    freeze,
+)
+
+StageSettings = PostPretrainSettings | ReviewSettings | GroupSettings | NormalSettings | AdaptSettings
 
 _DEFAULTS = {"report_to": "none", "logging_steps": 10, "save_total_limit": 1}
-_STARTED_WITH = "started_with.json"
+STARTED_WITH = "started_with.json"
 # Ours to set: where things go, and what the losses rely on.
 _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 
@@ -37,8 +56,9 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
     for key in training:
         if key in _RESERVED:
             raise InputError(f"{where}: `{key}` is set by hf-moe-expand; leave it out.")
-        if key not in known:
+        if key not in [*known, SHARDING]:
             raise InputError(f"{where}: {unknown_key(key, known)}")
+    check_sharding(training, where)
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if (training.get(name) or {}).get("use_reentrant"):
             raise InputError(
@@ -49,23 +69,38 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
         raise InputError(f"{where}: label_smoothing_factor is not supported; set it to 0.")
 
 
+def training_arguments(training: Mapping[str, Any], work: Path, seed: int) -> TrainingArguments:
+    """`training` and what is ours to set."""
+    own = {name: value for name, value in training.items() if name != SHARDING}
+    defaults = {**_DEFAULTS, **({"save_strategy": "no"} if SHARDING in training else {})}
+    return TrainingArguments(
+        **{**defaults, "use_cpu": not torch.accelerator.is_available(), **own},
+        output_dir=str(work),
+        seed=seed,
+        data_seed=seed,
+        remove_unused_columns=True,
+    )
+
+
 def train_stage(
     model: str | os.PathLike,
     out: str | os.PathLike,
     data: Mapping[str, LanguageText],
-    settings: PostPretrainSettings | ReviewSettings,
+    settings: StageSettings,
     seed: int = 0,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Trains one stage and writes the trained checkpoint.
 
     Which languages are old and which are new is read from the checkpoint. A run that was interrupted goes on from its
-    last training checkpoint (`save_steps` in `training`), kept beside `out` until the stage is done.
+    last training checkpoint (`save_steps` in `training`), kept beside `out` until the stage is done. The launch may
+    split the model over ranks (docs/distributed.md): what is written is whole, in the checkpoint's own type.
 
     Args:
         model: expanded checkpoint.
-        data: text of each language: of the new ones in stage 1, of all of them in review.
-        settings: of stage 1 or of review; their class decides the stage.
+        data: text of each language: of the new ones in stage 1, of all of them in review and in DMoE's stages, of the
+            newest in adaptation.
+        settings: of the stage; their class decides which one it is.
 
     Returns:
         The entry that the stage adds to the checkpoint's provenance.
@@ -77,26 +112,22 @@ def train_stage(
     out = check_output(out, overwrite, folder)
     config = load_expanded_config(folder)
     check_training_arguments(settings.training, "training")
-    old, new = config.expansions[-1]["old_languages"], config.expansions[-1]["new_languages"]
-    _check_data(data, old, new, settings)
+    _check_data(data, config, settings)
     work = out.with_name(f"{out.name}.training")
-    arguments = TrainingArguments(
-        **{**_DEFAULTS, "use_cpu": not torch.accelerator.is_available(), **settings.training},
-        output_dir=str(work),
-        seed=seed,
-        data_seed=seed,
-        remove_unused_columns=True,
-    )
+    arguments = training_arguments(settings.training, work, seed)
     started_with = {"settings": asdict(settings), "seed": seed, "data": {code: data[code].source for code in data}}
-    resume = _unfinished(work, json.loads(json.dumps(started_with)))
+    resume = unfinished_run(work, json.loads(json.dumps(started_with)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with arguments.main_process_first(desc="pack"):  # the others find its result in the cache
-        packed = _pack(data, tokenizer, old, new, settings, seed)
+        packed = _pack(data, tokenizer, config, settings, seed)
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
-    network = LayerMoEForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    trainer = _trainer(network, arguments, packed, old, settings)
+    network = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, **sharding(settings.training)
+    )
+    trainer = _trainer(network, arguments, packed, config, settings)
+    check_deepspeed(trainer, config)
     if trainer.is_world_process_zero():
-        write_json(work / _STARTED_WITH, started_with)
+        write_json(work / STARTED_WITH, started_with)
     result = trainer.train(resume_from_checkpoint=resume)
     entry = {
         "stage": str(Stage.EVERYTHING if getattr(settings, "everything", False) else trainer.stage),
@@ -106,11 +137,11 @@ def train_stage(
         "seed": seed,
         "settings": asdict(settings),
     }
-    network.to(config.dtype or torch.float32)
-    network.config.expansions[-1]["stages"].append(entry)
+    config.expansions[-1]["stages"].append(entry)
+    weights = whole_weights(trainer)
     if trainer.is_world_process_zero():
         with new_folder(out, overwrite) as partial:
-            network.save_pretrained(partial)
+            save_whole(weights, config, partial)
             copy_companions(folder, partial)
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
         shutil.rmtree(work, ignore_errors=True)
@@ -118,9 +149,9 @@ def train_stage(
     return entry
 
 
-def _unfinished(work: Path, started_with: dict[str, Any]) -> str | None:
+def unfinished_run(work: Path, started_with: dict[str, Any]) -> str | None:
     """The last training checkpoint of an interrupted run with the same settings, if there is one."""
-    record = work / _STARTED_WITH
+    record = work / STARTED_WITH
     if not record.is_file():
         return None
     if read_json(record, "the record of a training run") != started_with:
@@ -140,11 +171,15 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
     before = resolve_checkpoint(before)
     config = load_expanded_config(before)
     with torch.device("meta"):
-        network = LayerMoEForCausalLM(config)
+        network = AutoModelForCausalLM.from_config(config)
     freeze(network, Stage(stage))
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     found = compare_checkpoints(before, after)
     wrong = [name for name in found.changed if name not in trained] + found.added + found.removed
+    if stage == Stage.ADAPT:
+        wrong += [
+            name for name in found.changed if name.endswith("router.weight") and not _same_rows(before, after, name)
+        ]
     if wrong:
         raise RuntimeError(
             f"{after}: stage {stage} changed tensors that it had to leave alone: {', '.join(wrong[:5])}."
@@ -152,16 +187,46 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
     return len(found.identical)
 
 
-def _check_data(data: Mapping[str, Any], old: list[str], new: list[str], settings: Any) -> None:
+def _same_rows(before: Path, after: str | os.PathLike, router: str) -> bool:
+    """Whether all rows of a router but the last are the same."""
+    left, right = (CheckpointReader(Path(folder)).tensor(router)[:-1] for folder in (before, after))
+    return torch.equal(left, right)
+
+
+def _check_data(data: Mapping[str, Any], config: Any, settings: StageSettings) -> None:
+    grouped = getattr(config, "language_groups", None)
+    if grouped is None and isinstance(settings, GroupSettings | AdaptSettings):
+        raise InputError(
+            f"The checkpoint has no language groups (model_type {config.model_type!r}): group training and adaptation "
+            "belong to DMoE; expand the base with a dmoe plan."
+        )
+    if grouped and isinstance(settings, PostPretrainSettings | ReviewSettings):
+        raise InputError(
+            "This is a DMoE checkpoint, which has no frozen expert for old languages to return to: use `train group`, "
+            "`train normal` or `train adapt`."
+        )
+    old, new = _old_and_new(config)
     if unknown := sorted(set(data) - set(old) - set(new)):
         raise InputError(
             f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
             f"{', '.join(new) or 'none'}). The plan says which they are (--old and --new of `plan`)."
         )
-    if isinstance(settings, ReviewSettings):
+    if isinstance(settings, GroupSettings):
+        for number, group in enumerate(config.language_groups):
+            if not set(group) & set(data):
+                raise InputError(f"Group {number} ({', '.join(group)}): no text was given for any of its languages.")
+    elif isinstance(settings, ReviewSettings):
         if missing := [code for code in [*old, *new] if code not in data]:
             raise InputError(f"{', '.join(missing)}: review needs text of every old and new language.")
-        return
+    elif isinstance(settings, PostPretrainSettings):
+        _check_post_pretraining_data(data, old, new, settings)
+    elif not data:
+        raise InputError("No text was given.")
+
+
+def _check_post_pretraining_data(
+    data: Mapping[str, Any], old: list[str], new: list[str], settings: PostPretrainSettings
+) -> None:
     if missing := [code for code in new if code not in data]:
         raise InputError(f"{', '.join(missing)}: no text was given for a language that this expansion adds.")
     given_old = [code for code in old if code in data]
@@ -174,32 +239,56 @@ def _check_data(data: Mapping[str, Any], old: list[str], new: list[str], setting
         raise InputError("language_prior in post-pretraining needs old-language text: set `replay: true` and give it.")
 
 
+def _old_and_new(config: Any) -> tuple[list[str], list[str]]:
+    """The languages of the last expansion; those of a DMoE model are its groups'."""
+    last = config.expansions[-1]
+    groups = getattr(config, "language_groups", None)
+    if not groups:
+        return last["old_languages"], last["new_languages"]
+    old = last["old_languages"]
+    return old, [code for group in groups for code in group if code not in old]
+
+
+def _language_classes(config: Any, languages: Sequence[str]) -> list[int]:
+    """0 for a language of the base model, g for one that expansion g brought."""
+    brought = {code: g for g, entry in enumerate(config.expansions, start=1) for code in entry["new_languages"]}
+    return [brought.get(code, 0) for code in languages]
+
+
 def _pack(
-    data: Mapping[str, LanguageText], tokenizer: Any, old: list[str], new: list[str], settings: Any, seed: int
+    data: Mapping[str, LanguageText], tokenizer: Any, config: Any, settings: StageSettings, seed: int
 ) -> PackedText:
-    languages = [*old, *new]
-    texts = {code: data[code].load() for code in languages if code in data}
+    old, new = _old_and_new(config)
+    texts = {code: data[code].load() for code in [*old, *new] if code in data}
+    options: dict[str, Any] = {}
     if isinstance(settings, ReviewSettings):
         available = {code: len(dataset) for code, dataset in texts.items()}
-        documents = review_documents(available, old, new, settings.old_documents, settings.new_per_old)
-        return pack_texts(texts, tokenizer, settings.block_size, seed, documents=documents, languages=languages)
-    return pack_texts(
-        texts,
-        tokenizer,
-        settings.block_size,
-        seed,
-        tokens_per_language=settings.tokens_per_language,
-        languages=languages,
-    )
+        options["documents"] = review_documents(available, old, new, settings.old_documents, settings.new_per_old)
+    else:
+        options["tokens_per_language"] = settings.tokens_per_language
+    if isinstance(settings, GroupSettings):
+        options["groups"] = config.language_groups
+    return pack_texts(texts, tokenizer, settings.block_size, seed, languages=[*old, *new], **options)
 
 
-def _trainer(network: Any, arguments: TrainingArguments, packed: PackedText, old: list[str], settings: Any) -> Any:
-    common = {
+def _trainer(
+    network: Any, arguments: TrainingArguments, packed: PackedText, config: Any, settings: StageSettings
+) -> Any:
+    common: dict[str, Any] = {
         "args": arguments,
         "train_dataset": packed.dataset,
         "data_collator": collate_blocks,
-        "language_classes": [0 if code in old else 1 for code in packed.languages],
     }
+    if isinstance(settings, GroupSettings):
+        group_of = {code: number for number, group in enumerate(config.language_groups) for code in group}
+        losses = RouterLossWeights(settings.balance, group=settings.group)
+        classes = [group_of[code] for code in packed.languages]
+        return GroupTrainer(network, router_losses=losses, language_classes=classes, **common)
+    if isinstance(settings, AdaptSettings):
+        return AdaptTrainer(network, **common)
+    if isinstance(settings, NormalSettings):
+        return NormalTrainer(network, router_losses=RouterLossWeights(settings.balance), **common)
+    common["language_classes"] = _language_classes(config, packed.languages)
     if isinstance(settings, ReviewSettings):
         losses = RouterLossWeights(settings.balance, settings.language_prior, settings.classifier)
         return ReviewTrainer(network, router_losses=losses, **common)

@@ -1,15 +1,24 @@
 """What travels inside every checkpoint. This file does not: it tells the Auto classes of the installed package."""
 
+from typing import Any
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .configuration_dmoe import DMoEConfig
 from .configuration_layer_moe import LayerMoEConfig
-from .expanded_config import SUPPORTED_BACKBONES, on_new_config_class
+from .expanded_config import SUPPORTED_BACKBONES, ExpandedConfig, on_new_config_class, static_class
 from .expanded_ffn import ExpandedFFN, LayerRouting, Routing
 from .expanded_model import decoder_ffns
+from .modeling_dmoe import DMoEForCausalLM, DMoEModel
 from .modeling_layer_moe import LayerMoEForCausalLM, LayerMoEModel
 
 __all__ = [
+    "MODEL_CLASSES",
     "SUPPORTED_BACKBONES",
+    "DMoEConfig",
+    "DMoEForCausalLM",
+    "DMoEModel",
+    "ExpandedConfig",
     "ExpandedFFN",
     "LayerMoEConfig",
     "LayerMoEForCausalLM",
@@ -19,12 +28,20 @@ __all__ = [
     "decoder_ffns",
 ]
 
+# Configuration class to its model classes, without and with a language-model head.
+MODEL_CLASSES: dict[Any, tuple[Any, Any]] = {
+    LayerMoEConfig: (LayerMoEModel, LayerMoEForCausalLM),
+    DMoEConfig: (DMoEModel, DMoEForCausalLM),
+}
+
 
 def _register(config_class: type) -> None:
     # The Auto classes look models up by the exact configuration class, so each backbone's is registered.
-    AutoModel.register(config_class, LayerMoEModel)
-    AutoModelForCausalLM.register(config_class, LayerMoEForCausalLM)
+    base, causal = MODEL_CLASSES[static_class(config_class)]
+    AutoModel.register(config_class, base)
+    AutoModelForCausalLM.register(config_class, causal)
 
 
-AutoConfig.register(LayerMoEConfig.model_type, LayerMoEConfig)
+for _config_class in MODEL_CLASSES:
+    AutoConfig.register(_config_class.model_type, _config_class)
 on_new_config_class(_register)

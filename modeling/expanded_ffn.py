@@ -5,16 +5,15 @@ assignments of a token to an expert, C classes of the classifier (0 = old langua
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
-
-OLD = 0  # the classifier's class of the languages that the base model came with
 
 
 @dataclass
@@ -55,6 +54,9 @@ class RoutingControl:
     def __init__(self) -> None:
         self.capture: Routing | None = None
         self.forced_expert: int | None = None
+        self.expansion: int | None = None
+        # For analyses: router logits `[T, N]` and K in, the logits to route by out; classifiers then have no say.
+        self.change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: dict) -> "RoutingControl":
         memo[id(self)] = new = RoutingControl()
@@ -93,37 +95,60 @@ def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = Non
     init.xavier_normal_(weight_Nh, generator=generator)
 
 
-def select_experts(logits_TN: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select_experts(
+    logits_TN: torch.Tensor, top_k: int, limit_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The K experts with the highest scores and their weights (MoE-LPR Eq. 1-3, LayerMoE Eq. 1-3).
 
     Args:
         logits_TN: router logits, float32.
         top_k: K; all experts where the layer has fewer.
+        limit_T: token t may use its first `limit_T[t]` experts only (LayerMoE Eq. 13: 1 sends it to expert 0 alone).
 
     Returns:
-        weights `[T, K]`, summing to 1, and expert indices `[T, K]`. At K = 1 the weight's value is 1 and its
-        gradient that of `log G`, so that the router still learns from the language loss.
+        weights `[T, K]`, summing to 1, and expert indices `[T, K]`. An assignment beyond a token's limit has weight 0
+        and the index N, which `dispatch` drops: it costs nothing. At K = 1 the weight's value is 1 and its gradient
+        that of `log G`, so that the router still learns from the language loss.
     """
-    scores_TN = logits_TN.softmax(-1)
-    top_TK, index_TK = scores_TN.topk(min(top_k, scores_TN.shape[-1]), dim=-1)
+    N = logits_TN.shape[-1]
+    if limit_T is not None:
+        hidden_TN = torch.arange(N, device=logits_TN.device) >= limit_T.unsqueeze(-1)
+        logits_TN = logits_TN.masked_fill(hidden_TN, float("-inf"))
+    top_TK, index_TK = logits_TN.softmax(-1).topk(min(top_k, N), dim=-1)
     norm = top_TK.detach() if top_TK.shape[-1] == 1 else top_TK.sum(-1, keepdim=True)
+    if limit_T is not None:
+        index_TK = index_TK.masked_fill(index_TK >= limit_T.unsqueeze(-1), N)
     return top_TK / norm, index_TK
 
 
-def send_old_home(
-    classifier_logits_TC: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inference with a classifier (LayerMoE Eq. 13): a token classed old goes to expert 0 alone.
+def experts_allowed(classifier_logits_TC: torch.Tensor, experts_of_class: Sequence[int]) -> torch.Tensor:
+    """How many experts each token may use, by its class, `[T]` (LayerMoE Eq. 13).
 
-    Its other K - 1 assignments get the index `num_experts`, which `dispatch` drops: the token costs one FFN.
+    Class 0 (the base model's languages) may use expert 0 alone, class g those that existed after expansion g, the last
+    class all. A tie goes to the later class.
     """
-    other = classifier_logits_TC[:, OLD + 1 :].amax(-1)
-    old_T1 = (classifier_logits_TC[:, OLD] > other).unsqueeze(-1)
-    home_1K = torch.full_like(index_TK[:1], num_experts)
-    home_1K[:, 0] = 0
-    only_1K = torch.zeros_like(weights_TK[:1])
-    only_1K[:, 0] = 1
-    return torch.where(old_T1, only_1K, weights_TK), torch.where(old_T1, home_1K, index_TK)
+    best_TC = classifier_logits_TC == classifier_logits_TC.amax(-1, keepdim=True)
+    numbers_C = torch.arange(best_TC.shape[-1], device=best_TC.device)
+    class_T = (best_TC * numbers_C).amax(-1)
+    limit_T = torch.full_like(class_T, experts_of_class[-1])
+    for number, count in enumerate(experts_of_class[:-1]):
+        limit_T = limit_T.masked_fill(class_T == number, count)
+    return limit_T
+
+
+def copy_ffn(ffn: nn.Module) -> nn.Module:
+    """A copy of a backbone's FFN that shares its configuration."""
+    # A later switch of the attention implementation must reach all copies.
+    memo: dict[int, Any] = {id(value): value for value in vars(ffn).values() if isinstance(value, PreTrainedConfig)}
+    # While DeepSpeed's ZeRO-3 loads a model, a parameter is an empty shell (`ds_shape` tells its shape) that
+    # `copy.deepcopy` makes nothing of. Copies are made whole, their values to be loaded later, and handed to ZeRO-3.
+    shells: list[Any] = [parameter for parameter in ffn.parameters() if hasattr(parameter, "ds_shape")]
+    for shell in shells:
+        memo[id(shell)] = nn.Parameter(torch.empty(shell.ds_shape, dtype=shell.dtype, device=shell.device))
+    copied = copy.deepcopy(ffn, memo)
+    if shells:
+        shells[0].convert_to_zero_parameters(param_list=[memo[id(shell)] for shell in shells])
+    return copied
 
 
 class ExpandedFFN(nn.Module):
@@ -137,6 +162,10 @@ class ExpandedFFN(nn.Module):
         layer_index: this layer's number in the decoder.
         has_classifier: put a routing classifier in front of the router.
         control: the model's `RoutingControl`.
+        earlier_counts: experts that the layer had after each expansion before the last.
+
+    Attributes:
+        experts_of_class: experts that existed before any expansion (1), and after each.
     """
 
     def __init__(
@@ -148,31 +177,38 @@ class ExpandedFFN(nn.Module):
         layer_index: int,
         has_classifier: bool,
         control: RoutingControl,
+        earlier_counts: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        # Copies share `ffn.config`: a later switch of the attention implementation must reach them all.
-        shared = {id(value): value for value in vars(ffn).values() if isinstance(value, PreTrainedConfig)}
-        copies = [copy.deepcopy(ffn, dict(shared)) for _ in range(num_experts - 1)]
-        self.experts = nn.ModuleList([ffn, *copies])
+        self.experts = nn.ModuleList([ffn, *(copy_ffn(ffn) for _ in range(num_experts - 1))])
         self.router = Router(hidden_size, num_experts)
-        self.classifier = Classifier(hidden_size, 2) if has_classifier else None
+        self.experts_of_class = (1, *earlier_counts, num_experts)
+        self.classifier = Classifier(hidden_size, len(self.experts_of_class)) if has_classifier else None
         self.top_k = min(top_k, num_experts)
         self.layer_index = layer_index
         self.control = control
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., h] -> [..., h]`. BLOOM's FFN adds the residual itself: then it is passed, and added once."""
-        if self.control.forced_expert is not None:
-            return self._forced(hidden_states, residual)
         x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits_TN = self.router(x_Th)
         classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
+        if self.control.change_logits is not None:
+            logits_TN, classifier_logits_TC = self.control.change_logits(logits_TN, self.top_k), None
         if self.control.capture is not None:
             routing = LayerRouting(logits_TN, classifier_logits_TC, self.top_k)
             self.control.capture.layers[self.layer_index] = routing
-        weights_TK, index_TK = select_experts(logits_TN, self.top_k)
+        if self.control.forced_expert is not None:
+            return self._forced(hidden_states, residual)
+        limit_T = None
         if classifier_logits_TC is not None and not self.training:
-            weights_TK, index_TK = send_old_home(classifier_logits_TC, weights_TK, index_TK, len(self.experts))
+            limit_T = experts_allowed(classifier_logits_TC, self.experts_of_class)
+        if self.control.expansion is not None:
+            most = self.experts_of_class[self.control.expansion]
+            limit_T = (
+                torch.full_like(logits_TN[:, 0], most, dtype=torch.long) if limit_T is None else limit_T.clamp(max=most)
+            )
+        weights_TK, index_TK = select_experts(logits_TN, self.top_k, limit_T)
         if torch.compiler.is_compiling():
             y_Th = self.combine_all(x_Th, weights_TK, index_TK, residual is not None)
         elif x_Th.shape[0] == 1 and not self.training:
@@ -188,7 +224,12 @@ class ExpandedFFN(nn.Module):
             raise ValueError(
                 f"Expert {expert} was asked for, but layer {self.layer_index} has experts 0..{len(self.experts) - 1}."
             )
-        return self.experts[expert](hidden_states, *(() if residual is None else (residual,)))
+        y = self.experts[expert](hidden_states, *(() if residual is None else (residual,)))
+        if self.training:  # the others stay in the graph, as in `dispatch`
+            nothing_0h = hidden_states.flatten(0, -2)[:0]
+            idle = [self._run(other, nothing_0h, residual is not None) for other in self.experts]
+            y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)
+        return y
 
     def dispatch(
         self, x_Th: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool
@@ -222,11 +263,12 @@ class ExpandedFFN(nn.Module):
     ) -> torch.Tensor:
         """`dispatch` of a single token, as in decoding: nothing to sort."""
         outputs = [
-            self._run(self.experts[e], x_1h, takes_residual) for e in index_1K[0].tolist() if e < len(self.experts)
+            (k, self._run(self.experts[e], x_1h, takes_residual))
+            for k, e in enumerate(index_1K[0].tolist())
+            if e < len(self.experts)
         ]
-        y_Kh = torch.cat(outputs)
-        weights_K1 = weights_1K[0, : len(outputs)].unsqueeze(-1)
-        return (y_Kh.float() * weights_K1).sum(0, keepdim=True).to(y_Kh.dtype)
+        y_1h = torch.stack([y.float() * weights_1K[:, k : k + 1] for k, y in outputs]).sum(0)
+        return y_1h.to(outputs[0][1].dtype)
 
     def combine_all(
         self, x_Th: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool

@@ -4,6 +4,7 @@
 subclass of both it and the backbone's class, whose FFNs are then replaced. All else is the backbone's own.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from transformers import initialization as init
 
 from .expanded_config import static_class
 from .expanded_ffn import Classifier, ExpandedFFN, Router, Routing, RoutingControl, init_router
+from .expansion_only import load_assembled
 
 _FFN_NAMES = ("mlp", "feed_forward", "ffn")
 _CLASSES: dict[tuple[type, str], type] = {}
@@ -56,19 +58,27 @@ class ExpandedModelMixin:
     _dense_class: type | None = None
     _dense_mapping: Any = None
     _auto_map: ClassVar[dict[str, str]] = {}
+    _tp_plan: Any
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls if config is None else _expanded_class(cls, config))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """Loads an expanded checkpoint; see `PreTrainedModel.from_pretrained`."""
+        """Loads an expanded checkpoint; see `PreTrainedModel.from_pretrained`.
+
+        One that holds only what an expansion added fetches its base model; `base_model` (a folder or hub id) says where
+        that is, if config.json does not.
+        """
         if cls._dense_class is None:
             if config is None:
                 hub_options = ("cache_dir", "revision", "token", "subfolder", "local_files_only", "force_download")
                 passed = {name: kwargs[name] for name in hub_options if name in kwargs}
                 config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **passed)  # type: ignore[attr-defined]
             cls = _expanded_class(cls, config)
+        if getattr(config, "expansion_base", None) and kwargs.get("state_dict") is None:
+            load = super().from_pretrained  # type: ignore[misc]
+            return load_assembled(load, pretrained_model_name_or_path, config, kwargs)
         return super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, *args, config=config, **kwargs
         )
@@ -88,13 +98,29 @@ class ExpandedModelMixin:
             num_experts = config.num_experts_per_layer[index]
             if num_experts > 1:
                 has_classifier = index in config.classifier_layers
+                earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(
-                    ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control
+                    ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control, earlier
                 )
                 parent, attribute = name.rsplit(".", 1)
                 setattr(self.get_submodule(parent), attribute, expanded)  # type: ignore[attr-defined]
         self.routing_control = control
         super().post_init()  # type: ignore[misc]
+
+    def init_parallel_plans(self) -> None:
+        # The backbone's tensor-parallel rules for its FFN hold for every expert. Routers and classifiers have no rule:
+        # every rank keeps them whole. A rule that no layer is left for would be warned about.
+        super().init_parallel_plans()  # type: ignore[misc]
+        ffns = decoder_ffns(self)  # type: ignore[arg-type]
+        prefix = re.sub(r"\.\d+\.", ".*.", ffns[0][0]) + "."
+        expanded = [isinstance(ffn, ExpandedFFN) for _, ffn in ffns]
+        plan: Any = {}
+        for rule, style in self._tp_plan.items():
+            if not rule.startswith(prefix) or not all(expanded):
+                plan[rule] = style
+            if rule.startswith(prefix) and any(expanded):
+                plan[f"{prefix}experts.*.{rule.removeprefix(prefix)}"] = style
+        self._tp_plan = plan
 
     def initialize_weights(self) -> None:
         # Ours first: the library hands everything below the inner base model to that model's class, which does not
@@ -140,8 +166,23 @@ class ExpandedModelMixin:
         finally:
             self.routing_control.forced_expert = before
 
+    @contextmanager
+    def use_expansion(self, expansion: int) -> Iterator[None]:
+        """Route as the model did after an earlier expansion (0: the base model): later experts are out of sight."""
+        before = self.routing_control.expansion
+        self.routing_control.expansion = expansion
+        try:
+            yield
+        finally:
+            self.routing_control.expansion = before
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        # FSDP2 puts a class of its own, from torch's files, over ours: the names and files to save are ours.
+        made = type(self)
+        ours = next(cls for cls in made.__mro__ if "_static" in vars(cls))
+        made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = dict(self._auto_map)  # type: ignore[attr-defined]
+        vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # all of the model is saved
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -8,6 +8,7 @@ import sys
 import torch
 from conftest import tiny_config
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, PostPretrainTrainer, ReviewTrainer, RouterLossWeights
@@ -54,12 +55,14 @@ def build(backbone="qwen2"):
 
 def train(
     folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
-    same=False, everything=False, backbone="qwen2", logs=None,
+    same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None,
 ):  # fmt: skip
-    model = build(backbone)
+    model = build(backbone) if model is None else model
     ids, languages = rows()
     if same:  # every micro-batch holds the same two blocks
         ids, languages = ids[:2].repeat(4, 1), languages[:2].repeat(4, 1)
+    if halves:
+        ids = in_halves(ids)
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
     arguments = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
@@ -77,7 +80,20 @@ def train(
     trainer.train()
     if logs is not None:
         logs.update(trainer.state.log_history[0])
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    if save:
+        trainer.save_model(save)
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def in_halves(ids):
+    """Blocks whose first four hold other tokens (below 125) than the last four."""
+    return ids // 2 + 125 * (torch.arange(8) >= 4).unsqueeze(-1)
+
+
+def full(parameter):
+    """A copy of the whole parameter, where ranks hold a part of it each."""
+    value = parameter.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 if __name__ == "__main__":

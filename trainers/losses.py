@@ -69,7 +69,8 @@ def classifier_loss(
 ) -> torch.Tensor:
     """`L_CLS`: cross-entropy of the routing classifier over all counted tokens.
 
-    LayerMoE's Eq. 11 as printed sums over old tokens only, which a constant classifier would satisfy.
+    LayerMoE's Eq. 11 as printed sums over old tokens only, which a constant classifier would satisfy. Given a router's
+    logits and the language group of each token it is DMoE's language-group loss (Eq. 3), `- log p(group | token)`.
 
     Args:
         class_T: class of each token's language, 0 = old.

@@ -6,7 +6,7 @@ The model's forward pass knows nothing of these losses. The mixin records the ro
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,19 +14,20 @@ import torch
 from .losses import OLD, classifier_loss, expert_selections, language_prior_routing_loss, load_balance_loss
 
 _NEEDS_LANGUAGES = (
-    "The language-prior and classifier losses need language_classes (for each language id 0 = old, 1 = new) and "
-    "batches with language_ids, the language id of each token."
+    "The language-prior, classifier and group losses need language_classes (for each language id its class: 0 = old "
+    "and 1 = new, or its language group) and batches with language_ids, the language id of each token."
 )
 
 
 @dataclass(frozen=True)
 class RouterLossWeights:
-    """`L = L_NTP + balance * L_balance + language_prior * L_LPR + classifier * L_CLS`
-    (alpha, beta and gamma of MoE-LPR and LayerMoE)."""
+    """`L = L_NTP + balance * L_balance + language_prior * L_LPR + classifier * L_CLS + group * L_group`
+    (alpha, beta and gamma of MoE-LPR and LayerMoE; lambda of DMoE)."""
 
     balance: float = 0.0
     language_prior: float = 0.0
     classifier: float = 0.0
+    group: float = 0.0
 
 
 @dataclass
@@ -42,6 +43,29 @@ class _Tokens:
         return torch.stack([mask.sum() for mask in (self.counted_T, self.old_T, self.tagged_T)]).double()
 
 
+class _FirstPass(dict):
+    """Routing of the forward pass that the loss comes from: a later one without gradients (that of DPO's reference
+    model, where it is the same model without its adapter) does not replace it."""
+
+    def __setitem__(self, layer: int, routing: Any) -> None:
+        if torch.is_grad_enabled() or layer not in self:
+            super().__setitem__(layer, routing)
+
+
+def _without_virtual_tokens(layer: Any, input_ids: torch.Tensor) -> Any:
+    """Prompt tuning puts tokens of its own in front of each sequence: no text, so no router loss counts them."""
+    batch, length = input_ids.shape
+    if layer.router_logits.shape[0] == batch * length:
+        return layer
+
+    def text_only(logits: torch.Tensor | None) -> torch.Tensor | None:
+        return None if logits is None else logits.unflatten(0, (batch, -1))[:, -length:].flatten(0, 1)
+
+    return replace(
+        layer, router_logits=text_only(layer.router_logits), classifier_logits=text_only(layer.classifier_logits)
+    )
+
+
 class RouterLossMixin:
     """Put in front of a Trainer class: `class MyTrainer(RouterLossMixin, Trainer)`.
 
@@ -53,11 +77,12 @@ class RouterLossMixin:
 
     Args:
         router_losses: weights of the losses.
-        language_classes: for each language id its class: 0 for an old language, 1 for a new one.
+        language_classes: for each language id its class: 0 for an old language, 1 for a new one; with the group loss,
+            its language group.
 
     Raises:
-        ValueError: reentrant gradient checkpointing or label smoothing is on, or a loss that needs `language_classes`
-            is on without them.
+        ValueError: reentrant gradient checkpointing or label smoothing is on, a loss that needs `language_classes` is
+            on without them, or tied embeddings would train under transformers' own FSDP.
     """
 
     def __init__(
@@ -67,11 +92,12 @@ class RouterLossMixin:
         language_classes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        # First, because a Trainer may prepare its data set while it is built.
         self.router_losses = router_losses or RouterLossWeights()
         self._language_classes = torch.tensor(language_classes) if language_classes is not None else None
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
         self._sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}}
+        super().__init__(*args, **kwargs)
         self._check_arguments()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -96,10 +122,24 @@ class RouterLossMixin:
             )
         if self._needs_languages and self._language_classes is None:
             raise ValueError(_NEEDS_LANGUAGES)
+        self._check_tied_embeddings()
+
+    def _check_tied_embeddings(self) -> None:
+        model: Any = self.accelerator.unwrap_model(self.model)  # type: ignore[attr-defined]
+        if not getattr(model, "is_distributed_loading_by_transformers", False):
+            return
+        tied_and_trained = model.all_tied_weights_keys and model.get_input_embeddings().weight.requires_grad
+        if model.config.distributed_config.dp_size > 1 and tied_and_trained:
+            raise ValueError(
+                "The embeddings train and are tied to the head, which under transformers' own FSDP "
+                "(DistributedConfig(fsdp_size=...)) goes on with their old values after the first step. Let accelerate "
+                "split the model (fsdp2.yaml), or keep the embeddings frozen."
+            )
 
     @property
     def _needs_languages(self) -> bool:
-        return bool(self.router_losses.language_prior or self.router_losses.classifier)
+        weights = self.router_losses
+        return bool(weights.language_prior or weights.classifier or weights.group)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
@@ -111,7 +151,7 @@ class RouterLossMixin:
         counts = torch.zeros(3, dtype=torch.double, device=device)
         for batch in batches:
             counts += self._tokens(batch).counts().to(device)
-        self._step_counts = self.accelerator.reduce(counts, "sum").clamp(min=1)  # type: ignore[attr-defined]
+        self._step_counts = self._sum_over_ranks(counts).clamp(min=1)
         return batches, num_items
 
     def compute_loss(
@@ -122,13 +162,16 @@ class RouterLossMixin:
         inputs.pop("language_ids", None)
         labels = inputs.get("labels")
         expanded = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
-        with expanded.capture_routing() as routing:
-            loss, outputs = super().compute_loss(  # type: ignore[misc]
-                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        with expanded.capture_routing() as captured:
+            captured.layers = _FirstPass()
+            result = super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        if not len(routing):
+        loss, outputs = result if return_outputs else (result, None)
+        if not len(captured):
             raise ValueError("No layer of the model is expanded: there is no router to train.")
-        self._check_gradients(model, routing)
+        routing = [_without_virtual_tokens(layer, inputs["input_ids"]) for layer in captured]
+        self._check_gradients(model, expanded, routing)
         mode = "train" if model.training else "eval"
         if labels is not None:
             self._record_next_token_loss(mode, loss, labels, num_items_in_batch)
@@ -136,6 +179,11 @@ class RouterLossMixin:
         return (total, outputs) if return_outputs else total
 
     def _tokens(self, inputs: dict) -> _Tokens:
+        if "input_ids" not in inputs:
+            raise ValueError(
+                f"{type(self).__name__}'s batches hold no input_ids, whose tokens the router losses count: this "
+                "trainer takes expanded models, but not RouterLossMixin."
+            )
         attention = inputs.get("attention_mask")
         counted = (torch.ones_like(inputs["input_ids"]) if attention is None else attention).bool().flatten()
         ids = inputs.get("language_ids")
@@ -150,10 +198,15 @@ class RouterLossMixin:
         return _Tokens(counted, tagged & (classes == OLD), tagged, classes)
 
     @staticmethod
-    def _check_gradients(model: Any, routing: Any) -> None:
+    def _check_gradients(model: Any, expanded: Any, routing: list) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
-        routers_train = any(p.requires_grad for name, p in model.named_parameters() if name.endswith("router.weight"))
+        # PEFT wraps a router that it trains: the parameter's name ends otherwise, its module is where it was.
+        routers_train = any(
+            parameter.requires_grad
+            for ffn in expanded.expanded_ffns().values()
+            for parameter in ffn.router.parameters()
+        )
         if routers_train and not any(layer.router_logits.requires_grad for layer in routing):
             raise ValueError(
                 "The router logits carry no gradient although the routers train. Reentrant gradient checkpointing does "
@@ -170,6 +223,10 @@ class RouterLossMixin:
             scale *= self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
         return scale
 
+    def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        # The ranks of a tensor-parallel group hold the same batch: it counts once.
+        return self.accelerator.reduce(counts, "sum") / self.get_tp_size()  # type: ignore[attr-defined]
+
     def _trainer_divides(self, num_items_in_batch: Any) -> bool:
         # The rule in Trainer.training_step.
         scaled = self.loss_is_scaled_for_ga  # type: ignore[attr-defined]
@@ -185,7 +242,7 @@ class RouterLossMixin:
         if scale is None:
             here, step, selections_all, scale = local.clamp(min=1), local.clamp(min=1), selections, 1.0
         else:
-            flat = self.accelerator.reduce(torch.cat([local, *selections]), "sum")  # type: ignore[attr-defined]
+            flat = self._sum_over_ranks(torch.cat([local, *selections]))
             here = flat[:3].clamp(min=1)
             selections_all = list(flat[3:].split([len(s) for s in selections]))
             step = self._step_counts.to(here)  # type: ignore[union-attr]
@@ -199,7 +256,15 @@ class RouterLossMixin:
             total = total + weights.language_prior * prior / layers
             self._record(mode, "balance_loss", balance * here[0] / layers, local[0] / layers)
             self._record(mode, "language_prior_loss", prior * step[1], local[1])
-            self._record_routing(mode, logits, own, tokens, local)
+            self._record_shares(mode, own)
+            if weights.group:
+                loss = classifier_loss(logits, tokens.class_T, tokens.tagged_T, step[2])
+                total = total + weights.group * loss / layers
+                right = (logits.argmax(-1) == tokens.class_T)[tokens.tagged_T].sum()
+                self._record(mode, "group_loss", loss * step[2], local[2])
+                self._record(mode, "group_accuracy", right, local[2])
+            else:
+                self._record_home_scores(mode, logits, tokens, local)
             if r.classifier_logits is not None:
                 loss = classifier_loss(r.classifier_logits, tokens.class_T, tokens.tagged_T, step[2])
                 total = total + weights.classifier * loss / classified
@@ -217,14 +282,14 @@ class RouterLossMixin:
         sums = self._sums[mode]
         sums[name] = sums[name] + pair if name in sums else pair
 
-    def _record_routing(
-        self, mode: str, logits_TN: torch.Tensor, selections_N: torch.Tensor, tokens: _Tokens, local: torch.Tensor
-    ) -> None:
+    def _record_shares(self, mode: str, selections_N: torch.Tensor) -> None:
+        for expert, count in enumerate(selections_N):
+            self._record(mode, f"expert_{expert}_share", count, selections_N.sum())
+
+    def _record_home_scores(self, mode: str, logits_TN: torch.Tensor, tokens: _Tokens, local: torch.Tensor) -> None:
         home_T = logits_TN.detach().softmax(-1)[:, 0]
         self._record(mode, "expert_0_score_old", home_T[tokens.old_T].sum(), local[1])
         self._record(mode, "expert_0_score_new", home_T[tokens.tagged_T & ~tokens.old_T].sum(), local[2] - local[1])
-        for expert, count in enumerate(selections_N):
-            self._record(mode, f"expert_{expert}_share", count, selections_N.sum())
 
     def _record_next_token_loss(self, mode: str, loss: torch.Tensor, labels: torch.Tensor, num_items: Any) -> None:
         targets = labels[..., 1:].ne(-100).sum()

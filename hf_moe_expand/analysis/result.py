@@ -1,12 +1,15 @@
-"""What a similarity analysis found: numbers and a JSON file; no torch."""
+"""What an analysis found: numbers and a JSON file; no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,119 @@ class SimilarityResult:
         Raises:
             InputError: the file is missing or is no similarity analysis.
         """
-        value = read_json(path, "a similarity analysis")
-        if missing := sorted(set(cls.__dataclass_fields__) - set(value)):
-            raise InputError(f"{path}: not a similarity analysis: {', '.join(missing)} is missing.")
-        return cls(**{name: value[name] for name in cls.__dataclass_fields__})
+        return _read(cls, path, "a similarity analysis")
+
+
+@dataclass(frozen=True)
+class DeviationResult:
+    """How far fine-tuning on each language moves the FFNs, and how alike the ways of two languages are (DMoE).
+
+    Attributes:
+        deviation: of each layer, the L2 norm of the change of its FFN's weights; mean over languages.
+        by_language: that norm for each language, one entry a layer.
+        similarity: `[languages, languages]`, the cosine of two languages' changes of the FFN weights of `layers`.
+        layers: over which `similarity` was taken.
+        steps, learning_rate, batch_size, block_size, seed: of the fine-tuning.
+    """
+
+    languages: list[str]
+    deviation: list[float]
+    by_language: dict[str, list[float]]
+    similarity: list[list[float]]
+    layers: list[int]
+    steps: int
+    learning_rate: float
+    batch_size: int
+    block_size: int
+    seed: int
+
+    def to_json(self, path: str | Path) -> None:
+        write_json(path, self.__dict__)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "DeviationResult":
+        """Reads `deviation.json`.
+
+        Raises:
+            InputError: the file is missing or is no deviation analysis.
+        """
+        return _read(cls, path, "a deviation analysis")
+
+
+@dataclass(frozen=True)
+class RoutingResult:
+    """What the routers of an expanded model do with the text of each language.
+
+    Lists by layer have one entry for each of `layers`.
+
+    Attributes:
+        classes: of each language: 0 = the base model's, g = brought by expansion g.
+        tokens: of each language.
+        layers: the expanded layers.
+        top1_share: `[language][layer][expert]`, share of the tokens whose highest weight the expert has.
+        weight_share: `[language][layer][expert]`, mean of the weights that experts are combined with.
+        expert_0_score: `[language][layer]`, mean of the router's score of expert 0.
+        experts_for_half: `[language][layer]`, E_50%: how many experts have half of the tokens by top-1.
+        classifier_accuracy: `[language][layer]`, share of tokens in their language's class; None without a classifier.
+        similarity: `[layer]`, `[languages, languages]` in the order of `classes`: cosine of their rows of `top1_share`.
+        colocation: of each layer but the last with the next, the largest correlation of an expert's weight here with
+            one's there; None where no weight varies.
+        perplexity: of each language, within blocks.
+        random_perplexity: the same under random routing; mean over `random_seeds`.
+    """
+
+    classes: dict[str, int]
+    tokens: int
+    layers: list[int]
+    top1_share: dict[str, list[list[float]]]
+    weight_share: dict[str, list[list[float]]]
+    expert_0_score: dict[str, list[float]]
+    experts_for_half: dict[str, list[int]]
+    classifier_accuracy: dict[str, list[float | None]]
+    similarity: list[list[list[float]]]
+    colocation: list[float | None]
+    perplexity: dict[str, float]
+    random_perplexity: dict[str, float]
+    random_seeds: list[int]
+
+    def of_kind(self, old: bool) -> list[str]:
+        """The base model's languages, or the others."""
+        return [language for language, number in self.classes.items() if (number == 0) == old]
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and a row a layer with means over the base model's languages (old) and the others (new)."""
+        columns: list[tuple[str, Mapping[str, Sequence[Any]], int]] = [
+            ("expert 0", self.expert_0_score, 3),
+            ("classifier", self.classifier_accuracy, 3),
+            ("E_50%", self.experts_for_half, 1),
+        ]
+        header = ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new"))]
+        rows = []
+        for index, layer in enumerate(self.layers):
+            row = [str(layer), str(len(next(iter(self.top1_share.values()))[index]))]
+            for _, values, digits in columns:
+                for old in (True, False):
+                    found = [values[code][index] for code in self.of_kind(old)]
+                    row.append("-" if not found or None in found else f"{sum(found) / len(found):.{digits}f}")
+            rows.append(row)
+        return header, rows
+
+    def to_json(self, path: str | Path) -> None:
+        write_json(path, self.__dict__)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "RoutingResult":
+        """Reads `routing.json`.
+
+        Raises:
+            InputError: the file is missing or is no routing analysis.
+        """
+        return _read(cls, path, "a routing analysis")
+
+
+def _read(cls: type[T], path: str | Path, what: str) -> T:
+    value = read_json(path, what)
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    if missing := sorted(set(names) - set(value)):
+        raise InputError(f"{path}: not {what}: {', '.join(missing)} is missing.")
+    return cls(**{name: value[name] for name in names})

@@ -1,13 +1,23 @@
 """Which tensors differ between two checkpoints: the proof that frozen means frozen."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
 from .reader import CheckpointReader
+
+# Names of modules in the supported backbones.
+_PARTS = {
+    "routers": {"router"},
+    "classifiers": {"classifier"},
+    "attention": {"self_attn", "self_attention", "attn", "attention"},
+    "FFNs": {"mlp", "ffn", "feed_forward"},
+    "embeddings": {"wte", "wpe", "embed_in"},
+    "head": {"lm_head", "embed_out"},
+}
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,35 @@ class Comparison:
     changed: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.changed or self.removed or self.added)
+
+    def by_part(self) -> dict[str, dict[str, int]]:
+        """For each part of the model (see `part_of`) how many tensors are identical, changed, removed and added."""
+        kinds = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts = sorted({part_of(name) for names in kinds.values() for name in names})
+        return {
+            part: {kind: sum(part_of(name) == part for name in names) for kind, names in kinds.items()}
+            for part in parts
+        }
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a tensor belongs to, by its name: attention, FFNs, expert 0, other experts, routers,
+    classifiers, norms, embeddings, head or other."""
+    words = name.split(".")
+    if "experts" in words:
+        return "expert 0" if words[words.index("experts") + 1] == "0" else "other experts"
+    for part, known in _PARTS.items():
+        if known & set(words):
+            return part
+    text = words[-2] if len(words) > 1 else name
+    if "norm" in text or text.startswith("ln_"):
+        return "norms"
+    return "embeddings" if "embed" in text else "other"
 
 
 def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> Comparison:

@@ -11,14 +11,17 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from ..errors import InputError
+from ..jsonfile import read_json
+from ..modeling.expansion_only import ADDED, RECORD
+from .source import resolve_checkpoint
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ITEM_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
     "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4,
 }  # fmt: skip
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CHUNK = 16 << 20
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class TensorInfo:
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint folder, in one file or in shards.
+    """The tensors of a checkpoint folder, in one file or in shards (`files`). One that holds only what an expansion
+    added gets the others from its base model.
 
     Raises:
         InputError: the folder holds no safetensors weights, or a file is broken.
@@ -50,24 +54,39 @@ class CheckpointReader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, TensorInfo] = {}
-        for file in self._files():
+        self.files = self._files()
+        for file in self.files:
             self.tensors.update(_read_header(file))
+        if (self.folder / RECORD).is_file():
+            self.tensors.update(self._base_tensors())
+
+    def _base_tensors(self) -> dict[str, TensorInfo]:
+        base = read_json(self.folder / "config.json", "a configuration")["expansion_base"]
+        if base["base_model"] is None:
+            raise InputError(
+                f"{self.folder}: holds only what an expansion added to a model that was a local folder: load it with "
+                "from_pretrained(..., base_model=FOLDER), and save it with save_pretrained."
+            )
+        tensors = CheckpointReader(resolve_checkpoint(base["base_model"], base["revision"])).tensors
+        record = read_json(self.folder / RECORD, "the record of a base model")
+        return {name: tensors[entry["name"]] for name, entry in record.items()}
 
     def _files(self) -> list[Path]:
-        index = self.folder / INDEX
+        stem = ADDED if (self.folder / RECORD).is_file() else "model"
+        weights, index = self.folder / f"{stem}.safetensors", self.folder / f"{stem}.safetensors.index.json"
         if index.is_file():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             files = [self.folder / name for name in names]
             if missing := [file.name for file in files if not file.is_file()]:
                 raise InputError(f"{self.folder}: the index names {', '.join(missing)}, which is not there.")
             return files
-        if (self.folder / WEIGHTS).is_file():
-            return [self.folder / WEIGHTS]
+        if weights.is_file():
+            return [weights]
         pickled = [path.name for path in self.folder.glob("pytorch_model*.bin")]
         hint = (
             " It holds pickled weights, which are not read: save it once more with save_pretrained." if pickled else ""
         )
-        raise InputError(f"{self.folder}: no {WEIGHTS} and no {INDEX}: not a safetensors checkpoint.{hint}")
+        raise InputError(f"{self.folder}: no {weights.name} and no {index.name}: not a safetensors checkpoint.{hint}")
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor, in pieces."""
@@ -81,6 +100,29 @@ class CheckpointReader:
                     raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
                 left -= len(piece)
                 yield piece
+
+    def pieces(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """Elements `start` to `stop` of a floating-point tensor, flattened, at most 4 Mi at a time.
+
+        The same elements of tensors of different types come in the same pieces.
+
+        Raises:
+            InputError: it is of another type (a quantised checkpoint).
+        """
+        info = self.tensors[name]
+        if info.dtype not in TORCH_DTYPES:
+            raise InputError(
+                f"{self.folder}: tensor {name!r} is stored as {info.dtype}; use the unquantised checkpoint."
+            )
+        size = ITEM_BITS[info.dtype] // 8
+        stop = info.numel if stop is None else stop
+        with open(info.file, "rb") as file:
+            file.seek(info.start + start * size)
+            for place in range(start, stop, _PIECE):
+                data = bytearray(file.read(min(_PIECE, stop - place) * size))
+                if len(data) < min(_PIECE, stop - place) * size:
+                    raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
+                yield torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype])
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""

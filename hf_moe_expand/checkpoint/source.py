@@ -5,18 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import InputError
-from ..modeling import SUPPORTED_BACKBONES, LayerMoEConfig
+from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
 
-# Everything that travels with a model besides its weights and configuration.
-COMPANIONS = (
+# What turns text into tokens and back, and says how to generate.
+TOKENIZER_FILES = (
     "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "additional_chat_templates/*", "generation_config.json",
 )  # fmt: skip
+# Everything that travels with a model besides its weights and configuration.
+COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors")
 
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FFN_NOT_A_MODULE = ("biogpt", "opt", "xglm")
@@ -43,6 +52,13 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+    except (RepositoryNotFoundError, GatedRepoError):
+        raise InputError(
+            f"{name}: no such folder, and the hub shows no model of that name: check the name, or, if it is private or "
+            "gated, log in with `hf auth login` or set HF_TOKEN."
+        ) from None
+    except RevisionNotFoundError:
+        raise InputError(f"{name}: has no revision {revision!r} on the hub.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
@@ -70,7 +86,7 @@ def load_expanded_config(folder: Path) -> Any:
         InputError: the checkpoint is not expanded.
     """
     config = load_config(folder)
-    if config.model_type != LayerMoEConfig.model_type:
+    if not isinstance(config, ExpandedConfig):
         raise InputError(
             f"{folder}: a {config.model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first."
         )
@@ -90,7 +106,7 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
         InputError: the architecture is not supported, the checkpoint is expanded already, or it is quantised.
     """
     config = load_config(folder)
-    if config.model_type == LayerMoEConfig.model_type:
+    if isinstance(config, ExpandedConfig):
         raise InputError(f"{folder}: is an expanded checkpoint already; give the dense model that it came from.")
     if config.model_type not in SUPPORTED_BACKBONES:
         raise InputError(
@@ -110,3 +126,19 @@ def _reason(config: PreTrainedConfig) -> str:
     if config.model_type in _FFN_NOT_A_MODULE:
         return ": its layers hold the FFN's linear layers one by one, not in a module that could become an expert"
     return ""
+
+
+def grown_from(name: str) -> tuple[list[int], list[str]]:
+    """Experts of each layer of an expanded checkpoint, and every language that it knows.
+
+    Raises:
+        InputError: the checkpoint is not expanded.
+    """
+    config = load_expanded_config(resolve_checkpoint(name, weights=False))
+    return config.num_experts_per_layer, known_languages(config)
+
+
+def known_languages(config: Any) -> list[str]:
+    """The base model's languages and those of every expansion, in order."""
+    known = list(config.expansions[0]["old_languages"])
+    return known + [code for entry in config.expansions for code in entry["new_languages"]]

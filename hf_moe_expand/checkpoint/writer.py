@@ -17,9 +17,10 @@ from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from safetensors.torch import save as save_safetensors
 
 from ..errors import InputError
-from .reader import INDEX, ITEM_BITS, WEIGHTS
+from .reader import ITEM_BITS
 
 DEFAULT_SHARD_SIZE = "5GB"
+_ZEROS = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class OutputTensor:
         return prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
 
+def zeros(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
+    """A tensor of zeros."""
+    size = prod(shape) * ITEM_BITS[dtype] // 8
+    return OutputTensor(name, dtype, shape, lambda: (bytes(min(_ZEROS, size - at)) for at in range(0, size, _ZEROS)))
+
+
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes as safetensors stores them."""
     stored = save_safetensors({"t": tensor.contiguous()})
@@ -44,7 +51,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def write_weights(
-    folder: Path, tensors: Sequence[OutputTensor], max_shard_size: str | int = DEFAULT_SHARD_SIZE
+    folder: Path, tensors: Sequence[OutputTensor], max_shard_size: str | int = DEFAULT_SHARD_SIZE, stem: str = "model"
 ) -> None:
     """Writes `model.safetensors`, or shards and their index where it would be larger than `max_shard_size`."""
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -52,7 +59,7 @@ def write_weights(
         by_name,
         get_storage_size=lambda tensor: tensor.nbytes,
         get_storage_id=lambda tensor: None,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=max_shard_size,
     )
     for filename, names in split.filename_to_tensors.items():
@@ -64,9 +71,9 @@ def write_weights(
             "total_size": sum(t.nbytes for t in tensors),
         }
         index = {"metadata": metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    else:
-        assert list(split.filename_to_tensors) == [WEIGHTS]
+        (folder / f"{stem}.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:

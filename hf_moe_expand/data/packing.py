@@ -28,8 +28,8 @@ class PackedText:
     documents: dict[str, int]
 
 
-def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int) -> Dataset:
-    """`text` to `input_ids` (with the tokenizer's own special tokens and an end-of-text token) and `language_ids`.
+def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The tokens of each document, with the tokenizer's own special tokens and an end-of-text token.
 
     Raises:
         InputError: the tokenizer has no end-of-text token.
@@ -37,11 +37,18 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: 
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("The tokenizer has no end-of-text token (eos_token): documents could not be told apart.")
+    return [row if row and row[-1] == end else [*row, end] for row in tokenizer(texts, verbose=False).input_ids]
+
+
+def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int) -> Dataset:
+    """`text` to `input_ids` (see `encode_documents`) and `language_ids`.
+
+    Raises:
+        InputError: the tokenizer has no end-of-text token.
+    """
 
     def encode(batch: dict) -> dict:
-        ids = [
-            row if row and row[-1] == end else [*row, end] for row in tokenizer(batch["text"], verbose=False).input_ids
-        ]
+        ids = encode_documents(batch["text"], tokenizer)
         return {"input_ids": ids, "language_ids": [[language_id] * len(row) for row in ids]}
 
     features = Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))})
@@ -72,6 +79,7 @@ def pack_texts(
     documents: Mapping[str, int] | None = None,
     tokens_per_language: int | None = None,
     languages: Sequence[str] | None = None,
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> PackedText:
     """Shuffle, take, mix and pack: blocks of exactly `block_size` tokens.
 
@@ -80,14 +88,15 @@ def pack_texts(
         documents: how many documents to take of each language; all by default.
         tokens_per_language: take whole documents until this many tokens.
         languages: the order of the language ids; that of `texts` by default.
+        groups: languages that may share a block; all by default.
 
     Raises:
-        InputError: a language has fewer tokens than asked for, or all of it is less than one block.
+        InputError: a language has fewer tokens than asked for, or all text that may share blocks is less than one.
     """
     from trl import pack_dataset  # heavy
 
     order = tuple(languages or texts)
-    parts, tokens, counts = [], {}, {}
+    encoded_texts, tokens, counts = {}, {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
         if documents is not None:
@@ -97,21 +106,31 @@ def pack_texts(
             total = sum(map(len, encoded.with_format("arrow")["input_ids"]))
         else:
             encoded, total = take_tokens(encoded, tokens_per_language, language)
-        parts.append(encoded)
+        encoded_texts[language] = encoded
         tokens[language], counts[language] = total, len(encoded)
-    mixed = concatenate_datasets(parts).shuffle(seed=seed).flatten_indices()
-    packed = pack_dataset(mixed, block_size, strategy="wrapped", map_kwargs={"desc": "pack"})
-    packed = packed.with_format(None).filter(lambda ids: len(ids) == block_size, input_columns="input_ids")
-    if not len(packed):
-        raise InputError(
-            f"All text together is {sum(tokens.values()):,} tokens, less than one block of {block_size}: "
-            "give more text or a smaller block_size."
-        )
+    blocks = []
+    for group in [order] if groups is None else groups:
+        members = [code for code in group if code in texts]
+        mixed = concatenate_datasets([encoded_texts[code] for code in members]).shuffle(seed=seed).flatten_indices()
+        packed = pack_dataset(mixed, block_size, strategy="wrapped", map_kwargs={"desc": "pack"})
+        packed = packed.with_format(None).filter(lambda ids: len(ids) == block_size, input_columns="input_ids")
+        if not len(packed):
+            raise InputError(
+                f"All text of {', '.join(members)} together is {sum(tokens[code] for code in members):,} tokens, less "
+                f"than one block of {block_size}: give more text or a smaller block_size."
+            )
+        blocks.append(packed)
+    packed = blocks[0] if len(blocks) == 1 else concatenate_datasets(blocks)
     return PackedText(packed, order, tokens, counts)
 
 
 def collate_blocks(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
     """A batch for the trainers: `input_ids`, `labels`, `language_ids`, each `[batch, block_size]`."""
-    input_ids = torch.tensor([list(row["input_ids"]) for row in rows])
     language_ids = torch.tensor([list(row["language_ids"]) for row in rows])
-    return {"input_ids": input_ids, "labels": input_ids.clone(), "language_ids": language_ids}
+    return {**collate_without_languages(rows), "language_ids": language_ids}
+
+
+def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """A batch for models that know no language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
+    input_ids = torch.tensor([list(row["input_ids"]) for row in rows])
+    return {"input_ids": input_ids, "labels": input_ids.clone()}

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ..checkpoint.writer import new_folder
-from ..data.packing import collate_blocks, pack_texts
+from ..data.packing import collate_without_languages, pack_texts
 
 END = "<|endoftext|>"
 
@@ -123,9 +123,3 @@ def small_run_arguments(folder: str, seed: int, training: Mapping[str, Any]) -> 
             **training,
         }
     )
-
-
-def collate_without_languages(rows: Any) -> dict[str, torch.Tensor]:
-    batch = collate_blocks([{**row, "language_ids": ()} for row in rows])
-    del batch["language_ids"]
-    return batch

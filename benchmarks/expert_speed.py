@@ -1,0 +1,206 @@
+"""Speed of one expanded FFN, as a multiple of a dense FFN's time.
+
+    python benchmarks/expert_speed.py --hidden 512 --experts 4 --tokens 1 4096 --out expert_speed.md
+
+A gated FFN of `2.75 h` (rounded to 64) is expanded; 2 experts a token, evenly drawn. Each row is one pass:
+
+- `forward`: evaluation, no gradients;
+- `forward+backward`: all experts train;
+- `expert 0 frozen`: the same, as in training the real thing, against a dense FFN that trains whole;
+- `old tokens`: `forward` behind a classifier that finds every token old.
+
+`dense ms` is one dense FFN of the width of 2 experts, hence of equal active FLOPs; in `old tokens`, of one. The other
+columns are multiples of it: ours; Mixtral's block of transformers with its `eager` and its `grouped_mm` experts; a
+plain loop (masks, `torch.where`, `index_add_`), as research code has it. They share weights and routing, and the run
+stops if their outputs or gradients disagree. `autocast` is bfloat16 autocast over float32 weights; transformers'
+grouped_mm does not take part in it and computes in float32.
+
+Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 100000000000 on a CPU, or allocation is what is measured.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import ffn_size
+from timing import parser, ratio, report, time_in_turn
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import MixtralConfig, Qwen2Config
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+from hf_moe_expand.modeling.expanded_ffn import Classifier, ExpandedFFN, RoutingControl
+
+TOP_K = 2
+OURS, LOOP = "ExpandedFFN", "loop"
+MIXTRAL = {"Mixtral eager": "eager", "Mixtral grouped_mm": "grouped_mm"}
+PASSES = ("forward", "forward+backward", "expert 0 frozen", "old tokens")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+# Largest difference, as a share of the largest value.
+TOLERANCE = {"fp32": 3e-5, "bf16": 3e-2, "autocast": 3e-2}
+
+
+class LoopFFN(nn.Module):
+    """An expert after the other, its tokens found by a mask, results added in the model's dtype."""
+
+    def __init__(self, router_weight: nn.Parameter, experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.router_weight, self.experts = router_weight, experts
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores_TN = F.linear(x_Th, self.router_weight).float().softmax(-1)
+        weights_TK, index_TK = scores_TN.topk(TOP_K)
+        weights_TK = (weights_TK / weights_TK.sum(-1, keepdim=True)).to(x_Th.dtype)
+        mask_NKT = F.one_hot(index_TK, len(self.experts)).permute(2, 1, 0)
+        y_Th = torch.zeros_like(x_Th)
+        for expert, mask_KT in zip(self.experts, mask_NKT, strict=True):
+            place, token = torch.where(mask_KT)
+            y = expert(x_Th[token]) * weights_TK[token, place, None]
+            y_Th.index_add_(0, token, y.to(y_Th.dtype))
+        return y_Th.view(hidden_states.shape)
+
+
+def gated_ffn(hidden: int, intermediate: int) -> Qwen2MLP:
+    ffn = Qwen2MLP(Qwen2Config(hidden_size=hidden, intermediate_size=intermediate))
+    for parameter in ffn.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return ffn
+
+
+def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """The dense FFN of equal active FLOPs, and all implementations of one and the same expanded FFN."""
+    torch.manual_seed(seed)
+    size, dtype = ffn_size(hidden), DTYPES[mode]
+    ours = ExpandedFFN(gated_ffn(hidden, size), hidden, experts, TOP_K, 0, False, RoutingControl())
+    with torch.no_grad():
+        for parameter in ours.experts.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        ours.router.weight.copy_(torch.eye(experts, hidden))
+    found = {OURS: ours.to(device, dtype)}
+    shared = None
+    for name, implementation in MIXTRAL.items():
+        config = MixtralConfig(
+            hidden_size=hidden,
+            intermediate_size=size,
+            num_local_experts=experts,
+            num_experts_per_tok=TOP_K,
+            experts_implementation=implementation,
+        )
+        with torch.device("meta"):
+            block = MixtralSparseMoeBlock(config)
+        block.gate.weight = ours.router.weight
+        shared = shared or _stacked(ours)
+        block.experts.gate_up_proj, block.experts.down_proj = shared
+        found[name] = block
+    found[LOOP] = LoopFFN(ours.router.weight, ours.experts)
+    return gated_ffn(hidden, TOP_K * size).to(device, dtype), found
+
+
+def _stacked(ours: ExpandedFFN) -> tuple[nn.Parameter, nn.Parameter]:
+    gate_up = torch.stack([torch.cat([e.gate_proj.weight, e.up_proj.weight]) for e in ours.experts])
+    down = torch.stack([e.down_proj.weight for e in ours.experts])
+    return nn.Parameter(gate_up.detach()), nn.Parameter(down.detach())
+
+
+def draw_tokens(tokens: int, hidden: int, experts: int, mode: str, device: str, seed: int) -> torch.Tensor:
+    """`[1, T, h]`. The first N features are the router logits (its weights are an identity): multiples of 1/2, all
+    different, so that every implementation sees the same ones whatever it computes in. The next one is 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, tokens, hidden, generator=generator)
+    x[..., :experts] = torch.rand(1, tokens, experts, generator=generator).argsort(-1) / 2
+    x[..., experts] = 1
+    return x.to(device, DTYPES[mode])
+
+
+def forward_pass(module: nn.Module, x: torch.Tensor, mode: str) -> Callable[[], torch.Tensor]:
+    module.eval()
+
+    def call() -> torch.Tensor:
+        with torch.no_grad(), _precision(mode, x):
+            return module(x)
+
+    return call
+
+
+def training_pass(module: nn.Module, x: torch.Tensor, mode: str, seed: int) -> Callable[[], list[torch.Tensor]]:
+    """Output, then the gradients of the input and of all that trains."""
+    module.train()
+    x = x.detach().requires_grad_()
+    gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
+    wanted = [x, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+
+    def call() -> list[torch.Tensor]:
+        with _precision(mode, x):
+            y = module(x)
+        return [y, *torch.autograd.grad(y, wanted, gradient.to(y.dtype), allow_unused=True)]
+
+    return call
+
+
+def _precision(mode: str, x: torch.Tensor) -> Any:
+    return torch.autocast(x.device.type, torch.bfloat16) if mode == "autocast" else nullcontext()
+
+
+def check_agreement(found: dict[str, torch.Tensor], what: str, tolerance: float) -> None:
+    """Raises RuntimeError where an implementation's result is not that of ours."""
+    ours = found[OURS].float()
+    for name, other in found.items():
+        error = ((other.float() - ours).abs().max() / ours.abs().max()).item()
+        if not error <= tolerance:
+            raise RuntimeError(f"{name}: {what} differs from {OURS}'s by {error:.1e} of its largest value.")
+
+
+def measure(options: argparse.Namespace, hidden: int, experts: int, tokens: int, mode: str) -> Iterator[list[str]]:
+    """A row for each pass."""
+    dense, found = build(hidden, experts, mode, options.device, options.seed)
+    x = draw_tokens(tokens, hidden, experts, mode, options.device, options.seed)
+    ours: Any = found[OURS]
+
+    def row(kind: str, reference: nn.Module, names: list[str], passing: Callable[..., Any], *extra: Any) -> list[str]:
+        cases = {"dense": passing(reference, x, mode, *extra)}
+        cases |= {name: passing(found[name], x, mode, *extra) for name in names}
+        times = time_in_turn(cases, options.repeats, options.device)
+        figures = [f"{ratio(times, name, 'dense'):.2f}" if name in names else "–" for name in found]
+        return [str(hidden), str(experts), str(tokens), mode, kind, f"{1000 * median(times['dense']):.3f}", *figures]
+
+    outputs = {name: forward_pass(module, x, mode)() for name, module in found.items()}
+    check_agreement(outputs, "the output", TOLERANCE[mode])
+    yield row("forward", dense, list(found), forward_pass)
+    gradients = {name: training_pass(module, x, mode, options.seed)()[1] for name, module in found.items()}
+    check_agreement(gradients, "the input's gradient", TOLERANCE[mode])
+    del outputs, gradients
+    yield row("forward+backward", dense, list(found), training_pass, options.seed)
+    ours.experts[0].requires_grad_(False)
+    # Mixtral's experts are one parameter: a part of it cannot be frozen.
+    yield row("expert 0 frozen", dense, [OURS, LOOP], training_pass, options.seed)
+    ours.classifier = Classifier(hidden, 2).to(x)
+    with torch.no_grad():
+        ours.classifier.weight.zero_()[0, experts] = 1
+    if not torch.equal(forward_pass(ours, x, mode)(), forward_pass(ours.experts[0], x, mode)()):
+        raise RuntimeError(f"{OURS}: an old token's output is not that of expert 0.")
+    yield row("old tokens", ours.experts[0], [OURS], forward_pass)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options_parser = parser(__doc__, repeats=7)
+    options_parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024, 2048])
+    options_parser.add_argument("--experts", type=int, nargs="+", default=[2, 4, 8])
+    options_parser.add_argument("--tokens", type=int, nargs="+", help="1 64 4096, with cuda also 32768")
+    options_parser.add_argument("--dtypes", choices=list(DTYPES), nargs="+", default=list(DTYPES))
+    options = options_parser.parse_args(arguments)
+    tokens = options.tokens or [1, 64, 4096] + [32768] * (options.device == "cuda")
+    cases = list(product(options.hidden, options.experts, tokens, options.dtypes))
+    rows = [row for case in tqdm(cases, unit="case") for row in measure(options, *case)]
+    head = ["hidden", "experts", "tokens", "dtype", "pass", "dense ms", OURS, *MIXTRAL, LOOP]
+    report("Expanded FFN", head, rows, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Greedy generation with the cache on: tokens a second, against the dense base.
+
+    python benchmarks/generate.py --out generate.md
+
+A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
+"classifiers" are in the last third of the layers (`--classifiers` of them); the row says what they find in every token.
+The second row is what that many active FLOPs cost in a dense model.
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from models import add_model_options, dense_config, dense_model, grow_in_memory, uniform_plan
+from timing import parser, ratio, report, time_in_turn
+from torch import nn
+
+BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
+OLD, NEW = "classifiers: old language", "classifiers: new language"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+
+
+def make_models(options: argparse.Namespace) -> dict[str, Any]:
+    """All but the wide one compute the same."""
+    config, dtype = dense_config(options, options.layers), DTYPES[options.dtype]
+    found = {BASE: dense_model(config, options.seed, dtype)}
+    found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype)
+    classifiers = options.layers // 3 if options.classifiers is None else options.classifiers
+    for name, count in ((EXPANDED, 0), (NEW, classifiers), (OLD, classifiers)):
+        found[name] = grow_in_memory(found[BASE], uniform_plan(options.layers, options.experts, count), options.seed)
+        for ffn in found[name].expanded_ffns().values():
+            if ffn.classifier is not None:
+                ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)
+    return {name: model.to(options.device).eval() for name, model in found.items()}
+
+
+# A classifier without a bias cannot find one class in all inputs by its weights alone.
+def _decide_old(module: nn.Module, inputs: Any, logits_TC: torch.Tensor) -> torch.Tensor:
+    return logits_TC * 0 + torch.tensor([1.0, 0.0], device=logits_TC.device)
+
+
+def _decide_new(module: nn.Module, inputs: Any, logits_TC: torch.Tensor) -> torch.Tensor:
+    return logits_TC * 0 + torch.tensor([0.0, 1.0], device=logits_TC.device)
+
+
+def make_prompts(options: argparse.Namespace, batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(options.seed)
+    return torch.randint(1, options.vocabulary, (batch, options.prompt), generator=generator).to(options.device)
+
+
+def generation(model: Any, prompts: torch.Tensor, tokens: int) -> Callable[[], torch.Tensor]:
+    """A call that returns prompts and `tokens` more of each."""
+    mask = torch.ones_like(prompts)
+
+    def call() -> torch.Tensor:
+        return model.generate(
+            prompts, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, use_cache=True
+        )
+
+    return call
+
+
+def check_agreement(models: dict[str, Any], prompts: torch.Tensor, tolerance: float) -> None:
+    """Raises RuntimeError where an expanded model's logits are not the base's."""
+    with torch.no_grad():
+        logits = {name: model(prompts).logits.float() for name, model in models.items() if name != WIDE}
+    for name, other in logits.items():
+        error = ((other - logits[BASE]).abs().max() / logits[BASE].abs().max()).item()
+        if not error <= tolerance:
+            raise RuntimeError(f"{name}: logits differ from the base's by {error:.1e} of their largest value.")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options_parser = parser(__doc__, repeats=7)
+    add_model_options(options_parser, hidden=512, vocabulary=8192)
+    options_parser.add_argument("--layers", type=int, default=8, help="decoder layers (%(default)s)")
+    options_parser.add_argument("--classifiers", type=int, help="layers with a classifier (a third)")
+    options_parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="batch sizes (%(default)s)")
+    options_parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt (%(default)s)")
+    options_parser.add_argument("--tokens", type=int, default=64, help="generated tokens (%(default)s)")
+    options_parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="(%(default)s)")
+    options = options_parser.parse_args(arguments)
+    models = make_models(options)
+    rows = []
+    for batch in options.batch:
+        prompts = make_prompts(options, batch)
+        check_agreement(models, prompts, TOLERANCE[options.dtype])
+        calls = {name: generation(model, prompts, options.tokens) for name, model in models.items()}
+        times = time_in_turn(calls, options.repeats, options.device)
+        for name in models:
+            speed = batch * options.tokens / median(times[name])
+            rows.append([str(batch), name, f"{speed:,.0f}", f"{ratio(times, BASE, name):.2f}"])
+    title = f"Generation, {options.layers} layers of {options.hidden}, {options.experts} experts, {options.dtype}"
+    title = f"{title}, prompt {options.prompt}, {options.tokens} new"
+    report(title, ["batch", "model", "tokens/s", "speed"], rows, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The models that the benchmark scripts measure: Qwen2 shapes with random weights, and their expansions."""
+
+import argparse
+import re
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import initialization as init
+
+from hf_moe_expand import LayerMoEConfig, Plan
+from hf_moe_expand.modeling.expanded_ffn import init_router
+
+
+def add_model_options(options: argparse.ArgumentParser, hidden: int, vocabulary: int) -> None:
+    """Options of a Qwen2 shape and its expansion."""
+    options.add_argument("--hidden", type=int, default=hidden, help="hidden size (%(default)s)")
+    options.add_argument("--vocabulary", type=int, default=vocabulary, help="vocabulary size (%(default)s)")
+    options.add_argument("--experts", type=int, default=3, help="of each layer, expert 0 counted (%(default)s)")
+
+
+def ffn_size(hidden: int) -> int:
+    """2.75 h, rounded to a multiple of 64."""
+    return max(64, round(2.75 * hidden / 64) * 64)
+
+
+def dense_config(options: argparse.Namespace, layers: int, ffn_widths: int = 1) -> Qwen2Config:
+    """Heads of 64, or 4 of them in a smaller model; embeddings are tied; the FFN `ffn_widths` times as wide."""
+    heads = max(4, options.hidden // 64)
+    return Qwen2Config(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=ffn_widths * ffn_size(options.hidden),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def dense_model(config: Qwen2Config, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A dense model with random weights."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def uniform_plan(layers: int, experts: int, classifiers: int = 0) -> Plan:
+    """The same number of experts in each layer, classifiers in the last `classifiers` layers."""
+    return Plan("uniform", [experts] * layers, classifier_layers=list(range(layers - classifiers, layers)))
+
+
+def expanded_config(dense: Qwen2Config, plan: Plan) -> Any:
+    """The configuration of a dense model, expanded."""
+    return LayerMoEConfig.from_dense(
+        dense,
+        num_experts_per_layer=plan.experts_per_layer,
+        classifier_layers=plan.classifier_layers,
+        router_top_k=plan.top_k,
+    )
+
+
+def grow_in_memory(dense: Any, plan: Plan, seed: int) -> Any:
+    """What `expand_checkpoint` does to files, done to a loaded model: takes over its weights and copies its FFNs."""
+    config = expanded_config(dense.config, plan)
+    with init.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dense.dtype)
+    weights, state = dense.state_dict(), {}
+    torch.manual_seed(seed)
+    for name, empty in model.state_dict().items():
+        source = re.sub(r"\.experts\.\d+\.", ".", name)
+        if source in weights:
+            copied = source != name and ".experts.0." not in name
+            state[name] = weights[source].clone() if copied else weights[source]
+        else:
+            state[name] = torch.zeros_like(empty)
+            if name.endswith("router.weight"):
+                init_router(state[name])
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    return model

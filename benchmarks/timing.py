@@ -1,0 +1,127 @@
+"""What the benchmark scripts share: timing in turn, peak memory in a process of its own, Markdown tables."""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+import transformers
+
+T = TypeVar("T")
+Times = Mapping[str, Sequence[float]]
+
+MIN_SECONDS = 0.02
+
+# Imported once, by the server that the measured processes are forked from.
+_PRELOAD = ["hf_moe_expand.checkpoint.expand", "hf_moe_expand.trainers", "transformers.models.qwen2.modeling_qwen2"]
+
+
+def time_in_turn(
+    cases: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Seconds a call: `repeats` figures for each case, all cases once a round, each round starting with another one.
+
+    Short calls are repeated until a figure covers `MIN_SECONDS`. Two calls before that warm up.
+    """
+    calls = {}
+    for name, call in cases.items():
+        _seconds(call, 1, device)
+        calls[name] = max(1, round(MIN_SECONDS / _seconds(call, 1, device)))
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(_seconds(cases[name], calls[name], device) / calls[name])
+    return found
+
+
+def _seconds(call: Callable[[], object], calls: int, device: str) -> float:
+    synchronize(device)
+    start = perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return perf_counter() - start
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def ratio(times: Times, case: str, base: str) -> float:
+    """The median over rounds of `case / base`: both sides of each quotient ran within one round."""
+    return median(a / b for a, b in zip(times[case], times[base], strict=True))
+
+
+def in_own_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Runs a module-level function in a fresh process, forked from one that has only imported the libraries."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Resident memory of this process now, or the most it ever had (Linux)."""
+    # Not getrusage: its maximum is handed down from the process that started this one.
+    name = "VmHWM" if peak else "VmRSS"
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) << 10
+
+
+def reset_peak() -> None:
+    """Lets `resident_bytes(peak=True)` start anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def parser(description: str | None, repeats: int, on_device: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has; `--device` where the work can run on one."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--repeats", type=int, default=repeats, help="rounds; medians are reported (%(default)s)")
+    found.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    if on_device:
+        found.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
+    else:
+        found.set_defaults(device="cpu")
+    found.add_argument("--out", type=Path, help="also write the table here")
+    return found
+
+
+def report(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], options: argparse.Namespace) -> None:
+    """Prints the header line and the table, and writes them to `--out`. Columns of figures are right-aligned."""
+    figure = re.compile(r"[-–\d.,]+")
+    right = [all(figure.fullmatch(row[column]) for row in rows) for column in range(len(head))]
+    lines = [_header(title, options), "", _line(head), _line(["---:" if r else "---" for r in right])]
+    text = "\n".join(lines + [_line(row) for row in rows])
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", "utf-8")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _header(title: str, options: argparse.Namespace) -> str:
+    device = torch.cuda.get_device_name() if options.device == "cuda" else f"cpu ({platform.machine()})"
+    parts = [
+        f"torch {torch.__version__}",
+        f"transformers {transformers.__version__}",
+        f"threads {torch.get_num_threads()}",
+        f"device {device}",
+        f"repeats {options.repeats}",
+        f"seed {options.seed}",
+    ]
+    parts += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")]
+    return f"{title}: {', '.join(parts)}"

@@ -1,0 +1,253 @@
+"""What test_distributed.py runs on two ranks, `python ranks.py FOLDER CHECK...`: each check leaves FOLDER/CHECK.pt, and the
+checkpoints that it saved beside it. One launch runs many checks, since starting costs more than they do."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.state import DistributedType, PartialState
+from one_step import build, full, in_halves, rows, train
+from torch.distributed.fsdp import fully_shard
+from transformers import TrainerCallback
+from transformers.distributed import DistributedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from hf_moe_expand import LayerMoEForCausalLM, training
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
+from hf_moe_expand.trainers import Stage, freeze
+from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
+
+# One optimizer step of a stage trainer; `batch` is that of one process alone.
+STEPS = {
+    "review": {"stage": "review", "prior": 1.0, "classifier": 1.0},
+    "checkpointing": {"stage": "review", "prior": 1.0, "classifier": 1.0, "checkpointing": True, "batch": 4, "steps": 2},
+    "post": {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0},
+    "idle": {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0, "halves": True},
+    "idle, checkpointing": {
+        "stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0, "halves": True, "checkpointing": True
+    },
+    "everything": {"stage": "post", "balance": 1.0, "prior": 1.0, "classifier": 1.0, "everything": True},
+}  # fmt: skip
+# With so large an epsilon AdamW's steps follow the gradient smoothly, rounding errors and all.
+SPEED = {"learning_rate": 0.3, "optim": "adamw_torch", "adam_epsilon": 0.1, "disable_tqdm": True, "logging_steps": 1}
+
+
+def model_of(step, backbone="qwen2"):
+    """The model that a step starts from. Of `idle` ones, routers see two components of the embedding alone: in both
+    expanded layers expert 1 gets no token of the last four blocks, expert 2 none of the first four, expert 3 none."""
+    model = build(backbone)
+    if step.startswith("idle"):
+        with torch.no_grad():
+            embedding = model.get_input_embeddings().weight
+            embedding[:, 0] = torch.where(torch.arange(len(embedding)) < 125, 8.0, -8.0)
+            embedding[:, 1] = 8.0
+            for ffn in model.expanded_ffns().values():
+                ffn.router.weight.zero_()
+                ffn.router.weight[0, 1] = 1.0
+                ffn.router.weight[1, 0] = 0.5
+                ffn.router.weight[2, 0] = -0.5
+                ffn.router.weight[3:, 1] = -1.0
+    return model
+
+
+def loss_of(model, ids, languages):
+    """Next-token, language-prior and classifier loss, the latter two of known counts."""
+    with model.capture_routing() as routing:
+        loss = model(ids, labels=ids).loss
+    old = languages.flatten() == 0
+    for layer in routing:
+        loss = loss + language_prior_routing_loss(layer.router_logits, old, 35.0)
+        if layer.classifier_logits is not None:
+            loss = loss + classifier_loss(layer.classifier_logits, (~old).long(), None, 96.0)
+    return loss
+
+
+def share(tensor):
+    """This rank's half of the rows."""
+    return tensor[:4] if dist.get_rank() == 0 else tensor[4:]
+
+
+def saved(folder, name, backbone="qwen2", step="review"):
+    """The checkpoint of the model that a step starts from, written by the first rank."""
+    path = folder / f"{name}.base"
+    if dist.get_rank() == 0:
+        model_of(step, backbone).save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def one_step(folder, name, step, ranks, backbone="qwen2", **sharding):
+    """A step of a stage trainer, where `ranks` of the processes have data of their own."""
+    if sharding:
+        base = saved(folder, name, backbone, step)
+        model = LayerMoEForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(**sharding))
+    else:
+        model = model_of(step, backbone)
+    options = dict(STEPS[step])
+    options["batch"] = options.get("batch", 8) // ranks
+    logs = {}
+    parameters = train(str(folder / f"{name}.run"), model=model, logs=logs, save=str(folder / name), **options)
+    return parameters, logs
+
+
+def ddp(folder):
+    return {step: one_step(folder, f"ddp {step}", step, ranks=2) for step in ("idle", "idle, checkpointing")}
+
+
+def fsdp_by_hand(folder):
+    """torch's `fully_shard`, each layer and the root: loss and gradients against those of the whole model."""
+    found = {}
+    ids, languages = rows()
+    ids = in_halves(ids)
+    for backbone in ("qwen2", "bloom", "gemma3_text"):
+        for checkpointing in (False, True):
+            whole, model = (model_of("idle" if backbone == "qwen2" else "", backbone).train() for _ in range(2))
+            for one in (whole, model):
+                freeze(one, Stage.REVIEW if checkpointing else Stage.EVERYTHING)
+                if checkpointing:
+                    one.gradient_checkpointing_enable({"use_reentrant": False})
+            halves = [loss_of(whole, ids[part], languages[part]) for part in (slice(0, 4), slice(4, 8))]
+            (sum(halves) / 2).backward()
+            for layer in model.get_submodule("transformer.h" if backbone == "bloom" else "model.layers"):
+                fully_shard(layer)
+            fully_shard(model)
+            loss = loss_of(model, share(ids), share(languages))
+            loss.backward()
+            expected = dict(whole.named_parameters())
+            found[backbone, checkpointing] = {
+                "loss": (loss.item(), halves[dist.get_rank()].item()),
+                "gradients": {
+                    name: (parameter.grad.full_tensor(), expected[name].grad)
+                    for name, parameter in model.named_parameters()
+                    if parameter.requires_grad
+                },
+            }
+    return found
+
+
+def fsdp_native(folder):
+    """transformers' own FSDP2, through the stage trainers. Gemma's embeddings are tied to its head."""
+    found = {
+        step: one_step(folder, f"fsdp {step}", step, ranks=2, fsdp_size=2)
+        for step in ("review", "checkpointing", "post", "idle, checkpointing", "everything")
+    }
+    found["tied"] = one_step(folder, "fsdp tied", "post", ranks=2, backbone="gemma3_text", fsdp_size=2)
+    try:
+        one_step(folder, "fsdp refused", "everything", ranks=2, backbone="gemma3_text", fsdp_size=2)
+    except ValueError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def tensor_parallel(folder):
+    """Both ways to ask for it: loss, gradients, saving. Then the stage trainers."""
+    found = {}
+    ids, languages = rows()
+    for backbone, how in (
+        ("qwen2", {"tp_plan": "auto"}),
+        ("llama", {"distributed_config": DistributedConfig(tp_size=2)}),
+        ("gemma3_text", {"distributed_config": DistributedConfig(tp_size=2)}),
+        ("gpt_neox", {"tp_plan": "auto"}),
+    ):
+        base = saved(folder, f"tp {backbone}", backbone)
+        whole = LayerMoEForCausalLM.from_pretrained(base).train()
+        model = LayerMoEForCausalLM.from_pretrained(base, **how).train()
+        losses = [loss_of(one, ids, languages) for one in (model, whole)]
+        for loss in losses:
+            loss.backward()
+        model.save_pretrained(folder / f"tp {backbone}")
+        expected = dict(whole.named_parameters())
+        found[backbone] = {
+            "loss": [loss.item() for loss in losses],
+            "split": [name for name, parameter in model.named_parameters() if hasattr(parameter.data, "placements")],
+            "gradients": {name: (full(p.grad), expected[name].grad) for name, p in model.named_parameters()},
+        }
+    # Accelerate lets tensor parallelism on accelerators only; nothing else keeps it from a CPU.
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    for step in ("review", "post", "everything"):
+        found[step] = one_step(folder, f"tp {step}", step, ranks=1, tp_size=2)
+    return found
+
+
+class StopAt(TrainerCallback):
+    """Ends the process's work after a step, as a time limit would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def stage(folder, name, settings, stop_at=None):
+    """`train_stage` on the texts and the expanded checkpoint that the test has put into the folder."""
+    data = {code: LanguageText(code, str(folder / f"{code}.jsonl")) for code in ("en", "el")}
+    if isinstance(settings, PostPretrainSettings):
+        del data["en"]
+    made = training._trainer
+
+    def interrupted(*arguments):
+        trainer = made(*arguments)
+        trainer.add_callback(StopAt(stop_at))
+        return trainer
+
+    training._trainer = interrupted if stop_at else made
+    try:
+        training.train_stage(folder / "expanded", folder / name, data, settings)
+    except KeyboardInterrupt:
+        assert stop_at
+    finally:
+        training._trainer = made
+
+
+def post_pretraining(per_device, **changes):
+    options = {**SPEED, "per_device_train_batch_size": per_device, "max_steps": 4, **changes}
+    return PostPretrainSettings(block_size=16, training=options)
+
+
+def stage_native(folder):
+    stage(folder, "native", post_pretraining(2, distributed_config={"fsdp_size": 2}))
+    options = {**SPEED, "per_device_train_batch_size": 4, "max_steps": 2, "distributed_config": {"tp_size": 2}}
+    stage(folder, "native tp", ReviewSettings(block_size=16, training=options))
+
+
+def on_this_machine():
+    """Makes accelerate treat this machine's CPU as it treats GPUs, but for the backend."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda self, *rest: ("gloo", DistributedType.MULTI_GPU)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed
+
+        # Communication through shared memory, which would be compiled first.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def stage_accelerate(folder):
+    """`train_stage` under accelerate's FSDP2 or DeepSpeed, interrupted and gone on with."""
+    settings = post_pretraining(1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)
+    stage(folder, "accelerate", settings, stop_at=3)
+    left = sorted(os.listdir(folder / "accelerate.training"))
+    stage(folder, "accelerate", settings)
+    return left
+
+
+if __name__ == "__main__":
+    disable_progress_bar()
+    folder, checks = Path(sys.argv[1]), sys.argv[2:]
+    if checks == ["stage_accelerate"]:
+        on_this_machine()
+    else:
+        dist.init_process_group("gloo")
+    for check in checks:
+        result = globals()[check](folder)
+        if int(os.environ["RANK"]) == 0:
+            torch.save(result, folder / f"{check}.pt")
+        dist.barrier()
+    print(json.dumps(checks))
+    dist.destroy_process_group()

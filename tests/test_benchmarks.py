@@ -1,0 +1,183 @@
+"""The benchmark scripts at a tiny size: their tables have the promised rows, and what they compare is equal."""
+
+import importlib
+import shutil
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script. Its calls are timed once, however short."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    timing = importlib.import_module("timing")
+    monkeypatch.setattr(timing, "MIN_SECONDS", 0.0)
+    return importlib.import_module
+
+
+def run(module, capsys, tmp_path, arguments):
+    """The table that a script prints and writes: a dictionary a row."""
+    out = tmp_path / "table.md"
+    module.main([*arguments.split(), "--repeats", "1", "--out", str(out)])
+    said = capsys.readouterr().out
+    assert out.read_text("utf-8") == said
+    header, empty, *table = said.splitlines()
+    assert empty == ""
+    for name in (f"torch {torch.__version__}", f"threads {torch.get_num_threads()}", "device cpu", "seed 0"):
+        assert name in header
+    head, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    assert len(rule) == len(head)
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def hold(mib):
+    """Memory taken and given back: how far the peak rose."""
+    timing = importlib.import_module("timing")
+    before = timing.resident_bytes()
+    timing.reset_peak()
+    torch.ones(mib << 18).sum()
+    return timing.resident_bytes(peak=True) - before
+
+
+def test_cases_run_in_turn_and_ratios_are_of_one_round(script):
+    timing = script("timing")
+    ran = []
+    times = timing.time_in_turn({name: lambda n=name: ran.append(n) for name in "ab"}, repeats=4)
+    assert "".join(ran) == "aabb" + "abbaabba"
+    assert [len(values) for values in times.values()] == [4, 4]
+    assert timing.ratio({"a": [2.0, 40.0, 6.0], "b": [1.0, 10.0, 3.0]}, "a", "b") == 2.0
+
+
+def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
+    peak = script("timing").in_own_process(hold, 48)
+    assert 48 << 20 <= peak < 96 << 20
+
+
+def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
+    module = script("expert_speed")
+    rows = run(module, capsys, tmp_path, "--hidden 32 --experts 4 --tokens 1 16")
+    keys = [(row["hidden"], row["experts"], row["tokens"], row["dtype"], row["pass"]) for row in rows]
+    assert keys == [("32", "4", *rest) for rest in product(("1", "16"), module.DTYPES, module.PASSES)]
+    for row in rows:
+        assert float(row["dense ms"]) > 0
+        assert float(row["ExpandedFFN"]) > 0
+        for name in ("Mixtral eager", "Mixtral grouped_mm"):
+            assert (row[name] == "–") == (row["pass"] in ("expert 0 frozen", "old tokens"))
+        assert (row["loop"] == "–") == (row["pass"] == "old tokens")
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
+def test_expert_speed_compares_the_same_function(script, mode):
+    module = script("expert_speed")
+    dense, found = module.build(32, 3, mode, "cpu", seed=0)
+    x = module.draw_tokens(20, 32, 3, mode, "cpu", seed=0)
+    ours = found["ExpandedFFN"]
+    expected, gradients = [], {}
+    for token in x[0]:
+        chosen = token[:3].float().topk(2)
+        parts = [w * ours.experts[e](token).float() for w, e in zip(chosen.values.softmax(0), chosen.indices)]  # noqa: B905
+        expected.append(sum(parts))
+    expected = torch.stack(expected)[None]
+    largest = expected.abs().max()
+    assert set(found) == {"ExpandedFFN", "Mixtral eager", "Mixtral grouped_mm", "loop"}
+    for name, implementation in found.items():
+        y = module.forward_pass(implementation, x, mode)()
+        assert (y - expected).abs().max() <= module.TOLERANCE[mode] * largest, name
+        y, *gradients[name] = module.training_pass(implementation, x, mode, seed=0)()
+        assert (y - expected).abs().max() <= module.TOLERANCE[mode] * largest, name
+    module.check_agreement({name: g[0] for name, g in gradients.items()}, "gradient", module.TOLERANCE[mode])
+    assert sum(p.numel() for p in dense.parameters()) == 2 * sum(p.numel() for p in ours.experts[0].parameters())
+    with torch.no_grad():
+        found["loop"].experts[1].down_proj.weight.mul_(1.2)  # shared with ours, not with Mixtral's copies
+    outputs = {name: module.forward_pass(implementation, x, mode)() for name, implementation in found.items()}
+    with pytest.raises(RuntimeError, match="Mixtral eager: the output differs"):
+        module.check_agreement(outputs, "the output", module.TOLERANCE[mode])
+
+
+TINY = "--hidden 32 --vocabulary 64 --layers 3"
+
+
+def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
+    module = script("train_step")
+    rows = run(module, capsys, tmp_path, f"{TINY} --batch 2 --block 16")
+    assert [row["step"] for row in rows] == ["full fine-tuning of the base", "post-pretrain", "review"]
+    base, post_pretrain, review = rows
+    assert base["trained"] == base["parameters"]
+    expert, routers, classifiers = 3 * 32 * 64, 3 * 3 * 32, 2 * 32
+    assert post_pretrain["trained"] == f"{3 * 2 * expert + routers:,}"
+    assert review["trained"] == f"{routers + classifiers:,}"
+    for row in rows:
+        assert min(float(row[name].replace(",", "")) for name in ("ms", "time", "peak MiB", "memory")) > 0
+    options = SimpleNamespace(hidden=32, vocabulary=64, layers=3, experts=3, seed=0)
+    ids = torch.arange(24).view(2, 12)
+    dense, expanded = (module.make_model(case, options)(ids).logits for case in (module.BASE, "review"))
+    torch.testing.assert_close(expanded, dense)
+
+
+def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
+    module = script("generate")
+    rows = run(module, capsys, tmp_path, f"{TINY} --prompt 4 --tokens 3 --dtype fp32 --batch 1 3")
+    names = [module.BASE, module.WIDE, module.EXPANDED, module.NEW, module.OLD]
+    assert [(row["batch"], row["model"]) for row in rows] == list(product(("1", "3"), names))
+    assert all(float(row["tokens/s"].replace(",", "")) > 0 and float(row["speed"]) > 0 for row in rows)
+    options = SimpleNamespace(
+        hidden=32, vocabulary=64, layers=3, experts=3, classifiers=2, seed=0, prompt=4, dtype="fp32", device="cpu"
+    )
+    models, prompts = module.make_models(options), module.make_prompts(options, 3)
+    seen = dict.fromkeys(names, 0)
+    for name in names[2:]:
+        for expert in models[name].expanded_ffns()[2].experts[1:]:
+            expert.register_forward_pre_hook(lambda _, args, n=name: seen.__setitem__(n, seen[n] + len(args[0])))
+    said = {name: module.generation(models[name], prompts, 8)() for name in names}
+    assert said[module.BASE].shape == (3, 12)
+    for name in names[2:]:
+        assert torch.equal(said[name], said[module.BASE]), name
+    assert seen[module.OLD] == 0
+    assert 0 < seen[module.NEW] == seen[module.EXPANDED]
+    module.check_agreement(models, prompts, 1e-5)
+    with torch.no_grad():
+        models[module.OLD].expanded_ffns()[0].experts[1].up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="classifiers: old language: logits differ"):
+        module.check_agreement(models, prompts, 1e-5)
+
+
+def test_expand_io_compares_equal_checkpoints_and_cleans_up(script, capsys, tmp_path):
+    module = script("expand_io")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    size = "--hidden 32 --vocabulary 64 --gib 0.0005 --shard 50KB"
+    rows = run(module, capsys, tmp_path, f"{size} --scratch {scratch}")
+    assert [row["way"] for row in rows] == ["expand_checkpoint", "cp", "transformers"]
+    assert all(float(row["seconds"]) > 0 and float(row["time / cp"]) > 0 for row in rows)
+    assert not list(scratch.iterdir())
+
+
+def test_expand_io_finds_a_difference_but_in_routers(script, tmp_path):
+    module = script("expand_io")
+    options = SimpleNamespace(hidden=32, vocabulary=64, experts=3, seed=0, shard="10MB", gib=0.0005)
+    layers = module.layers_for(options)
+    assert 2 * module._expanded_parameters(options, layers) == pytest.approx(options.gib * 2**30, rel=0.1)
+    base, ours, other = (tmp_path / name for name in ("base", "ours", "other"))
+    module.write_base(base, options, 2)
+    module.expand(base, ours, options, 2)
+    module.load_and_save(base, other, options, 2)
+    module.check_same(ours, other)
+    weights = load_file(other / "model.safetensors")
+    assert not torch.equal(
+        weights["model.layers.0.mlp.router.weight"],
+        load_file(ours / "model.safetensors")["model.layers.0.mlp.router.weight"],
+    )
+    weights["model.layers.1.mlp.experts.2.up_proj.weight"][0, 0] += 1
+    save_file(weights, other / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"differs from ours in model\.layers\.1\.mlp\.experts\.2\.up_proj"):
+        module.check_same(ours, other)
+    shutil.rmtree(ours)
+    module.copy(other, ours, options, 2)
+    module.check_same(ours, other)
