@@ -33,7 +33,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=Path("runs/dmoe"))
     arguments.add_argument("--table", type=Path, help="also write the table here")
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--adapt-steps", type=int, default=60)
+    arguments.add_argument("--adapt-steps", type=int, default=40)
     options = arguments.parse_args()
     out: Path = options.out
     os.environ |= {"DATA": str(options.data), "BASE": str(options.base), "OUT": str(out / "dmoe")}

@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     options_parser = parser(__doc__, repeats=7)
     options_parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024, 2048])
     options_parser.add_argument("--experts", type=int, nargs="+", default=[2, 4, 8])
-    options_parser.add_argument("--tokens", type=int, nargs="+", help="1 64 4096, with cuda also 32768")
+    options_parser.add_argument("--tokens", type=int, nargs="+", help="(1 64 4096, with cuda also 32768)")
     options_parser.add_argument("--dtypes", choices=list(DTYPES), nargs="+", default=list(DTYPES))
     options = options_parser.parse_args(arguments)
     tokens = options.tokens or [1, 64, 4096] + [32768] * (options.device == "cuda")

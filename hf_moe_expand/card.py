@@ -59,9 +59,8 @@ def make_card(
     old, new = _languages(config.expansions)
     scores = None
     if evaluation is not None:
-        scores = scores_of_this(
-            Evaluation.from_json(Path(evaluation)), evaluated_as or (location, folder.name), evaluation
-        )
+        names = [evaluated_as] if evaluated_as else [location, folder.name]
+        scores = scores_of_this(Evaluation.from_json(Path(evaluation)), names, evaluation)
     item_size = getattr(config.dtype, "itemsize", None)
     licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)
     data = ModelCardData(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.integrations import unset_hf_deepspeed_config
 
 from .errors import InputError
 from .settings import unknown_key
@@ -67,7 +68,8 @@ def check_deepspeed(trainer: Any, config: Any) -> None:
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Every weight of the trained model, whole, on the first rank. All ranks must call this."""
+    """Every weight of the trained model, whole, on the first rank. All ranks must call this, when training is over."""
+    unset_hf_deepspeed_config()  # ZeRO-3 splits no model that is made from now on, on the first rank alone perhaps
     model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.is_distributed_loading_by_transformers:
         return model.gather_sharded_state_dict_for_save(

@@ -22,9 +22,6 @@ from .jsonfile import read_json
 from .load_check import check_loads_alone
 from .modeling import MODEL_CLASSES
 
-# How a run's evaluation calls what the run's folders hold.
-_NAMES_IN_A_RUN = {"post_pretrain": "post-pretrained", "review": "reviewed"}
-
 
 @dataclass(frozen=True)
 class Push:
@@ -148,7 +145,7 @@ def _evaluation(
     run = run_of(folder)
     found = [(folder / EVALUATION, [folder.name, repo_id])]
     if run is not None:
-        found.append((run / EVALUATION, [_NAMES_IN_A_RUN.get(folder.name, folder.name)]))
+        found.append((run / EVALUATION, [_name_in_run(folder.resolve(), run)]))
     if given is not None:
         found = [(Path(given), [repo_id, folder.name])]
     for file, names in found:
@@ -161,6 +158,17 @@ def _evaluation(
         if name := next((name for name in names if name in scores.models), None):
             return file, name
     return None, None
+
+
+def _name_in_run(folder: Path, run: Path) -> str:
+    """What a run's evaluation calls one of its checkpoints: by its stage, or, of a run with several expansions, by the
+    expansion that it is the end of."""
+    from .pipeline import PARTICIPLES  # heavy
+
+    if folder.parent == run:
+        return PARTICIPLES.get(folder.name, folder.name)
+    last = [stage for stage in PARTICIPLES if (folder.parent / stage).is_dir()][-1:]
+    return f"after expansion {folder.parent.name}" if [folder.name] == last else ""
 
 
 def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:

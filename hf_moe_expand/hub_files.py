@@ -55,15 +55,15 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
             f"{folder}: holds what is no part of the checkpoint: {', '.join(foreign)}. Move it away, or publish it too "
             "with --include FILE."
         )
-    run = run_of(folder)
-    made_by = {} if run is None else {name: run / name for name in PROVENANCE if (run / name).is_file()}
-    return dict(sorted({**made_by, **found}.items()))
+    # The nearest comes last: of a run with several expansions, each has a plan of its own.
+    near = [folder.resolve().parent, run_of(folder)]
+    made_by = {name: there / name for there in near[::-1] for name in PROVENANCE if there and (there / name).is_file()}
+    return dict(sorted({**(made_by if near[1] else {}), **found}.items()))
 
 
 def run_of(folder: Path) -> Path | None:
     """The folder of the run that made this checkpoint, if it still lies in it."""
-    parent = folder.resolve().parent
-    return parent if (parent / "steps.json").is_file() else None
+    return next((parent for parent in folder.resolve().parents[:2] if (parent / "steps.json").is_file()), None)
 
 
 def is_weights(name: str) -> bool:

@@ -32,7 +32,8 @@ from .training import check_frozen, check_training_arguments, train_stage
 
 # The training stages of an expansion, in order: of MoE-LPR and LayerMoE, and of DMoE.
 STAGES = {False: ("post_pretrain", "review"), True: ("group", "normal")}
-_PARTICIPLES = {
+# What the evaluation calls the checkpoint of each.
+PARTICIPLES = {
     "post_pretrain": "post-pretrained", "review": "reviewed", "group": "group-trained", "normal": "trained normally",
 }  # fmt: skip
 
@@ -150,7 +151,7 @@ def _steps(recipe: Recipe, root: Path) -> tuple[list[Step], Path]:
         if lifelong:
             models[f"after expansion {number}"] = start
         else:
-            models |= {_PARTICIPLES[name]: str(path) for name, path in stages.items()}
+            models |= {PARTICIPLES[name]: str(path) for name, path in stages.items()}
         old = [*old, *expansion.new]
     if recipe.test:
         evaluation = {"settings": asdict(recipe.evaluation), "test": recipe.test}

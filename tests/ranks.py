@@ -1,5 +1,5 @@
-"""What test_distributed.py runs on two ranks, `python ranks.py FOLDER CHECK...`: each check leaves FOLDER/CHECK.pt, and the
-checkpoints that it saved beside it. One launch runs many checks, since starting costs more than they do."""
+"""What test_distributed.py runs on two ranks, `python ranks.py FOLDER CHECK...`: each check leaves FOLDER/CHECK.pt, and
+the checkpoints that it saved beside it. One launch runs many checks, since starting costs more than they do."""
 
 import json
 import os
@@ -25,7 +25,9 @@ from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routin
 # One optimizer step of a stage trainer; `batch` is that of one process alone.
 STEPS = {
     "review": {"stage": "review", "prior": 1.0, "classifier": 1.0},
-    "checkpointing": {"stage": "review", "prior": 1.0, "classifier": 1.0, "checkpointing": True, "batch": 4, "steps": 2},
+    "checkpointing": {
+        "stage": "review", "prior": 1.0, "classifier": 1.0, "checkpointing": True, "batch": 4, "steps": 2
+    },
     "post": {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0},
     "idle": {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0, "halves": True},
     "idle, checkpointing": {
@@ -174,6 +176,16 @@ def tensor_parallel(folder):
     return found
 
 
+class DifferentTokens(TrainerCallback):
+    """After training: single tokens, other ones on each rank, so that each rank uses other experts."""
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        model.eval()
+        with torch.no_grad():
+            mine = range(dist.get_rank(), 60, 2)
+            self.logits = torch.cat([model(torch.tensor([[token]])).logits for token in mine])
+
+
 class StopAt(TrainerCallback):
     """Ends the process's work after a step, as a time limit would."""
 
@@ -185,23 +197,23 @@ class StopAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def stage(folder, name, settings, stop_at=None):
+def stage(folder, name, settings, callback=None):
     """`train_stage` on the texts and the expanded checkpoint that the test has put into the folder."""
     data = {code: LanguageText(code, str(folder / f"{code}.jsonl")) for code in ("en", "el")}
     if isinstance(settings, PostPretrainSettings):
         del data["en"]
     made = training._trainer
 
-    def interrupted(*arguments):
+    def with_callback(*arguments):
         trainer = made(*arguments)
-        trainer.add_callback(StopAt(stop_at))
+        trainer.add_callback(callback)
         return trainer
 
-    training._trainer = interrupted if stop_at else made
+    training._trainer = with_callback if callback else made
     try:
         training.train_stage(folder / "expanded", folder / name, data, settings)
     except KeyboardInterrupt:
-        assert stop_at
+        assert isinstance(callback, StopAt)
     finally:
         training._trainer = made
 
@@ -231,10 +243,11 @@ def on_this_machine():
 def stage_accelerate(folder):
     """`train_stage` under accelerate's FSDP2 or DeepSpeed, interrupted and gone on with."""
     settings = post_pretraining(1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)
-    stage(folder, "accelerate", settings, stop_at=3)
+    stage(folder, "accelerate", settings, StopAt(3))
     left = sorted(os.listdir(folder / "accelerate.training"))
-    stage(folder, "accelerate", settings)
-    return left
+    tokens = DifferentTokens()
+    stage(folder, "accelerate", settings, tokens)
+    return {"left": left, "logits": tokens.logits}
 
 
 if __name__ == "__main__":

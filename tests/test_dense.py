@@ -208,5 +208,6 @@ def test_from_the_command_line(root, tmp_path):
     Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]).save(tmp_path / "plan.json")
     plan = ("--plan", tmp_path / "plan.json", "--out", tmp_path / "mix")
     assert "wrote" in invoke("expand-branches", root / "base", tmp_path / "one", *plan)
-    for verb in ("graft", "merge delta", "merge average", "expand-branches", "expand-depth", "export", "diff"):
+    verbs = "graft, merge delta, merge average, expand-branches, expand-depth, train dense, export, diff"
+    for verb in verbs.split(", "):
         assert f"Example: hf-moe-expand {verb}" in invoke(*verb.split(), "--help")

@@ -285,6 +285,38 @@ def test_a_run_s_first_checkpoint_does_not_get_the_last_one_s_scores(client, run
     assert "evaluation.json" not in done["value"]["files"]
 
 
+def test_a_run_with_several_expansions(server, client, checkpoint, tmp_path):
+    (tmp_path / "run").mkdir()
+    for number, stage in ((1, "post_pretrain"), (1, "review"), (2, "post_pretrain")):
+        shutil.copytree(checkpoint, tmp_path / "run" / str(number) / stage)
+        PLAN.save(tmp_path / "run" / str(number) / "plan.json")
+    (tmp_path / "run" / "steps.json").write_text("{}")
+    (tmp_path / "run" / "recipe.yaml").write_text("base: org/tiny\n")
+    models = {name: {"el": SCORE} for name in ("base", "after expansion 1", "after expansion 2")}
+    (tmp_path / "run" / "evaluation.json").write_text(json.dumps({"old": [], "new": ["el"], "models": models}))
+    for place, scored in (("1/post_pretrain", False), ("1/review", True), ("2/post_pretrain", True)):
+        done = client.push(tmp_path / "run" / place, "me/x", token="", dry_run=True)
+        assert ("evaluation.json" in done["value"]["files"]) == scored
+        assert {"plan.json", "recipe.yaml"} <= set(done["value"]["files"])
+
+
+def test_the_command(server, client, checkpoint):
+    code = f"""
+import os
+os.environ["HF_TOKEN"] = {TOKEN!r}
+import hf_moe_expand.hub
+hf_moe_expand.hub.check_loads_alone = lambda folder: None
+from hf_moe_expand.cli import app
+app(["push", folder, "me/by-command", "--private", "--include", "NOTICE", "--license", "mit"], standalone_mode=False)
+"""
+    (checkpoint / "NOTICE").write_text("x")
+    said = client.run(code, folder=str(checkpoint))["said"]
+    assert "me/by-command: pushed" in said
+    assert server.repo("me/by-command").private
+    assert server.files("me/by-command")["NOTICE"] == b"x"
+    assert b"license: mit" in server.files("me/by-command")["README.md"]
+
+
 @pytest.mark.parametrize(
     ("repo_id", "options", "message"),
     [

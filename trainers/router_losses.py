@@ -66,6 +66,18 @@ def _without_virtual_tokens(layer: Any, input_ids: torch.Tensor) -> Any:
     )
 
 
+def _fetch_experts_together(model: Any) -> None:
+    """Makes ZeRO-3 fetch an expanded FFN in one piece: a rank that fetched only the experts its tokens chose would wait
+    for ever for ranks whose tokens chose others."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    for ffn in model.expanded_ffns().values():
+        set_z3_leaf_module(ffn, True)
+    # DeepSpeed ends such a piece's backward pass when the gradient of its input is there. With frozen embeddings the
+    # first one's input would have none.
+    model.enable_input_require_grads()
+
+
 class RouterLossMixin:
     """Put in front of a Trainer class: `class MyTrainer(RouterLossMixin, Trainer)`.
 
@@ -107,6 +119,8 @@ class RouterLossMixin:
             # of. There are none: idle experts run on empty batches, and every loss is added, if with weight 0.
             training.ddp_find_unused_parameters = False
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():  # type: ignore[attr-defined]
+            _fetch_experts_together(self.model)  # type: ignore[attr-defined]
 
     def _check_arguments(self) -> None:
         training: Any = self.args  # type: ignore[attr-defined]

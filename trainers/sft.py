@@ -13,6 +13,7 @@ from trl import SFTTrainer, pack_dataset
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from .. import modeling  # noqa: F401  # so that the Auto classes know a folder or hub id
 from ..errors import InputError
 from .losses import OLD
 from .router_losses import RouterLossMixin

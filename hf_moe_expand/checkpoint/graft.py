@@ -15,7 +15,7 @@ from .depth import layer_list, name_before_insertion
 from .folder import write_checkpoint
 from .history import record
 from .source import COMPANIONS, TOKENIZER_FILES
-from .stored import StoredModel, places, rounded, widened
+from .stored import StoredModel, is_finite, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
 # Fields in which base and instruct may not differ although all shapes agree.
@@ -242,12 +242,12 @@ def _grafted(
         for piece in pieces:
             now, before, after = map(widened, piece)
             delta = after - before
-            if not delta.isfinite().all():
+            if not is_finite(delta):
                 raise InputError(f"Tensor {home!r}: {instruct.folder} minus {base.folder} is not finite (NaN or inf).")
-            # Equal to the sum, but exact at both ends for what training left alone.
-            yield rounded(
-                torch.where(now == before, torch.lerp(before, after, scale), now + scale * delta), info.dtype, stored
-            )
+            result = now + scale * delta
+            if scale == 1:  # of what training left alone the sum is `after`, but for its rounding
+                result = torch.where(now == before, after, result)
+            yield rounded(result, info.dtype, stored)
         for rest in instruct.reader.pieces(of_instruct, start=shared):
             yield rounded(rest, info.dtype, stored)
 

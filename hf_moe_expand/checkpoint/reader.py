@@ -21,7 +21,7 @@ ITEM_BITS = {
 }  # fmt: skip
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CHUNK = 16 << 20
-_PIECE = 4 << 20
+_PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CheckpointReader:
                 yield piece
 
     def pieces(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Elements `start` to `stop` of a floating-point tensor, flattened, at most 4 Mi at a time.
+        """Elements `start` to `stop` of a floating-point tensor, flattened, in pieces that fit a cache.
 
         The same elements of tensors of different types come in the same pieces.
 

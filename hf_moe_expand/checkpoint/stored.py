@@ -165,6 +165,11 @@ def widened(piece: torch.Tensor) -> torch.Tensor:
     return piece.to(torch.promote_types(piece.dtype, torch.float32))
 
 
+def is_finite(piece: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. Several times as fast as `isfinite`: NaN is the least and the largest."""
+    return all(extreme.isfinite() for extreme in piece.aminmax())
+
+
 def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
     """The bytes of `piece` in another type.
 
@@ -172,6 +177,6 @@ def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
         InputError: a value is not finite there.
     """
     result = piece.to(TORCH_DTYPES[dtype])
-    if not result.isfinite().all():
+    if not is_finite(result):
         raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
     return tensor_bytes(result)
