@@ -22,6 +22,7 @@ class Inspection:
         base: parameters of the dense model inside.
         trainable: parameters that each stage trains.
         expansions: the provenance entries of config.json.
+        updates: rank and alpha of LoRA experts.
     """
 
     backbone: str
@@ -32,14 +33,17 @@ class Inspection:
     base: int
     trainable: dict[str, int]
     expansions: list[dict[str, Any]]
+    updates: tuple[int, float] | None = None
 
     def lines(self) -> list[str]:
         """The report, a line each."""
         counts = [experts for experts, _, _ in self.layers]
         classifiers = [str(index) for index, (_, has_classifier, _) in enumerate(self.layers) if has_classifier]
+        rank, alpha = self.updates or (0, 0)
         lines = [
             f"backbone            {self.backbone}, {len(counts)} layers",
             f"experts per layer   {' '.join(map(str, counts))} (total {sum(counts)}, top-{self.top_k})",
+            *([f"new experts         expert 0 with updates of rank {rank}, alpha {alpha:g}"] if self.updates else []),
             f"classifier layers   {', '.join(classifiers) or 'none'}",
             f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
             f"active for a token  {self.active:,}",
@@ -67,18 +71,22 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
+    updates = (config.lora_rank, config.lora_alpha) if config.expert_kind == "lora" else None
     layers = [(1, False, 0)] * config.num_hidden_layers
     idle = added = 0
     for index, ffn in network.expanded_ffns().items():
         expert = _size(ffn.experts[0])
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size(ffn))
-        idle += (len(ffn.experts) - ffn.top_k) * expert
+        active = ffn.top_k + (ffn.conditional_gate is not None)
+        if updates:  # a token needs expert 0's weights whichever experts it goes to, and K updates at most
+            active = min(1 + ffn.top_k, len(ffn.experts))
+        idle += (len(ffn.experts) - active) * _size(ffn.experts[-1])
         added += _size(ffn) - expert
     total = _size(network)
     trainable = {str(stage): freeze(network, stage).trainable for stage in (Stage.POST_PRETRAIN, Stage.REVIEW)}
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
-        config.expansions or [],
+        config.expansions or [], updates,
     )  # fmt: skip
 
 

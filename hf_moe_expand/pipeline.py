@@ -17,8 +17,9 @@ from .analysis.deviation import measure_deviation
 from .analysis.result import DeviationResult, SimilarityResult
 from .analysis.similarity import measure_similarity
 from .checkpoint.expand import expand_checkpoint
+from .checkpoint.graft import check_fine_tune, graft_delta
 from .checkpoint.grow import grow_checkpoint
-from .checkpoint.source import load_base_config, load_config, resolve_checkpoint
+from .checkpoint.source import base_config_at_hand, load_base_config, load_config, resolve_checkpoint
 from .data.sources import LanguageText
 from .errors import InputError
 from .evaluation.perplexity import evaluate_model
@@ -27,14 +28,15 @@ from .jsonfile import read_json, write_json
 from .models import load_for_inference
 from .planning.make import make_plan
 from .planning.plan import Plan
-from .recipe import Expansion, Recipe
+from .recipe import Expansion, Recipe, unset_variable
 from .training import check_frozen, check_training_arguments, train_stage
 
-# The training stages of an expansion, in order: of MoE-LPR and LayerMoE, and of DMoE.
-STAGES = {False: ("post_pretrain", "review"), True: ("group", "normal")}
+# What follows on the expanded checkpoint, in order: of MoE-LPR and LayerMoE, and of DMoE. All train but the graft.
+STAGES = {False: ("post_pretrain", "graft", "review"), True: ("group", "normal", "graft")}
 # What the evaluation calls the checkpoint of each.
 PARTICIPLES = {
-    "post_pretrain": "post-pretrained", "review": "reviewed", "group": "group-trained", "normal": "trained normally",
+    "post_pretrain": "post-pretrained", "graft": "grafted", "review": "reviewed",
+    "group": "group-trained", "normal": "trained normally",
 }  # fmt: skip
 
 
@@ -73,6 +75,8 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     fingerprint = _fingerprint("start", {"base": recipe.base, "revision": recipe.revision, "seed": recipe.seed})
     steps, final = _steps(recipe, root)
     _refuse_changed(done, steps, fingerprint, root)
+    if state.is_main_process:
+        _keep_text(recipe, root)
     for number, step in enumerate(steps, start=1):
         fingerprint = _fingerprint(fingerprint, step.settings)
         label = f"[{number}/{len(steps)}] {step.name}"
@@ -94,21 +98,53 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     return final
 
 
-def validate_recipe(recipe: Recipe) -> list[str]:
+def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     """Checks all that can be checked without loading weights; returns what was found to be right, one line each.
+
+    Args:
+        offline: download nothing, and leave out, with a line that says so, what needs a base that is not at hand or a
+            variable that is not set.
 
     Raises:
         InputError: the first mistake found.
     """
-    folder = resolve_checkpoint(recipe.base, recipe.revision)
-    config = load_base_config(folder)
-    layers = config.num_hidden_layers
-    found = [f"base: {recipe.base}, {config.model_type}, {layers} layers"]
+    found = []
+    if offline:
+        config = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
+    else:
+        config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
+    if config is None:
+        found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
+    else:
+        found.append(f"base: {recipe.base}, {config.model_type}, {config.num_hidden_layers} layers")
     for kind, sources in (("training", recipe.training_sources), ("test", recipe.test_sources)):
         for source in sources.values():
+            if offline and (unset := unset_variable(source.source)):
+                found.append(f"skipped: {kind} {source.language}: {source.source}: {unset} is not set")
+                continue
             files = source.files()
             where = f"{len(files)} file(s)" if files else "on the hub"
             found.append(f"{kind} {source.language}: {source.source}, {where}")
+    for expansion in recipe.rounds:
+        for name in STAGES[expansion.is_dmoe]:
+            settings = getattr(expansion, name)
+            if settings is not None and name != "graft":
+                check_training_arguments(settings.training, f"{name}.training")
+    found.append("training: settings are known to TrainingArguments")
+    if config is not None:
+        found += _check_plans(recipe, config)
+    if (graft := recipe.rounds[-1].graft) is not None:
+        if offline:
+            found.append(f"skipped: whether {graft.instruct} is a fine-tune of {recipe.base}")
+        else:
+            check_fine_tune(recipe.base, graft.instruct, graft.keep_tokenizer, recipe.revision)
+            found.append(f"graft: {graft.instruct}, of the base's shapes")
+    return found
+
+
+def _check_plans(recipe: Recipe, config: Any) -> list[str]:
+    """Plans and block sizes against the base's configuration."""
+    layers, found = config.num_hidden_layers, []
     counts: list[int] = []
     for number, expansion in enumerate(recipe.rounds, start=1):
         # A plan from equal numbers has the real one's totals and layer counts; only which layers get them is unknown.
@@ -126,13 +162,11 @@ def validate_recipe(recipe: Recipe) -> list[str]:
         found.append(f"expansion {number}: {plan.method}, {plan.total_experts} experts, {classifiers}")
         for name in STAGES[expansion.is_dmoe]:
             settings = getattr(expansion, name)
-            if settings is None:
-                continue
-            check_training_arguments(settings.training, f"{name}.training")
             longest = getattr(config, "max_position_embeddings", None)
-            if longest is not None and settings.block_size > longest:
+            if settings is None or name == "graft" or longest is None:
+                continue
+            if settings.block_size > longest:
                 raise InputError(f"{name}.block_size is {settings.block_size}, but the base takes {longest} positions.")
-    found.append("training: settings are known to TrainingArguments")
     return found
 
 
@@ -171,7 +205,7 @@ class _Round:
     sources: dict[str, LanguageText]
 
     def steps(self, prefix: str) -> tuple[list[Step], dict[str, Path]]:
-        """The steps, and the checkpoint of each training stage."""
+        """The steps, and the checkpoint that each of `STAGES` leaves."""
         plan = self.expansion.plan
         by_similarity = plan.classifier_choice == "similarity" and plan.classifier_layers > 0
         languages: dict[str, Any] = {"old": self.old, "new": list(self.expansion.new)}
@@ -195,7 +229,10 @@ class _Round:
             settings = getattr(self.expansion, name)
             if settings is not None:
                 stages[name] = self.folder / name
-                steps.append(self.training(prefix, name, before, stages[name], settings))
+                if name == "graft":
+                    steps.append(self.graft(prefix, before, stages[name]))
+                else:
+                    steps.append(self.training(prefix, name, before, stages[name], settings))
                 before = stages[name]
         return steps, stages
 
@@ -212,6 +249,20 @@ class _Round:
 
         fingerprint = {"settings": asdict(settings), "data": {code: text.source for code, text in data.items()}}
         return Step(f"{prefix}{name}", after, fingerprint, work, every_rank=True)
+
+    def graft(self, prefix: str, before: Path, after: Path) -> Step:
+        recipe, settings = self.recipe, self.expansion.graft
+        assert settings is not None
+
+        def work() -> str:
+            report = graft_delta(
+                before, after, recipe.base, settings.instruct, scale=settings.scale,
+                keep_tokenizer=settings.keep_tokenizer, revision=recipe.revision,
+                max_shard_size=self.expansion.expand.max_shard_size, overwrite=True,
+            )  # fmt: skip
+            return f"base and instruct have a cosine of {report.instruct_cosine:.4f}"
+
+        return Step(f"{prefix}graft", after, asdict(settings), work)
 
     @property
     def revision(self) -> str | None:
@@ -275,6 +326,10 @@ class _Round:
             self.folder / "expanded",
             plan,
             expert_init=settings.expert_init,
+            conditional_routing=settings.conditional_routing,
+            expert_kind=settings.expert_kind,
+            lora_rank=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
             revision=self.revision,
             **options,
         )
@@ -303,6 +358,14 @@ def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, r
                 f"{root}: the recipe was changed after step `{step.name}` had run with it. Give another `output`, undo "
                 "the change, or delete this folder."
             )
+
+
+def _keep_text(recipe: Recipe, root: Path) -> None:
+    """Copies the recipe's file as it is: with variables not filled in, `push` finds no path of this machine in it."""
+    kept = root / "recipe.yaml"
+    if recipe.text is not None and not (kept.is_file() and kept.read_text(encoding="utf-8") == recipe.text):
+        root.mkdir(parents=True, exist_ok=True)
+        kept.write_text(recipe.text, encoding="utf-8")
 
 
 def _fingerprint(before: str, settings: Any) -> str:

@@ -66,15 +66,54 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class ExpandSettings:
-    """`expand`."""
+    """`expand`. `conditional_routing` makes expert 0 a shared FFN and gives each expanded layer a gate (CMR);
+    `expert_kind: lora` makes the new experts low-rank updates of expert 0 (MoLA, LoRAMoE)."""
 
     expert_init: str = "copy"
+    conditional_routing: bool = False
+    expert_kind: str = "ffn"
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
     max_shard_size: str = "5GB"
 
 
 @dataclass(frozen=True)
+class MaskingSettings:
+    """What a stage masks while it trains, so that low-resource languages over-fit less: the share of a token's experts
+    (EOM), of tokens (FOM), of the gates of conditional routing (CMR), and of batches (gating dropout)."""
+
+    expert_output: float = 0.0
+    final_output: float = 0.0
+    conditional_routing: float = 0.0
+    gating_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not 0 <= value < 1:
+                raise InputError(f"masking.{f.name} is {value}: a probability is at least 0 and less than 1.")
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """Held-out text, language to file, that is scored every so many steps of a stage and at its end; `max_tokens` of
+    each language at most."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    every: int = 50
+    max_tokens: int | None = 20_000
+
+
+@dataclass(frozen=True)
 class PostPretrainSettings:
-    """Stage 1. `training` goes to `transformers.TrainingArguments` as it is."""
+    """Stage 1. `training` goes to `transformers.TrainingArguments` as it is.
+
+    `curriculum` is a file that says when each language enters. At `temperature` T languages are drawn in proportion to
+    `n ** (1 / T)`, n their blocks: as the data is at 1, the more alike the higher.
+
+    `budget` weighs the loss that holds the gates of conditional routing at `gate_budget` on average, and
+    `localized_balance` LoRAMoE's localized balancing constraint.
+    """
 
     block_size: int = 1024
     tokens_per_language: int | None = None
@@ -82,6 +121,13 @@ class PostPretrainSettings:
     language_prior: float = 0.0
     replay: bool = False
     everything: bool = False
+    masking: MaskingSettings = field(default_factory=MaskingSettings)
+    budget: float = 0.1
+    gate_budget: float = 0.8
+    localized_balance: float = 0.0
+    curriculum: str | None = None
+    temperature: float = 1.0
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -95,7 +141,21 @@ class ReviewSettings:
     language_prior: float = 0.1
     classifier: float = 0.1
     balance: float = 0.0
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GraftSettings:
+    """`graft`: what fine-tuning changed in the base, instruct - base, is added `scale` times (DeltaMoE).
+
+    `instruct` is a folder or hub id of the fine-tune; its tokenizer and chat template replace the model's, unless
+    `keep_tokenizer`.
+    """
+
+    instruct: str
+    scale: float = 1.0
+    keep_tokenizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +166,9 @@ class GroupSettings:
     tokens_per_language: int | None = None
     group: float = 1.28
     balance: float = 0.0
+    curriculum: str | None = None
+    temperature: float = 1.0
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -116,6 +179,10 @@ class NormalSettings:
     block_size: int = 2048
     tokens_per_language: int | None = None
     balance: float = 0.02
+    masking: MaskingSettings = field(default_factory=MaskingSettings)
+    curriculum: str | None = None
+    temperature: float = 1.0
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
 

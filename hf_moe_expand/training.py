@@ -17,11 +17,13 @@ from .checkpoint.folder import copy_companions
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.writer import check_output, new_folder
+from .data.curriculum import Curriculum
 from .data.mixing import review_documents
 from .data.packing import PackedText, collate_blocks, pack_texts
 from .data.sources import LanguageText
 from .distributed import SHARDING, check_deepspeed, check_sharding, save_whole, sharding, whole_weights
 from .errors import InputError
+from .evaluation.validation import VALIDATION, validation_callback, validation_sources
 from .jsonfile import read_json, write_json
 from .settings import (
     AdaptSettings,
@@ -34,6 +36,7 @@ from .settings import (
 from .trainers import (
     AdaptTrainer,
     GroupTrainer,
+    LanguageMix,
     NormalTrainer,
     PostPretrainTrainer,
     ReviewTrainer,
@@ -113,18 +116,29 @@ def train_stage(
     config = load_expanded_config(folder)
     check_training_arguments(settings.training, "training")
     _check_data(data, config, settings)
+    curriculum = check_mix(settings, list(data))
     work = out.with_name(f"{out.name}.training")
-    arguments = training_arguments(settings.training, work, seed)
-    started_with = {"settings": asdict(settings), "seed": seed, "data": {code: data[code].source for code in data}}
+    training = settings.training if curriculum is None else {**settings.training, "max_steps": curriculum.steps}
+    arguments = training_arguments(training, work, seed)
+    recorded = asdict(settings) | ({} if curriculum is None else {"curriculum": curriculum.to_dict()})
+    started_with = {"settings": recorded, "seed": seed, "data": {code: data[code].source for code in data}}
     resume = unfinished_run(work, json.loads(json.dumps(started_with)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    validation = getattr(settings, "validation", None)
+    callbacks: list[Any] = []
     with arguments.main_process_first(desc="pack"):  # the others find its result in the cache
         packed = _pack(data, tokenizer, config, settings, seed)
+        if validation is not None and validation.texts:
+            path = work / VALIDATION
+            callbacks.append(validation_callback(validation, tokenizer, path, settings.block_size, list(data)))
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
     network = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, **sharding(settings.training)
     )
-    trainer = _trainer(network, arguments, packed, config, settings)
+    _set_masking(network.config, settings)
+    trainer = _trainer(network, arguments, packed, config, settings, curriculum)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     check_deepspeed(trainer, config)
     if trainer.is_world_process_zero():
         write_json(work / STARTED_WITH, started_with)
@@ -135,7 +149,8 @@ def train_stage(
         "documents": packed.documents,
         "tokens": packed.tokens,
         "seed": seed,
-        "settings": asdict(settings),
+        # Validation leaves no trace in the weights, nor here.
+        "settings": {name: value for name, value in recorded.items() if name != "validation"},
     }
     config.expansions[-1]["stages"].append(entry)
     weights = whole_weights(trainer)
@@ -144,6 +159,8 @@ def train_stage(
             save_whole(weights, config, partial)
             copy_companions(folder, partial)
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
+            if callbacks:
+                shutil.copyfile(work / VALIDATION, partial / VALIDATION)
         shutil.rmtree(work, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     return entry
@@ -160,6 +177,71 @@ def unfinished_run(work: Path, started_with: dict[str, Any]) -> str | None:
             "undo the change to go on."
         )
     return get_last_checkpoint(str(work))
+
+
+def check_mix(settings: Any, languages: Sequence[str], where: str = "") -> Curriculum | None:
+    """Checks what a stage's settings say about languages: temperature, curriculum (which it reads) and validation.
+
+    Args:
+        languages: that the stage trains on.
+        where: of the settings, for messages.
+
+    Raises:
+        InputError: one of them is wrong, or does not go with the languages or the training arguments.
+    """
+    prefix = f"{where}." if where else ""
+    if getattr(settings, "validation", None) is not None:
+        for source in validation_sources(settings.validation).values():
+            source.files()
+    temperature = getattr(settings, "temperature", 1.0)
+    if not temperature > 0:
+        raise InputError(f"{prefix}temperature is {temperature:g}: must be larger than 0; 1 leaves the data as it is.")
+    if not _mixes(settings):
+        return None
+    training = settings.training
+    if training.get("ignore_data_skip") or (training.get("accelerator_config") or {}).get("split_batches"):
+        raise InputError(
+            f"{prefix}training: ignore_data_skip and split_batches do not go with a curriculum or a temperature, whose "
+            "batches have an order; leave them out."
+        )
+    if settings.curriculum is None:
+        return None
+    curriculum = Curriculum.load(settings.curriculum)
+    try:
+        curriculum.check_languages(languages)
+    except InputError as error:
+        raise InputError(f"{settings.curriculum}: {error}") from None
+    if "num_train_epochs" in training or training.get("max_steps", curriculum.steps) != curriculum.steps:
+        raise InputError(
+            f"{settings.curriculum} is for {curriculum.steps} steps, but {prefix}training sets another length: leave "
+            "max_steps and num_train_epochs out, or make the curriculum again with --steps."
+        )
+    return curriculum
+
+
+def _mixes(settings: Any) -> bool:
+    """Whether languages are drawn otherwise than from one shuffled heap."""
+    return getattr(settings, "curriculum", None) is not None or getattr(settings, "temperature", 1.0) != 1.0
+
+
+def _set_masking(config: Any, settings: StageSettings) -> None:
+    """What the stage masks, for this training alone: the checkpoint's own settings stay.
+
+    Raises:
+        InputError: gates are to be masked, and there are none.
+    """
+    masking = getattr(settings, "masking", None)
+    if masking is None:
+        return
+    if masking.conditional_routing and not config.conditional_routing:
+        raise InputError(
+            "masking.conditional_routing masks a gate, and the checkpoint has none: expand with --conditional-routing "
+            "(`expand: {conditional_routing: true}` in a recipe)."
+        )
+    config.expert_output_masking = masking.expert_output
+    config.final_output_masking = masking.final_output
+    config.conditional_routing_masking = masking.conditional_routing
+    config.gating_dropout = masking.gating_dropout
 
 
 def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str) -> int:
@@ -266,19 +348,43 @@ def _pack(
         options["documents"] = review_documents(available, old, new, settings.old_documents, settings.new_per_old)
     else:
         options["tokens_per_language"] = settings.tokens_per_language
-    if isinstance(settings, GroupSettings):
+    if _mixes(settings):
+        options["groups"] = [[code] for code in texts]
+    elif isinstance(settings, GroupSettings):
         options["groups"] = config.language_groups
     return pack_texts(texts, tokenizer, settings.block_size, seed, languages=[*old, *new], **options)
 
 
+def _mix(
+    packed: PackedText,
+    config: Any,
+    settings: PostPretrainSettings | GroupSettings | NormalSettings,
+    curriculum: Curriculum | None,
+) -> LanguageMix:
+    """How languages are drawn, in the order in which their blocks lie."""
+    languages = [code for code in packed.languages if code in packed.tokens]
+    entry = None if curriculum is None else [curriculum.entry[code] for code in languages]
+    groups = None
+    if isinstance(settings, GroupSettings):
+        groups = [next(n for n, group in enumerate(config.language_groups) if code in group) for code in languages]
+    return LanguageMix(packed.blocks, settings.temperature, entry, groups)
+
+
 def _trainer(
-    network: Any, arguments: TrainingArguments, packed: PackedText, config: Any, settings: StageSettings
+    network: Any,
+    arguments: TrainingArguments,
+    packed: PackedText,
+    config: Any,
+    settings: StageSettings,
+    curriculum: Curriculum | None,
 ) -> Any:
     common: dict[str, Any] = {
         "args": arguments,
         "train_dataset": packed.dataset,
         "data_collator": collate_blocks,
     }
+    if isinstance(settings, PostPretrainSettings | GroupSettings | NormalSettings) and _mixes(settings):
+        common["mix"] = _mix(packed, config, settings, curriculum)
     if isinstance(settings, GroupSettings):
         group_of = {code: number for number, group in enumerate(config.language_groups) for code in group}
         losses = RouterLossWeights(settings.balance, group=settings.group)
@@ -292,5 +398,8 @@ def _trainer(
     if isinstance(settings, ReviewSettings):
         losses = RouterLossWeights(settings.balance, settings.language_prior, settings.classifier)
         return ReviewTrainer(network, router_losses=losses, **common)
-    losses = RouterLossWeights(settings.balance, settings.language_prior)
+    losses = RouterLossWeights(
+        settings.balance, settings.language_prior, budget=settings.budget, gate_budget=settings.gate_budget,
+        localized_balance=settings.localized_balance,
+    )  # fmt: skip
     return PostPretrainTrainer(network, router_losses=losses, everything=settings.everything, **common)

@@ -20,6 +20,8 @@ class DMoEConfig(ExpandedConfig):
 
     def _check_expansion(self) -> None:
         super()._check_expansion()
+        if self.conditional_routing:
+            raise ValueError("conditional_routing shares expert 0 among all tokens; DMoE's is a language group's own.")
         groups = self.language_groups or []
         for layer, count in enumerate(self.num_experts_per_layer or []):
             if groups and count not in (1, len(groups)):

@@ -24,11 +24,18 @@ class LayerRouting:
         router_logits: `[T, N]` float32; the router scores G are their softmax.
         classifier_logits: `[T, C]` float32, or None in a layer without a classifier.
         top_k: active experts a token, at most N.
+        conditional: expert 0 is outside the routed set (see `with_shared_expert`); `top_k` counts the others.
     """
 
     router_logits: torch.Tensor
     classifier_logits: torch.Tensor | None
     top_k: int
+    conditional: bool = False
+
+    @property
+    def routed_logits(self) -> torch.Tensor:
+        """Logits of the experts that the router chooses among."""
+        return self.router_logits[:, 1:] if self.conditional else self.router_logits
 
 
 @dataclass
@@ -90,6 +97,13 @@ class Classifier(_Scores):
     classifier changes nothing."""
 
 
+class ConditionalGate(_Scores):
+    """`w x`, `[T, h] -> [T, 1]`; its sigmoid is the share of the routed experts in a token's output.
+
+    Starts at zero: one half.
+    """
+
+
 def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = None) -> None:
     """Xavier normal, as MoE-LPR. A zero router would be a trap: all ties, every token to the same experts."""
     init.xavier_normal_(weight_Nh, generator=generator)
@@ -121,6 +135,61 @@ def select_experts(
     return top_TK / norm, index_TK
 
 
+def with_shared_expert(logits_TN: torch.Tensor, gate_logits_T: torch.Tensor) -> torch.Tensor:
+    """Router logits of a layer with conditional routing, whose softmax is each expert's share: `1 - g` of expert 0, the
+    shared one, and `g G_i` of the others, with `g = sigmoid(gate_logits)` (Elbayad et al. Eq. 4) and G over the
+    routed experts 1..N-1."""
+    shared_T1 = F.logsigmoid(-gate_logits_T).unsqueeze(-1)
+    routed_TN = F.logsigmoid(gate_logits_T).unsqueeze(-1) + logits_TN[:, 1:].log_softmax(-1)
+    return torch.cat([shared_T1, routed_TN], -1)
+
+
+def beside_shared(
+    logits_TN: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, closed_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Conditional routing (Elbayad et al. Eq. 5): `y = (1 - g) E_0(x) + g sum_k weight_k E_k(x)`.
+
+    Args:
+        logits_TN: see `with_shared_expert`.
+        weights_TK, index_TK: of the routed experts alone, numbered from 0.
+        closed_T: bool, the tokens whose gate g is 0.
+
+    Returns:
+        weights `[T, 1 + K]` and expert indices `[T, 1 + K]`, expert 0 first; index N where nothing is to run.
+    """
+    gate_T1 = 1 - logits_TN[:, :1].exp()
+    if closed_T is not None:
+        gate_T1 = gate_T1.masked_fill(closed_T.unsqueeze(-1), 0)
+    index_TK = (index_TK + 1).masked_fill(gate_T1 == 0, logits_TN.shape[-1])
+    return (
+        torch.cat([1 - gate_T1, gate_T1 * weights_TK], -1),
+        torch.cat([torch.zeros_like(index_TK[:, :1]), index_TK], -1),
+    )
+
+
+def mask_outputs(
+    weights_TK: torch.Tensor, index_TK: torch.Tensor, none: int, expert_output: float, final_output: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elbayad et al.'s expert output masking and final output masking.
+
+    Each assignment's output is zero with probability `expert_output`, each token's whole output with probability
+    `final_output`. The other weights stay as they are. Index `none` means "no expert": what is masked does not run.
+    """
+    for probability, drawn in ((expert_output, weights_TK), (final_output, weights_TK[:, :1])):
+        if probability:
+            masked = torch.rand(drawn.shape, device=drawn.device) < probability
+            weights_TK, index_TK = weights_TK.masked_fill(masked, 0), index_TK.masked_fill(masked, none)
+    return weights_TK, index_TK
+
+
+def local_experts(logits_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routing of a batch whose tokens may not leave their device (gating dropout), as if each of N devices held an
+    expert and an Nth of the tokens: weights 1 and expert indices, `[T, 1]`."""
+    T, N = logits_TN.shape
+    index_T = torch.arange(T, device=logits_TN.device) * N // T
+    return torch.ones_like(logits_TN[:, :1]), index_T.unsqueeze(-1)
+
+
 def experts_allowed(classifier_logits_TC: torch.Tensor, experts_of_class: Sequence[int]) -> torch.Tensor:
     """How many experts each token may use, by its class, `[T]` (LayerMoE Eq. 13).
 
@@ -136,10 +205,15 @@ def experts_allowed(classifier_logits_TC: torch.Tensor, experts_of_class: Sequen
     return limit_T
 
 
+def shared_config(ffn: nn.Module) -> dict[int, Any]:
+    """What makes `copy.deepcopy` of an FFN share its configuration, as its second argument: a later switch of the
+    attention implementation must reach all copies."""
+    return {id(value): value for value in vars(ffn).values() if isinstance(value, PreTrainedConfig)}
+
+
 def copy_ffn(ffn: nn.Module) -> nn.Module:
     """A copy of a backbone's FFN that shares its configuration."""
-    # A later switch of the attention implementation must reach all copies.
-    memo: dict[int, Any] = {id(value): value for value in vars(ffn).values() if isinstance(value, PreTrainedConfig)}
+    memo = shared_config(ffn)
     # While DeepSpeed's ZeRO-3 loads a model, a parameter is an empty shell (`ds_shape` tells its shape) that
     # `copy.deepcopy` makes nothing of. Copies are made whole, their values to be loaded later, and handed to ZeRO-3.
     shells: list[Any] = [parameter for parameter in ffn.parameters() if hasattr(parameter, "ds_shape")]
@@ -163,6 +237,9 @@ class ExpandedFFN(nn.Module):
         has_classifier: put a routing classifier in front of the router.
         control: the model's `RoutingControl`.
         earlier_counts: experts that the layer had after each expansion before the last.
+        masking: what says how training masks (`expert_output_masking` and the like): the model's configuration.
+        conditional: expert 0 is shared by all tokens, and a gate says how much the routed experts 1..N-1 add.
+        new_expert: makes each of the others of `ffn`.
 
     Attributes:
         experts_of_class: experts that existed before any expansion (1), and after each.
@@ -178,13 +255,18 @@ class ExpandedFFN(nn.Module):
         has_classifier: bool,
         control: RoutingControl,
         earlier_counts: Sequence[int] = (),
+        masking: Any = None,
+        conditional: bool = False,
+        new_expert: Callable[[nn.Module], nn.Module] = copy_ffn,
     ) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([ffn, *(copy_ffn(ffn) for _ in range(num_experts - 1))])
+        self.experts = nn.ModuleList([ffn, *(new_expert(ffn) for _ in range(num_experts - 1))])
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.classifier = Classifier(hidden_size, len(self.experts_of_class)) if has_classifier else None
-        self.top_k = min(top_k, num_experts)
+        self.conditional_gate = ConditionalGate(hidden_size, 1) if conditional else None
+        self.top_k = min(top_k, num_experts - conditional)
+        self.masking = masking
         self.layer_index = layer_index
         self.control = control
 
@@ -193,10 +275,15 @@ class ExpandedFFN(nn.Module):
         x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits_TN = self.router(x_Th)
         classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
+        conditional = self.conditional_gate is not None
         if self.control.change_logits is not None:
-            logits_TN, classifier_logits_TC = self.control.change_logits(logits_TN, self.top_k), None
+            shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
+            logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
+            classifier_logits_TC = None
+        if self.conditional_gate is not None:
+            logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
         if self.control.capture is not None:
-            routing = LayerRouting(logits_TN, classifier_logits_TC, self.top_k)
+            routing = LayerRouting(logits_TN, classifier_logits_TC, self.top_k, conditional)
             self.control.capture.layers[self.layer_index] = routing
         if self.control.forced_expert is not None:
             return self._forced(hidden_states, residual)
@@ -208,7 +295,7 @@ class ExpandedFFN(nn.Module):
             limit_T = (
                 torch.full_like(logits_TN[:, 0], most, dtype=torch.long) if limit_T is None else limit_T.clamp(max=most)
             )
-        weights_TK, index_TK = select_experts(logits_TN, self.top_k, limit_T)
+        weights_TK, index_TK = self.select(logits_TN, limit_T)
         if torch.compiler.is_compiling():
             y_Th = self.combine_all(x_Th, weights_TK, index_TK, residual is not None)
         elif x_Th.shape[0] == 1 and not self.training:
@@ -217,6 +304,29 @@ class ExpandedFFN(nn.Module):
             y_Th = self.dispatch(x_Th, weights_TK, index_TK, residual is not None)
         y = y_Th.view(hidden_states.shape)
         return y if residual is None else y + residual
+
+    def select(self, logits_TN: torch.Tensor, limit_T: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and expert indices of each token, `[T, A / T]` each, index N for no expert (see `select_experts`); in
+        training with what the configuration masks."""
+        conditional = self.conditional_gate is not None
+        masking = self.masking if self.training else None
+        routed_TN = logits_TN[:, int(conditional) :]
+        routed_limit_T = (limit_T - 1).clamp(min=1) if conditional and limit_T is not None else limit_T
+        if masking is not None and masking.gating_dropout and torch.rand(()).item() < masking.gating_dropout:
+            weights_TK, index_TK = local_experts(routed_TN)
+        else:
+            weights_TK, index_TK = select_experts(routed_TN, self.top_k, routed_limit_T)
+        if masking is not None:
+            weights_TK, index_TK = mask_outputs(
+                weights_TK, index_TK, routed_TN.shape[-1], masking.expert_output_masking, masking.final_output_masking
+            )
+        if not conditional:
+            return weights_TK, index_TK
+        closed_T = None if limit_T is None else limit_T < 2
+        if masking is not None and masking.conditional_routing_masking:
+            masked_T = torch.rand_like(logits_TN[:, 0]) < masking.conditional_routing_masking
+            closed_T = masked_T if closed_T is None else closed_T | masked_T
+        return beside_shared(logits_TN, weights_TK, index_TK, closed_T)
 
     def _forced(self, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         expert = self.control.forced_expert

@@ -5,8 +5,9 @@ subclass of both it and the backbone's class, whose FFNs are then replaced. All 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -14,8 +15,18 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .expanded_config import static_class
-from .expanded_ffn import Classifier, ExpandedFFN, Router, Routing, RoutingControl, init_router
+from .expanded_ffn import (
+    Classifier,
+    ConditionalGate,
+    ExpandedFFN,
+    Router,
+    Routing,
+    RoutingControl,
+    copy_ffn,
+    init_router,
+)
 from .expansion_only import load_assembled
+from .lora_expert import LoraA, LoraB, LoraFactor, init_lora_a, lora_expert
 
 _FFN_NAMES = ("mlp", "feed_forward", "ffn")
 _CLASSES: dict[tuple[type, str], type] = {}
@@ -94,14 +105,18 @@ class ExpandedModelMixin:
         # Before the library's own post_init, so that initialisation, tied keys and sharding plans see the final tree.
         config = self.config  # type: ignore[attr-defined]
         control = RoutingControl()
+        new_expert: Callable[[nn.Module], nn.Module] = copy_ffn
+        if config.expert_kind == "lora":
+            new_expert = partial(lora_expert, rank=config.lora_rank, alpha=config.lora_alpha)
         for index, (name, ffn) in enumerate(decoder_ffns(self)):  # type: ignore[arg-type]
             num_experts = config.num_experts_per_layer[index]
             if num_experts > 1:
                 has_classifier = index in config.classifier_layers
                 earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(
-                    ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control, earlier
-                )
+                    ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control, earlier,
+                    masking=config, conditional=config.conditional_routing, new_expert=new_expert,
+                )  # fmt: skip
                 parent, attribute = name.rsplit(".", 1)
                 setattr(self.get_submodule(parent), attribute, expanded)  # type: ignore[attr-defined]
         self.routing_control = control
@@ -118,7 +133,8 @@ class ExpandedModelMixin:
         for rule, style in self._tp_plan.items():
             if not rule.startswith(prefix) or not all(expanded):
                 plan[rule] = style
-            if rule.startswith(prefix) and any(expanded):
+            # A LoRA expert's update has no rule: of its layers every rank keeps all, expert 0 included.
+            if rule.startswith(prefix) and any(expanded) and self.config.expert_kind != "lora":  # type: ignore[attr-defined]
                 plan[f"{prefix}experts.*.{rule.removeprefix(prefix)}"] = style
         self._tp_plan = plan
 
@@ -126,7 +142,8 @@ class ExpandedModelMixin:
         # Ours first: the library hands everything below the inner base model to that model's class, which does not
         # know them.
         for ffn in self.expanded_ffns().values():
-            for module in (ffn.router, ffn.classifier):
+            updates = (module for module in ffn.experts.modules() if isinstance(module, LoraFactor))
+            for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *updates):
                 if module is not None:
                     self._initialize_weights(module, self.is_custom_code())  # type: ignore[attr-defined]
         super().initialize_weights()  # type: ignore[misc]
@@ -134,8 +151,10 @@ class ExpandedModelMixin:
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Router):
             init_router(module.weight)
-        elif isinstance(module, Classifier):
+        elif isinstance(module, Classifier | ConditionalGate | LoraB):
             init.zeros_(module.weight)
+        elif isinstance(module, LoraA):
+            init_lora_a(module.weight)
         else:
             super()._init_weights(module)  # type: ignore[misc]
 

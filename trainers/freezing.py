@@ -76,5 +76,7 @@ def _trained_modules(model: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.M
         elif stage is not Stage.REVIEW:
             yield from (("experts", expert) for expert in ffn.experts[ffn.experts_of_class[-2] :])
         yield "routers", ffn.router
+        if ffn.conditional_gate is not None and stage is not Stage.ADAPT:
+            yield "routers", ffn.conditional_gate
         if ffn.classifier is not None and (stage is Stage.REVIEW or stage.trains_everything):
             yield "classifiers", ffn.classifier

@@ -11,23 +11,37 @@ from typing import Any
 
 import torch
 
-from .losses import OLD, classifier_loss, expert_selections, language_prior_routing_loss, load_balance_loss
+from .losses import (
+    OLD,
+    classifier_loss,
+    expert_selections,
+    gate_budget_loss,
+    language_importance,
+    language_prior_routing_loss,
+    load_balance_loss,
+    localized_balance_loss,
+)
 
 _NEEDS_LANGUAGES = (
-    "The language-prior, classifier and group losses need language_classes (for each language id its class: 0 = old "
-    "and 1 = new, or its language group) and batches with language_ids, the language id of each token."
+    "The language-prior, classifier, group and localized balance losses need language_classes (for each language id its "
+    "class: 0 = old and 1 = new, or its language group) and batches with language_ids, the language id of each token."
 )
 
 
 @dataclass(frozen=True)
 class RouterLossWeights:
-    """`L = L_NTP + balance * L_balance + language_prior * L_LPR + classifier * L_CLS + group * L_group`
-    (alpha, beta and gamma of MoE-LPR and LayerMoE; lambda of DMoE)."""
+    """`L = L_NTP + balance * L_balance + language_prior * L_LPR + classifier * L_CLS + group * L_group + budget * L_CMR
+    + localized_balance * L_lbc` (alpha, beta and gamma of MoE-LPR and LayerMoE; lambda of DMoE; Elbayad et al.'s, with
+    its b in `gate_budget`; LoRAMoE's, with its delta in `localized_delta`)."""
 
     balance: float = 0.0
     language_prior: float = 0.0
     classifier: float = 0.0
     group: float = 0.0
+    budget: float = 0.1
+    gate_budget: float = 0.8
+    localized_balance: float = 0.0
+    localized_delta: float = 0.1
 
 
 @dataclass
@@ -153,7 +167,7 @@ class RouterLossMixin:
     @property
     def _needs_languages(self) -> bool:
         weights = self.router_losses
-        return bool(weights.language_prior or weights.classifier or weights.group)
+        return bool(weights.language_prior or weights.classifier or weights.group or weights.localized_balance)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
@@ -251,8 +265,9 @@ class RouterLossMixin:
 
     def _router_loss(self, mode: str, routing: Any, tokens: _Tokens, scale: float | None) -> torch.Tensor:
         weights, layers = self.router_losses, len(routing)
-        selections = [expert_selections(r.router_logits, r.top_k, tokens.counted_T) for r in routing]
+        selections = [expert_selections(r.routed_logits, r.top_k, tokens.counted_T) for r in routing]
         local = tokens.counts().float()
+        all_ranks = scale is not None
         if scale is None:
             here, step, selections_all, scale = local.clamp(min=1), local.clamp(min=1), selections, 1.0
         else:
@@ -264,13 +279,23 @@ class RouterLossMixin:
         classified = sum(r.classifier_logits is not None for r in routing)
         for r, own, everyones in zip(routing, selections, selections_all, strict=True):
             logits = r.router_logits
-            balance = load_balance_loss(logits, r.top_k, tokens.counted_T, everyones, here[0])
+            balance = load_balance_loss(r.routed_logits, r.top_k, tokens.counted_T, everyones, here[0])
             prior = language_prior_routing_loss(logits, tokens.old_T, step[1])
             total = total + weights.balance * balance * (here[0] / step[0]) / layers
             total = total + weights.language_prior * prior / layers
             self._record(mode, "balance_loss", balance * here[0] / layers, local[0] / layers)
             self._record(mode, "language_prior_loss", prior * step[1], local[1])
-            self._record_shares(mode, own)
+            self._record_shares(mode, own, int(r.conditional))
+            if r.conditional:
+                budget = gate_budget_loss(logits, weights.gate_budget, tokens.counted_T, step[0])
+                total = total + weights.budget * budget / layers
+                self._record(mode, "budget_loss", budget * step[0], local[0])
+                open_T = 1 - logits.detach().softmax(-1)[:, 0]
+                self._record(mode, "gate", open_T[tokens.counted_T].sum(), local[0])
+            if weights.localized_balance:
+                localized = self._localized_balance(logits, tokens, all_ranks)
+                total = total + weights.localized_balance * localized * (here[0] / step[0]) / layers
+                self._record(mode, "localized_balance_loss", localized * here[0] / layers, local[0] / layers)
             if weights.group:
                 loss = classifier_loss(logits, tokens.class_T, tokens.tagged_T, step[2])
                 total = total + weights.group * loss / layers
@@ -289,6 +314,16 @@ class RouterLossMixin:
                 self._record(mode, "classifier_accuracy", right, local[2])
         return total * scale
 
+    def _localized_balance(self, logits_TN: torch.Tensor, tokens: _Tokens, all_ranks: bool) -> torch.Tensor:
+        old_T, new_T = tokens.old_T, tokens.tagged_T & ~tokens.old_T
+        delta = self.router_losses.localized_delta
+        if not all_ranks:
+            return localized_balance_loss(logits_TN, old_T, new_T, delta)
+        importance_2N = language_importance(logits_TN.detach(), old_T, new_T)
+        counts_21 = torch.stack([old_T.sum(), new_T.sum()]).to(importance_2N).unsqueeze(-1)
+        sums = self._sum_over_ranks(torch.cat([counts_21, importance_2N], -1))
+        return localized_balance_loss(logits_TN, old_T, new_T, delta, sums[:, 1:], sums[:, 0])
+
     # --- logging: every figure is a ratio of two sums, so that steps and ranks add up -----------------------------
 
     def _record(self, mode: str, name: str, numerator: torch.Tensor, denominator: torch.Tensor) -> None:
@@ -296,8 +331,8 @@ class RouterLossMixin:
         sums = self._sums[mode]
         sums[name] = sums[name] + pair if name in sums else pair
 
-    def _record_shares(self, mode: str, selections_N: torch.Tensor) -> None:
-        for expert, count in enumerate(selections_N):
+    def _record_shares(self, mode: str, selections_N: torch.Tensor, first: int) -> None:
+        for expert, count in enumerate(selections_N, start=first):
             self._record(mode, f"expert_{expert}_share", count, selections_N.sum())
 
     def _record_home_scores(self, mode: str, logits_TN: torch.Tensor, tokens: _Tokens, local: torch.Tensor) -> None:

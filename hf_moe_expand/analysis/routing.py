@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from ..errors import InputError
 from ..modeling import ExpandedFFN, LayerRouting, Routing
-from ..modeling.expanded_ffn import experts_allowed, select_experts
+from ..modeling.expanded_ffn import experts_allowed
 from .result import RoutingResult
 from .similarity import token_batches
 
@@ -226,7 +226,7 @@ def combined_weights(ffn: ExpandedFFN, routing: LayerRouting) -> torch.Tensor:
     limit_T = None
     if routing.classifier_logits is not None:
         limit_T = experts_allowed(routing.classifier_logits, ffn.experts_of_class)
-    weights_TK, index_TK = select_experts(routing.router_logits, routing.top_k, limit_T)
+    weights_TK, index_TK = ffn.select(routing.router_logits, limit_T)
     T, N = routing.router_logits.shape
     return weights_TK.new_zeros(T, N + 1).scatter_(1, index_TK, weights_TK)[:, :N]  # index N: no expert
 

@@ -11,7 +11,7 @@ from .reader import CheckpointReader
 
 # Names of modules in the supported backbones.
 _PARTS = {
-    "routers": {"router"},
+    "routers": {"router", "conditional_gate"},
     "classifiers": {"classifier"},
     "attention": {"self_attn", "self_attention", "attn", "attention"},
     "FFNs": {"mlp", "ffn", "feed_forward"},

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from .. import __version__
 from ..errors import InputError
 from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns
+from ..modeling.expanded_config import EXPERT_KINDS
 from ..modeling.expanded_ffn import init_router
+from ..modeling.lora_expert import init_lora_a
 from ..planning.plan import Plan
 from .folder import write_checkpoint
 from .reader import TORCH_DTYPES, TensorInfo
@@ -42,6 +44,10 @@ def expand_checkpoint(
     plan: Plan,
     *,
     expert_init: str = "copy",
+    conditional_routing: bool = False,
+    expert_kind: str = "ffn",
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
     seed: int = 0,
     revision: str | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
@@ -56,7 +62,12 @@ def expand_checkpoint(
         expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model computes what
             the dense one did; `random` draws their weights as the backbone's own initialisation does
             (MoE-LPR's ablation "w/o EC").
-        seed: of the routers and of random experts.
+        conditional_routing: make expert 0 a shared FFN outside the routed set, beside which a gate lets the routed
+            experts add to a token's output (CMR).
+        expert_kind: what new experts are: `ffn`, FFNs of their own, or `lora`, expert 0 with a low-rank update on its
+            linear layers (MoLA, LoRAMoE), which is nothing at first.
+        lora_rank, lora_alpha: of the updates, which are scaled by `lora_alpha / lora_rank`.
+        seed: of the routers, of random experts and of updates.
         revision: of a hub id.
         max_shard_size: largest weight file.
         overwrite: replace `out` if it exists.
@@ -66,6 +77,8 @@ def expand_checkpoint(
     """
     if expert_init not in EXPERT_INITS:
         raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
+    if expert_kind not in EXPERT_KINDS:
+        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(EXPERT_KINDS)}.")
     folder = resolve_checkpoint(base, revision)
     check_output(out, overwrite, folder)
     dense_config = load_base_config(folder)
@@ -76,12 +89,17 @@ def expand_checkpoint(
             f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {dense_config.num_hidden_layers}."
         )
     dense = StoredModel(folder, dense_config)
+    if conditional_routing and plan.groups:
+        raise InputError("conditional_routing: shares expert 0 among all tokens, but a dmoe plan gives it to a group.")
+    lora = _lora_fields(dense, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
     config_class = DMoEConfig if plan.method == "dmoe" else LayerMoEConfig
     config = config_class.from_dense(
         dense_config,
         num_experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
         router_top_k=plan.top_k,
+        conditional_routing=conditional_routing,
+        **lora,
         **({"language_groups": plan.groups} if plan.groups else {}),
     )
     tensors = _outputs(dense, config, expert_init, seed)
@@ -92,6 +110,24 @@ def expand_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
     )
     return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
+
+
+def _lora_fields(dense: StoredModel, plan: Plan, expert_init: str, rank: int, alpha: float) -> dict[str, Any]:
+    """The configuration's fields for LoRA experts."""
+    if plan.groups:
+        raise InputError("expert_kind lora: DMoE trains a whole FFN for each group; LoRA experts share expert 0's.")
+    if expert_init != "copy":
+        raise InputError(f"expert_init {expert_init}: LoRA experts start as expert 0, with an update of nothing.")
+    _, ffn = decoder_ffns(dense.network)[0]
+    narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
+    if not 1 <= rank < narrowest:
+        raise InputError(
+            f"lora_rank is {rank}: it must be at least 1 and below {narrowest}, the narrowest side of the FFN's linear "
+            "layers."
+        )
+    if alpha <= 0:
+        raise InputError(f"lora_alpha is {alpha:g}: it must be above 0.")
+    return {"expert_kind": "lora", "lora_rank": rank, "lora_alpha": float(alpha)}
 
 
 def tensor_numel(shape: Iterable[int]) -> int:
@@ -159,10 +195,12 @@ def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
 
 
 def routing_tensor(name: str, dtype: str, shape: tuple[int, ...], inner: str, place: tuple[int, ...]) -> OutputTensor:
-    """A new router (see `new_router`) or a new classifier, which is zero."""
+    """A new router (see `new_router`), a LoRA expert's new A, or a new B, classifier or gate, which are zero."""
 
     def data() -> Iterable[bytes]:
         weight = new_router(shape, place) if inner == "router.weight" else torch.zeros(shape)
+        if inner.endswith("lora_A.weight"):
+            init_lora_a(weight, torch.Generator().manual_seed(_place_seed(*place, *inner.encode())))
         yield tensor_bytes(weight.to(TORCH_DTYPES[dtype]))
 
     return OutputTensor(name, dtype, shape, data)

@@ -12,12 +12,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import InputError
 from .folder import write_checkpoint
 from .history import record
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, places
+from .stored import StoredModel, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
@@ -139,7 +140,8 @@ def export_expert(
     overwrite: bool = False,
 ) -> str:
     """Writes the dense model that has one expert of every expanded layer as its FFN, byte for byte. Expert 0 of a model
-    whose base was frozen is the base.
+    whose base was frozen is the base. A LoRA expert's updates are added to expert 0's weights, in float32, and rounded
+    once.
 
     Args:
         model: expanded checkpoint.
@@ -161,10 +163,13 @@ def export_expert(
     config = dense_config(source.config)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
+    lora = source.config.expert_kind == "lora" and expert > 0
     tensors = [
-        source.copied(key, _saved_name(network, place.dense))
+        _updated(source, key, _saved_name(network, place.dense), place.inner, expert)
+        if lora and place.expert == 0
+        else source.copied(key, _saved_name(network, place.dense))
         for key, place in places(source.network).items()
-        if key in source.names and place.dense is not None and place.expert in (None, expert)
+        if key in source.names and place.dense is not None and place.expert in (None, 0 if lora else expert)
     ]
     settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
     record(config, {"stage": "export", "settings": settings})
@@ -172,6 +177,25 @@ def export_expert(
         out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
     )
     return config.architectures[0]
+
+
+def _updated(source: StoredModel, key: str, name: str, inner: str, expert: int) -> OutputTensor:
+    """A tensor of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix."""
+    prefix, layer = key.removesuffix(inner), inner.removeprefix("experts.0.").removesuffix(".weight")
+    factors = [f"{prefix}experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
+    if factors[0] not in source.names:  # a bias
+        return source.copied(key, name)
+    info = source.reader.tensors[source.home(key)]
+    scaling = source.config.lora_alpha / source.config.lora_rank
+    transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
+
+    def data() -> Iterable[bytes]:
+        b, a = (widened(source.reader.tensor(source.home(factor))) for factor in factors)
+        update = b @ a
+        weight = widened(source.reader.tensor(source.home(key)))
+        yield rounded(weight + scaling * (update.T if transposed else update), info.dtype, name)
+
+    return OutputTensor(name, info.dtype, info.shape, data)
 
 
 def dense_config(config: Any) -> Any:
@@ -198,6 +222,16 @@ def _form(source: StoredModel) -> NativeForm:
         raise InputError(
             f"{folder}: no mixture-of-experts architecture of transformers computes what an expanded {backbone} model "
             f"does: {why}. Native forms exist for {', '.join(NATIVE_FORMS)}."
+        )
+    if config.conditional_routing:
+        raise InputError(
+            f"{folder}: has conditional routing, a gate between expert 0 and the routed experts; no architecture of "
+            "transformers with this backbone's attention has one."
+        )
+    if config.expert_kind == "lora":
+        raise InputError(
+            f"{folder}: its experts are expert 0 with low-rank updates; no architecture of transformers has such "
+            "experts. `export --expert` writes a dense model with one of them."
         )
     if config.classifier_layers:
         raise InputError(

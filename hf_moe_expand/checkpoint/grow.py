@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..planning.plan import Plan
-from .expand import new_router, versions
+from .expand import new_router, routing_tensor, versions
 from .folder import write_checkpoint
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, known_languages, load_expanded_config, resolve_checkpoint
@@ -22,7 +22,7 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # Routers and classifiers as they were after expansion {}, beside the weights.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
-_ROUTING = re.compile(r"\.(router|classifier)\.weight$")
+_ROUTING = re.compile(r"\.(router|classifier|conditional_gate)\.weight$")
 
 
 def grow_checkpoint(
@@ -135,7 +135,7 @@ def add_experts(
     before = len(config.expansions)
     config.expansions = [*config.expansions, entry]
     outputs = {name: _copied(reader, name, name) for name in reader.tensors}
-    _add_experts(outputs, reader, prefixes, counts, sources, copy_router_rows, seed)
+    _add_experts(outputs, reader, prefixes, counts, sources, copy_router_rows, seed, config.expert_kind == "lora")
     _replace_classifiers(outputs, reader, prefixes, config, before + 2)
     entry["parameters"] = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
     kept = {}
@@ -161,15 +161,23 @@ def _add_experts(
     sources: Mapping[int, Sequence[int]],
     copy_router_rows: bool,
     seed: int,
+    lora: bool,
 ) -> None:
     for layer, experts in sources.items():
         prefix = prefixes[layer]
         for number, expert in enumerate(experts, start=counts[layer]):
-            of_source = f"{prefix}.experts.{expert}."
-            for name in reader.tensors:
+            # A LoRA expert that copies expert 0 has an update of nothing, of the shape that expert 1's has.
+            starts_anew = lora and expert == 0
+            of_source = f"{prefix}.experts.{1 if starts_anew else expert}."
+            for name, info in reader.tensors.items():
                 if name.startswith(of_source):
-                    new = f"{prefix}.experts.{number}.{name.removeprefix(of_source)}"
-                    outputs[new] = _copied(reader, new, name)
+                    inner = f"experts.{number}.{name.removeprefix(of_source)}"
+                    new = f"{prefix}.{inner}"
+                    outputs[new] = (
+                        routing_tensor(new, info.dtype, info.shape, inner, (seed, layer))
+                        if starts_anew
+                        else _copied(reader, new, name)
+                    )
         name = f"{prefix}.router.weight"
         rows = experts if copy_router_rows else None
         outputs[name] = _router(reader, name, len(experts), rows, (seed, layer, counts[layer]))

@@ -74,6 +74,7 @@ def shrink_checkpoint(
             if inside != name and int(inside.split(".", 1)[0]) >= count:
                 del outputs[name]
         rows = {"router": count, "classifier": to + 1 if layer in config.classifier_layers else 0}
+        rows["conditional_gate"] = int(config.conditional_routing and count > 1)
         for kind, number in rows.items():
             name = f"{prefix}.{kind}.weight"
             if kept is not None and name in kept:

@@ -30,6 +30,14 @@ def expand(
     expert_init: Annotated[
         str, typer.Option(help="New experts: copy of the original FFN, or random weights.")
     ] = "copy",
+    conditional_routing: Annotated[
+        bool, typer.Option("--conditional-routing", help="Expert 0 is shared; a gate says what the others add (CMR).")
+    ] = False,
+    expert_kind: Annotated[
+        str, typer.Option(help="New experts: ffn, or lora, expert 0 with low-rank updates (MoLA, LoRAMoE).")
+    ] = "ffn",
+    lora_rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
+    lora_alpha: Annotated[float, typer.Option(help="The updates are scaled by alpha / rank.")] = 16,
     seed: Seed = 0,
     revision: Revision = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
@@ -43,7 +51,8 @@ def expand(
     from ..planning.plan import Plan
 
     report = expand_checkpoint(
-        base, out, Plan.load(plan), expert_init=expert_init, seed=seed, revision=revision,
+        base, out, Plan.load(plan), expert_init=expert_init, conditional_routing=conditional_routing,
+        expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, revision=revision,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if report.left_out:

@@ -1,0 +1,356 @@
+"""Elbayad et al.'s regularisers by construction: what is masked, what is left, and that they cost nothing when off."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
+from test_expanded_ffn import HIDDEN, PlainFFN, ResidualFFN
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling import DMoEConfig, decoder_ffns
+from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN, Routing, RoutingControl, local_experts, mask_outputs
+from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, from_mapping
+from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
+from hf_moe_expand.training import train_stage
+
+OFF = {
+    "expert_output_masking": 0.0,
+    "final_output_masking": 0.0,
+    "conditional_routing_masking": 0.0,
+    "gating_dropout": 0.0,
+}
+
+
+def build(num_experts=4, top_k=2, conditional=False, ffn=PlainFFN, classifier=False, earlier=(), **masking):
+    torch.manual_seed(0)
+    settings = SimpleNamespace(**{**OFF, **masking})
+    layer = ExpandedFFN(
+        ffn(), HIDDEN, num_experts, top_k, 0, classifier, RoutingControl(), earlier, settings, conditional
+    )
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    return layer
+
+
+def tiny(backbone="qwen2", counts=(3, 1, 3), **fields):
+    torch.manual_seed(0)
+    config = LayerMoEConfig.from_dense(tiny_config(backbone), num_experts_per_layer=list(counts), **fields)
+    return LayerMoEForCausalLM(config)
+
+
+# --- masking of outputs ---------------------------------------------------------------------------------------------
+
+
+def test_masked_assignments_lose_their_weight_and_the_others_keep_theirs():
+    weights, index = torch.rand(20_000, 2), torch.randint(0, 5, (20_000, 2))
+    torch.manual_seed(1)
+    kept, where = mask_outputs(weights, index, 5, 0.3, 0.0)
+    masked = where == 5
+    assert abs(masked.float().mean() - 0.3) < 0.01
+    assert torch.equal(kept[masked], torch.zeros_like(kept[masked]))
+    assert torch.equal(kept[~masked], weights[~masked])  # no rescaling, no renormalisation
+    assert torch.equal(where[~masked], index[~masked])
+    both = masked.all(-1).float().mean()
+    assert abs(both - 0.09) < 0.01  # assignments are masked one by one
+
+
+def test_final_output_masking_takes_all_of_a_token():
+    weights, index = torch.rand(20_000, 2), torch.randint(0, 5, (20_000, 2))
+    torch.manual_seed(1)
+    _, where = mask_outputs(weights, index, 5, 0.0, 0.3)
+    masked = where == 5
+    assert torch.equal(masked[:, 0], masked[:, 1])
+    assert abs(masked[:, 0].float().mean() - 0.3) < 0.01
+
+
+@pytest.mark.parametrize("ffn", [PlainFFN, ResidualFFN])
+@pytest.mark.parametrize("name", ["expert_output_masking", "final_output_masking"])
+def test_the_layer_adds_up_what_is_left(ffn, name):
+    layer = build(ffn=ffn, **{name: 0.5}).train()
+    x, residual = torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
+    inputs = (x,) if ffn is PlainFFN else (x, residual)
+    torch.manual_seed(3)
+    found = layer(*inputs)
+    top = (x @ layer.router.weight.T).softmax(-1).topk(2)
+    torch.manual_seed(3)
+    keep = torch.rand(40, 2 if name == "expert_output_masking" else 1) >= 0.5
+    weights = top.values / top.values.sum(-1, keepdim=True) * keep
+    zeros = () if ffn is PlainFFN else (torch.zeros_like(x[:1]),)
+    for t in range(40):
+        wanted = sum(weights[t, k] * layer.experts[top.indices[t, k]](x[t : t + 1], *zeros) for k in range(2))
+        wanted = wanted if ffn is PlainFFN else wanted + residual[t]
+        torch.testing.assert_close(found[t : t + 1], wanted.expand(1, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_everything_masked_is_zero_and_still_trains_without_error():
+    layer = build(final_output_masking=1 - 1e-9).train()
+    x = torch.randn(5, HIDDEN, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, torch.zeros_like(y))
+    y.sum().backward()
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_at_zero_and_in_evaluation_nothing_is_drawn(mode):
+    plain = build().train(mode == "train")
+    masked = build(**(OFF if mode == "train" else dict.fromkeys(OFF, 0.9))).train(mode == "train")
+    plain.masking = None
+    x = torch.randn(3, 7, HIDDEN)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    assert torch.equal(masked(x), plain(x))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_balance_loss_sees_the_routing_unmasked():
+    model, masked = tiny(), tiny(expert_output_masking=0.8, final_output_masking=0.5)
+    masked.load_state_dict(model.state_dict())
+    ids = torch.randint(0, 256, (2, 20))
+    losses = []
+    for network in (model, masked):
+        with network.train().capture_routing() as routing:
+            network(ids)
+        losses.append(load_balance_loss(routing.layers[0].routed_logits, 2))  # the first layer's input is the same
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_recomputation_under_checkpointing_draws_the_same(conditional):
+    masks = {"expert_output_masking": 0.3, "final_output_masking": 0.2, "gating_dropout": 0.5}
+    model = tiny(conditional_routing=conditional, **masks).train()
+    ids = torch.randint(0, 256, (2, 20))
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        torch.manual_seed(7)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# --- gating dropout -------------------------------------------------------------------------------------------------
+
+
+def test_local_experts_take_equal_parts_of_the_batch_in_order():
+    weights, index = local_experts(torch.randn(12, 4))
+    assert index.squeeze(-1).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert torch.equal(weights, torch.ones(12, 1))
+
+
+def test_gating_dropout_takes_whole_batches():
+    layer = build(gating_dropout=0.4).train()
+    x = torch.randn(8, HIDDEN)
+    local = torch.cat([expert(part) for expert, part in zip(layer.experts, x.split(2), strict=True)])
+    routed = build().train()(x)
+    torch.manual_seed(0)
+    found = [layer(x) for _ in range(300)]
+    is_local = [torch.allclose(y, local, atol=1e-6) for y in found]
+    assert all(here or torch.allclose(y, routed, atol=1e-6) for here, y in zip(is_local, found, strict=True))
+    assert 0.3 < sum(is_local) / 300 < 0.5
+
+
+# --- conditional routing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(("ffn", "num_experts"), [(PlainFFN, 4), (PlainFFN, 2), (ResidualFFN, 4)])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_conditional_routing_is_its_definition(top_k, ffn, num_experts, mode):
+    layer = getattr(build(num_experts, top_k, conditional=True, ffn=ffn), mode)()
+    x, residual = torch.randn(9, HIDDEN), torch.randn(9, HIDDEN)
+    found = layer(x) if ffn is PlainFFN else layer(x, residual)
+    zeros = () if ffn is PlainFFN else (torch.zeros(1, HIDDEN),)
+    for t in range(9):
+        token = x[t : t + 1]
+        gate = torch.sigmoid(layer.conditional_gate.weight[0] @ x[t])
+        scores = (layer.router.weight[1:] @ x[t]).softmax(-1)  # expert 0 is outside the routed set
+        chosen = scores.topk(min(top_k, num_experts - 1))
+        moe = sum(
+            w / chosen.values.sum() * layer.experts[1 + int(e)](token, *zeros)
+            for w, e in zip(chosen.values, chosen.indices, strict=True)
+        )
+        wanted = (1 - gate) * layer.experts[0](token, *zeros) + gate * moe
+        wanted = wanted if ffn is PlainFFN else wanted + residual[t]
+        torch.testing.assert_close(found[t : t + 1], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_one_token_and_compiled_passes_agree_under_conditional_routing():
+    layer = build(conditional=True).eval()
+    x = torch.randn(6, HIDDEN)
+    together = layer(x)
+    alone = torch.cat([layer(token) for token in x.split(1)])
+    torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, together, rtol=1e-5, atol=1e-6)
+
+
+def test_gate_masking_leaves_the_shared_expert_alone():
+    layer = build(conditional=True, conditional_routing_masking=0.5).train()
+    x = torch.randn(400, HIDDEN)
+    torch.manual_seed(2)
+    found = layer(x)
+    open_gates = build(conditional=True).train()(x)
+    shared = layer.experts[0](x)
+    is_shared = [torch.equal(a, b) for a, b in zip(found, shared, strict=True)]
+    same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(found, open_gates, strict=True)]
+    assert all(a != b for a, b in zip(is_shared, same, strict=True))
+    assert 0.4 < sum(is_shared) / 400 < 0.6
+
+
+def test_the_classifier_and_earlier_expansions_close_the_gate():
+    layer = build(5, 2, conditional=True, classifier=True, earlier=(3,)).eval()
+    x = torch.randn(30, HIDDEN)
+    layer.control.expansion = 0
+    assert torch.equal(layer(x), layer.experts[0](x))
+    layer.control.expansion = 1
+    found = layer(x)
+    for expert in layer.experts[3:]:  # those that came later have no say
+        expert.down.weight.data.add_(100)
+    assert torch.equal(layer(x), found)
+    layer.control.expansion = None
+    with torch.no_grad():
+        layer.classifier.weight.zero_()[0] = x[0]
+    assert torch.equal(layer(x[:1]), layer.experts[0](x[:1]))
+
+
+def test_the_routing_that_losses_see_is_each_experts_share():
+    layer = build(conditional=True).train()
+    x = torch.randn(50, HIDDEN)
+    layer.control.capture = Routing()
+    layer(x)
+    found = layer.control.capture.layers[0]
+    gate = torch.sigmoid(x @ layer.conditional_gate.weight[0])
+    scores = found.router_logits.softmax(-1)
+    torch.testing.assert_close(scores[:, 0], 1 - gate)
+    torch.testing.assert_close(scores[:, 1:], gate[:, None] * (x @ layer.router.weight[1:].T).softmax(-1))
+    torch.testing.assert_close(
+        load_balance_loss(found.routed_logits, 2), load_balance_loss(x @ layer.router.weight[1:].T, 2)
+    )
+    mask = torch.rand(50) < 0.5
+    torch.testing.assert_close(
+        gate_budget_loss(found.router_logits, 0.8, mask), sum(abs(g - 0.8) for g in gate[mask]) / mask.sum()
+    )
+
+
+@pytest.mark.parametrize("gate", [-30.0, 0.0, 1.0, 30.0])
+def test_p1_holds_for_any_gate(tmp_path, backbone, gate):
+    dense = tiny_dense(backbone)
+    config = LayerMoEConfig.from_dense(
+        dense.config, num_experts_per_layer=[3, 2, 4], conditional_routing=True, router_top_k=2
+    )
+    model = LayerMoEForCausalLM(config).eval()
+    old = dense.state_dict()
+    prefixes = [name for name, _ in decoder_ffns(dense)]
+    with torch.no_grad():
+        for name, parameter in model.state_dict().items():
+            plain = name
+            for prefix in prefixes:
+                if name.startswith(f"{prefix}.experts."):
+                    plain = f"{prefix}.{name.removeprefix(f'{prefix}.experts.').split('.', 1)[1]}"
+            if plain in old:
+                parameter.copy_(old[plain])
+        for ffn in model.expanded_ffns().values():
+            ffn.conditional_gate.weight.fill_(gate)
+    ids = torch.randint(0, 256, (2, 12))
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+# --- the whole way --------------------------------------------------------------------------------------------------
+
+
+def test_expand_train_and_load_with_conditional_routing(tmp_path):
+    base = save_dense(tmp_path / "base")
+    plan = Plan("uniform", [3, 1, 3], old=["en"], new=["el"])
+    plan.save(tmp_path / "plan.json")
+    invoke("expand", base, tmp_path / "out", "--plan", tmp_path / "plan.json", "--conditional-routing")
+    dense = AutoModelForCausalLM.from_pretrained(base).eval()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.randint(0, 256, (2, 12))
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
+    # 3 FFNs a token in the two expanded layers: the shared one and the top 2.
+    assert "conditional" not in str(model.generation_config)
+    texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20] * 8)
+    settings = PostPretrainSettings(
+        32,
+        masking=MaskingSettings(expert_output=0.2, conditional_routing=0.2),
+        training={"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1},
+    )
+    entry = train_stage(tmp_path / "out", tmp_path / "trained", {"el": LanguageText("el", str(texts))}, settings)
+    assert entry["settings"]["masking"]["expert_output"] == 0.2
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    assert trained.config.conditional_routing
+    assert trained.config.expert_output_masking == 0.0  # the stage's, not the checkpoint's
+    for before, after in zip(model.expanded_ffns().values(), trained.expanded_ffns().values(), strict=True):
+        assert not torch.equal(before.conditional_gate.weight, after.conditional_gate.weight)
+        assert torch.equal(before.experts[0].up_proj.weight, after.experts[0].up_proj.weight)
+    logs = (tmp_path / "trained" / "trainer_state.json").read_text()
+    assert "budget_loss" in logs
+    assert '"gate"' in logs
+    assert "expert_0_share" not in logs  # it is outside the routed set
+    with pytest.raises(InputError, match="conditional routing"):
+        export_native(tmp_path / "trained", tmp_path / "native")
+
+
+def test_the_budget_draws_the_gate(tmp_path):
+    base = save_dense(tmp_path / "base")
+    expand_checkpoint(base, tmp_path / "out", Plan("uniform", [3] * 3, new=["el"]), conditional_routing=True)
+    texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20] * 8)
+    gates = {}
+    for budget in (0.1, 0.9):
+        settings = PostPretrainSettings(
+            32,
+            budget=10.0,
+            gate_budget=budget,
+            training={"max_steps": 30, "per_device_train_batch_size": 4, "learning_rate": 2e-2, "logging_steps": 1},
+        )
+        out = tmp_path / str(budget)
+        train_stage(tmp_path / "out", out, {"el": LanguageText("el", str(texts))}, settings)
+        model = AutoModelForCausalLM.from_pretrained(out).eval()
+        ids = byte_tokenizer()("καλημέρα κόσμε " * 3, return_tensors="pt").input_ids
+        with model.capture_routing() as routing, torch.no_grad():
+            model(ids)
+        gates[budget] = torch.cat([1 - r.router_logits.softmax(-1)[:, 0] for r in routing]).mean()
+    assert gates[0.1] < 0.35
+    assert gates[0.9] > 0.7
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, 2])
+def test_probabilities_outside_0_1_are_refused(value):
+    with pytest.raises(InputError, match=r"masking\.expert_output is"):
+        from_mapping(PostPretrainSettings, {"masking": {"expert_output": value}}, "")
+    with pytest.raises(ValueError, match="gating_dropout is"):
+        tiny(gating_dropout=value)
+
+
+def test_gates_need_experts_and_masks_need_gates(tmp_path):
+    with pytest.raises(ValueError, match="all 1"):
+        tiny(counts=(1, 1, 1), conditional_routing=True)
+    with pytest.raises(ValueError, match="it is off"):
+        tiny(conditional_routing_masking=0.1)
+    with pytest.raises(ValueError, match="language group's own"):
+        DMoEConfig.from_dense(
+            tiny_config("qwen2"), num_experts_per_layer=[2] * 3, language_groups=[["a"], ["b"]],
+            conditional_routing=True,
+        )  # fmt: skip
+    base = save_dense(tmp_path / "base")
+    plan = Plan("dmoe", [2, 1, 1], groups=[["el"], ["hu"]])
+    with pytest.raises(InputError, match="dmoe plan"):
+        expand_checkpoint(base, tmp_path / "out", plan, conditional_routing=True)
+    expand_checkpoint(base, tmp_path / "out", Plan("uniform", [2] * 3, new=["el"]))
+    texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20])
+    settings = PostPretrainSettings(32, masking=MaskingSettings(conditional_routing=0.1), training={"max_steps": 1})
+    with pytest.raises(InputError, match="--conditional-routing"):
+        train_stage(tmp_path / "out", tmp_path / "t", {"el": LanguageText("el", str(texts))}, settings)
