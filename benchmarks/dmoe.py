@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+from tables import markdown_table
+
 from hf_moe_expand.adaptation import adapt_language
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.dense import train_dense
@@ -85,13 +87,11 @@ def scored(path: Path, out: Path, tests: dict[str, list[str]]) -> dict[str, Lang
 
 def render(models: dict[str, dict[str, LanguageScore]], codes: list[str]) -> str:
     """Perplexity on the test split, and the mean of bits per byte over the trained languages."""
-    lines = ["| perplexity | " + " | ".join(codes) + f" | bits per byte, mean without {NEW} |"]
-    lines.append("| --- |" + " ---: |" * (len(codes) + 1))
+    rows = []
     for name, scores in models.items():
         bits = mean(scores[code].bits_per_byte for code in codes if code != NEW)
-        values = [*(f"{scores[code].perplexity:.1f}" for code in codes), f"{bits:.3f}"]
-        lines.append("| " + " | ".join([name, *values]) + " |")
-    return "\n".join(lines)
+        rows.append([name, *(f"{scores[code].perplexity:.1f}" for code in codes), f"{bits:.3f}"])
+    return markdown_table(["perplexity", *codes, f"bits per byte, mean without {NEW}"], rows)
 
 
 if __name__ == "__main__":

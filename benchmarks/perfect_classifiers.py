@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_moe_expand.checkpoint.source import expansion_languages
+from hf_moe_expand.checkpoint.source import languages_by_expansion
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.models import load_for_inference
@@ -38,9 +38,7 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=10_000, help="of each language")
     options = arguments.parse_args()
     model, tokenizer = load_for_inference(options.model)
-    languages = expansion_languages(options.model)
-    assert languages is not None
-    old, new = languages
+    old, new = languages_by_expansion(options.model)
     texts = {code: LanguageText(code, str(options.data / f"{code}.test.jsonl")).load()["text"] for code in (*old, *new)}
     ffns = model.expanded_ffns()
     trained = {layer: ffn.classifier for layer, ffn in ffns.items()}

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from datasets import Dataset
+from tables import markdown_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
 from hf_moe_expand.data.packing import pack_texts
@@ -141,9 +142,8 @@ def render(
             )
     rows += [row(name, scores) for name, scores in extra.items()]
     head = ["bits per byte", *OLD, "old", *NEW, "new"]
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
-    lines += ["| " + " | ".join([name, *(f"{value:.3f}" for value in values)]) + " |" for name, values in rows]
-    return "\n".join([*lines, "", *notes])
+    table = markdown_table(head, [[name, *(f"{value:.3f}" for value in values)] for name, values in rows])
+    return "\n".join([table, "", *notes])
 
 
 if __name__ == "__main__":

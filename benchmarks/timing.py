@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: timing in turn, peak memory in a process of its own, Markdown tables."""
+"""What the benchmark scripts share: timing in turn and peak memory in a process of its own."""
 
 import argparse
 import multiprocessing
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from tables import markdown_table
 
 T = TypeVar("T")
 Times = Mapping[str, Sequence[float]]
@@ -99,18 +100,11 @@ def parser(description: str | None, repeats: int, on_device: bool = True) -> arg
 
 
 def report(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], options: argparse.Namespace) -> None:
-    """Prints the header line and the table, and writes them to `--out`. Columns of figures are right-aligned."""
-    figure = re.compile(r"[-–\d.,]+")
-    right = [all(figure.fullmatch(row[column]) for row in rows) for column in range(len(head))]
-    lines = [_header(title, options), "", _line(head), _line(["---:" if r else "---" for r in right])]
-    text = "\n".join(lines + [_line(row) for row in rows])
+    """Prints the header line and the table, and writes them to `--out`."""
+    text = "\n".join([_header(title, options), "", markdown_table(head, rows)])
     print(text)
     if options.out:
         options.out.write_text(text + "\n", "utf-8")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _header(title: str, options: argparse.Namespace) -> str:

@@ -95,6 +95,7 @@ def make_card(
         "added_bytes": item_size and readable_size(item_size * (found.total - found.base)),
         "classifiers": bool(config.classifier_layers),
         "plan": _plan_rows(found.layers),
+        "history": _history_rows(config.expansions),
         "expansions": [
             {**entry, "stages": [_stage(stage) for stage in entry["stages"]]} for entry in config.expansions
         ],
@@ -127,7 +128,8 @@ def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os
     before = {} if first == called else {first: evaluation.models[first]}
     this = evaluation.models[called]
     old, new = ([code for code in codes if code in this] for codes in (evaluation.old, evaluation.new))
-    return Evaluation(old, new, {**before, THIS: this})
+    expansions = [[code for code in brought if code in this] for brought in evaluation.expansions]
+    return Evaluation(old, new, {**before, THIS: this}, expansions)
 
 
 def readable_size(size: int) -> str:
@@ -197,6 +199,40 @@ def _plan_rows(layers: list[tuple[int, bool, int]]) -> list[dict[str, Any]]:
         span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
         rows.append({"layers": span, "experts": experts, "classifier": classifier})
     return rows
+
+
+def _history_rows(expansions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each expansion added to what was there."""
+    rows = []
+    before = [1] * len(expansions[0]["experts_per_layer"])
+    for entry in expansions:
+        counts = entry["experts_per_layer"]
+        added = [after - count for after, count in zip(counts, before, strict=True)]
+        rows.append({
+            "languages": entry["new_languages"],
+            "method": entry["method"],
+            "added": added,
+            "start": _start_of_experts(entry, added),
+            "classifiers": entry["classifier_layers"],
+        })  # fmt: skip
+        before = counts
+    return rows
+
+
+def _start_of_experts(entry: dict[str, Any], added: list[int]) -> str:
+    """What the new experts of an expansion were before they were trained."""
+    if "expert_init" in entry:
+        return {"copy": "copies of expert 0", "random": "random weights", "branches": "fine-tuned models"}[
+            entry["expert_init"]
+        ]
+    if "copied_expert" in entry:
+        return f"copies of expert {entry['copied_expert']}"
+    # JSON has no whole numbers as keys.
+    origin = {int(layer): expert for layer, expert in entry["copied_experts"].items()}
+    experts = [origin[layer] for layer, count in enumerate(added) if count]
+    if len(set(experts)) == 1:
+        return f"copies of expert {experts[0]}"
+    return f"copies of experts {' '.join(str(origin[layer]) if count else '-' for layer, count in enumerate(added))}"
 
 
 def _stage(stage: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ EVALUATION = "evaluation.json"
 PROVENANCE = ("recipe.yaml", "plan.json", "analysis.json")
 # What training leaves in a folder: not published, and not worth a question.
 _STAYS_HOME = (
-    "training_args.bin", "trainer_state.json", "steps.json", "optimizer.*", "scheduler.pt", "scaler.pt",
-    "rng_state*.pth", "checkpoint-*", "runs", "__pycache__", ".*",
+    "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",
+    "scaler.pt", "rng_state*.pth", "checkpoint-*", "runs", "__pycache__", ".*",
 )  # fmt: skip
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 _TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")

@@ -68,7 +68,11 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     Raises:
         InputError: it is not an expanded checkpoint.
     """
-    config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
+    return inspect_config(load_expanded_config(resolve_checkpoint(model, revision, weights=False)))
+
+
+def inspect_config(config: Any) -> Inspection:
+    """Inspects the model that an expanded configuration describes; allocates no weights."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
     updates = (config.lora_rank, config.lora_alpha) if config.expert_kind == "lora" else None

@@ -15,6 +15,7 @@ from accelerate import PartialState
 
 from .analysis.deviation import measure_deviation
 from .analysis.result import DeviationResult, SimilarityResult
+from .analysis.routing import nearest_experts
 from .analysis.similarity import measure_similarity
 from .checkpoint.expand import expand_checkpoint
 from .checkpoint.graft import check_fine_tune, graft_delta
@@ -222,7 +223,10 @@ class _Round:
             Step(f"{prefix}plan", self.folder / "plan.json", {"settings": asdict(plan), **languages}, self.plan)
         )
         expanded = self.folder / "expanded"
-        steps.append(Step(f"{prefix}expand", expanded, asdict(self.expansion.expand), self.expand))
+        fingerprint = asdict(self.expansion.expand)
+        if fingerprint["copy_from"] == "nearest":
+            fingerprint |= {"analysis": asdict(self.expansion.analysis), "texts": texts}
+        steps.append(Step(f"{prefix}expand", expanded, fingerprint, self.expand))
         stages: dict[str, Path] = {}
         before = expanded
         for name in STAGES[self.expansion.is_dmoe]:
@@ -319,8 +323,12 @@ class _Round:
             "overwrite": True,
         }
         if plan.grows_from:
-            grow_checkpoint(self.start, self.folder / "expanded", plan, keep_routers=True, **options)
-            return f"{plan.total_experts - sum(plan.grows_from)} new experts"
+            copied = settings.copy_from
+            nearest = isinstance(copied, str)
+            origin = self.nearest() if nearest else dict.fromkeys(range(len(plan.grows_from)), copied)
+            grow_checkpoint(self.start, self.folder / "expanded", plan, copy_from=origin, keep_routers=True, **options)
+            said = f"{plan.total_experts - sum(plan.grows_from)} new experts"
+            return f"{said}; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else said
         report = expand_checkpoint(
             self.start,
             self.folder / "expanded",
@@ -335,11 +343,15 @@ class _Round:
         )
         return f"{report.base_parameters:,} -> {report.parameters:,} parameters"
 
+    def nearest(self) -> dict[int, int]:
+        model, tokenizer = load_for_inference(self.start)
+        return nearest_experts(model, tokenizer, self.texts(self.expansion.new), **asdict(self.expansion.analysis))
+
 
 def _evaluate(recipe: Recipe, root: Path, models: dict[str, str]) -> str:
     texts = {code: source.load()["text"] for code, source in recipe.test_sources.items()}
-    new = [code for expansion in recipe.rounds for code in expansion.new]
-    result = Evaluation(list(recipe.old), new)
+    expansions = [list(expansion.new) for expansion in recipe.rounds]
+    result = Evaluation(list(recipe.old), [code for new in expansions for code in new], expansions=expansions)
     settings = recipe.evaluation
     for name, path in models.items():
         model, tokenizer = load_for_inference(path, recipe.revision if name == "base" else None)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .data.sources import LanguageText, check_languages
 from .errors import InputError
@@ -14,6 +14,7 @@ from .settings import (
     DeviationSettings,
     EvaluationSettings,
     ExpandSettings,
+    GraftSettings,
     GroupSettings,
     NormalSettings,
     PlanSettings,
@@ -32,6 +33,7 @@ class Expansion:
         new: language to source of training text.
         analysis, post_pretrain, review: of LayerMoE and MoE-LPR; `review` None is the ablation "w/o review".
         deviation, group, normal: of DMoE (`plan: {method: dmoe}`); `normal` None ends after the group stage.
+        graft: of DeltaMoE: after `post_pretrain` (of DMoE: at the end), before `review`. For the last expansion only.
     """
 
     new: dict[str, str]
@@ -43,6 +45,7 @@ class Expansion:
     review: ReviewSettings | None = field(default_factory=ReviewSettings)
     group: GroupSettings = field(default_factory=GroupSettings)
     normal: NormalSettings | None = field(default_factory=NormalSettings)
+    graft: GraftSettings | None = None
 
     @property
     def is_dmoe(self) -> bool:
@@ -59,8 +62,11 @@ class Recipe(Expansion):
         old: language to source of training text, of the languages that the base is good at.
         test: language to source of held-out text, for the evaluation; without it nothing is evaluated.
         expansions: several expansions, one after the other, instead of the one that the recipe itself describes. In a
-            file the recipe's own settings hold for each that has none of its own.
+            file the recipe's own settings hold for each that has none of its own (`graft` for the last alone).
+        text: of the file that it was read from. No setting: a recipe that `replace` made has none.
     """
+
+    text: ClassVar[str | None] = None
 
     base: str
     output: str
@@ -84,6 +90,18 @@ class Recipe(Expansion):
                     f"expansion {number}: a DMoE model grows by `train adapt`, a language at a time: make it the only "
                     "expansion."
                 )
+            copied = expansion.expand.copy_from
+            if copied != "nearest" and (isinstance(copied, str) or copied < 0):
+                raise InputError(
+                    f"expansion {number}: expand.copy_from: {copied!r} is neither an expert's number nor `nearest`."
+                )
+            if number == 1 and copied not in (0, "nearest"):
+                raise InputError(f"expand.copy_from: {copied}: in the first expansion there is expert 0 alone to copy.")
+            if expansion.graft is not None and number < len(self.rounds):
+                raise InputError(
+                    f"expansion {number}: graft: the later expansions would train a fine-tuned model on plain text; a "
+                    f"delta is added once, in the last expansion. Move `graft` to expansion {len(self.rounds)}."
+                )
         if unknown := sorted(set(self.test) - set(known)):
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
         first = self.rounds[0]
@@ -99,28 +117,39 @@ class Recipe(Expansion):
         return self.expansions or [self]
 
     @classmethod
-    def load(cls, path: str | Path) -> "Recipe":
+    def load(cls, path: str | Path, unset_ok: bool = False) -> "Recipe":
         """Reads a recipe.
+
+        Args:
+            unset_ok: leave variables that the environment does not have as they are.
 
         Raises:
             InputError: the file is missing or wrong; the message says where.
         """
         mapping = read_yaml(path)
+        text = Path(path).read_text(encoding="utf-8")
         for key in ("base", "output"):
             if isinstance(mapping.get(key), str):
-                mapping[key] = _expanded(mapping[key], f"{path}: {key}")
+                mapping[key] = _expanded(mapping[key], f"{path}: {key}", unset_ok)
         for kind in ("old", "new", "test"):
-            _expand_sources(mapping, kind, str(path))
+            _expand_sources(mapping, kind, str(path), unset_ok)
+        _expand_instruct(mapping, str(path), unset_ok)
         if isinstance(mapping.get("expansions"), list):
             shared = {f.name: mapping[f.name] for f in fields(Expansion) if f.name != "new" and f.name in mapping}
-            for number, expansion in enumerate(mapping["expansions"]):
+            graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
+            for number, expansion in enumerate(mapping["expansions"], start=1):
                 if isinstance(expansion, dict):
-                    _expand_sources(expansion, "new", f"{path}: expansions[{number}]")
-                    mapping["expansions"][number] = {**shared, **expansion}
+                    where = f"{path}: expansions[{number - 1}]"
+                    _expand_sources(expansion, "new", where, unset_ok)
+                    _expand_instruct(expansion, where, unset_ok)
+                    last = graft if number == len(mapping["expansions"]) else {}
+                    mapping["expansions"][number - 1] = {**shared, **last, **expansion}
         try:
-            return from_mapping(cls, mapping, "")
+            recipe = from_mapping(cls, mapping, "")
         except InputError as error:
             raise InputError(f"{path}: {str(error).removeprefix(': ')}") from None
+        object.__setattr__(recipe, "text", text)
+        return recipe
 
     @property
     def training_sources(self) -> dict[str, LanguageText]:
@@ -136,18 +165,31 @@ class Recipe(Expansion):
         return {code: LanguageText(code, source) for code, source in self.test.items()}
 
 
-def _expand_sources(mapping: dict[str, Any], kind: str, where: str) -> None:
+def unset_variable(text: str) -> str | None:
+    """The first environment variable in `text` that is not set."""
+    unset = re.search(r"\$\{?\w+\}?", os.path.expandvars(text))
+    return unset.group() if unset else None
+
+
+def _expand_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
     if isinstance(mapping.get(kind), Mapping):
         # YAML 1.1 reads the unquoted language code `no` as false.
         if any(not isinstance(code, str) for code in mapping[kind]):
             raise InputError(f"{where}: {kind}: put language codes in quotes: YAML reads `no` as false.")
-        mapping[kind] = {code: _expanded(source, f"{where}: {kind}.{code}") for code, source in mapping[kind].items()}
+        mapping[kind] = {
+            code: _expanded(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
+        }
 
 
-def _expanded(source: Any, where: str) -> str:
+def _expand_instruct(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
+    graft = mapping.get("graft")
+    if isinstance(graft, dict) and isinstance(graft.get("instruct"), str):
+        mapping["graft"] = {**graft, "instruct": _expanded(graft["instruct"], f"{where}: graft.instruct", unset_ok)}
+
+
+def _expanded(source: Any, where: str, unset_ok: bool) -> str:
     if not isinstance(source, str):
         raise InputError(f"{where}: {source!r} is not a file, a folder or hub:NAME.")
-    expanded = os.path.expandvars(source)
-    if unset := re.search(r"\$\{?\w+\}?", expanded):
-        raise InputError(f"{where}: the environment variable {unset.group()} is not set.")
-    return expanded
+    if not unset_ok and (unset := unset_variable(source)):
+        raise InputError(f"{where}: the environment variable {unset} is not set.")
+    return os.path.expandvars(source)

@@ -67,9 +67,12 @@ class PlanSettings:
 @dataclass(frozen=True)
 class ExpandSettings:
     """`expand`. `conditional_routing` makes expert 0 a shared FFN and gives each expanded layer a gate (CMR);
-    `expert_kind: lora` makes the new experts low-rank updates of expert 0 (MoLA, LoRAMoE)."""
+    `expert_kind: lora` makes the new experts low-rank updates of expert 0 (MoLA, LoRAMoE). `copy_from` is of a further
+    expansion: which expert its new ones copy, or `nearest`: in each layer the one that the new languages' text is
+    routed to most."""
 
     expert_init: str = "copy"
+    copy_from: int | str = 0
     conditional_routing: bool = False
     expert_kind: str = "ffn"
     lora_rank: int = 8

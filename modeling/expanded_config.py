@@ -39,8 +39,8 @@ class ExpandedConfig(PreTrainedConfig):
             token's experts whose output is zero (EOM), of tokens whose whole output is (FOM), and of tokens whose gate
             is (CMR); at least 0, less than 1.
         gating_dropout: in training alone, the share of batches whose tokens go to local experts.
-        expert_kind: what experts 1, 2, ... are: `"ffn"`, FFNs of their own, or `"lora"`, expert 0 with a low-rank update
-            on its linear layers.
+        expert_kind: what experts 1, 2, ... are: `"ffn"`, FFNs of their own, or `"lora"`, expert 0 with a low-rank
+            update on its linear layers.
         lora_rank, lora_alpha: of the updates, which are scaled by `lora_alpha / lora_rank`.
 
     Raises:
@@ -115,9 +115,7 @@ class ExpandedConfig(PreTrainedConfig):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: a probability is at least 0 and less than 1.")
         if self.conditional_routing and max(self.num_experts_per_layer or [1]) < 2:
-            raise ValueError(
-                "conditional_routing needs experts beside expert 0; num_experts_per_layer is all 1."
-            )
+            raise ValueError("conditional_routing needs experts beside expert 0; num_experts_per_layer is all 1.")
         if self.conditional_routing_masking and not self.conditional_routing:
             raise ValueError("conditional_routing_masking masks a gate, which conditional_routing makes; it is off.")
 

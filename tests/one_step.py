@@ -55,7 +55,7 @@ def build(backbone="qwen2"):
 
 def train(
     folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
-    same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None,
+    same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None, localized=0.0,
 ):  # fmt: skip
     model = build(backbone) if model is None else model
     ids, languages = rows()
@@ -75,7 +75,8 @@ def train(
     kind = ReviewTrainer if stage == "review" else PostPretrainTrainer
     trainer = kind(
         model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
-        router_losses=RouterLossWeights(balance, prior, classifier), language_classes=[0, 1], everything=everything,
+        router_losses=RouterLossWeights(balance, prior, classifier, localized_balance=localized),
+        language_classes=[0, 1], everything=everything,
     )  # fmt: skip
     trainer.train()
     if logs is not None:

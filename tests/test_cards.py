@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hub_server import metadata_errors
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from hf_moe_expand import Plan, cli, expand_checkpoint, make_card
+from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, make_card
 from hf_moe_expand.card import readable_size, scores_of_this
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore
@@ -212,6 +213,28 @@ def test_several_expansions(checkpoint):
     assert card.data.language == ["en", "zh", "el", "hu", "tr"]
     assert "| old languages | en, zh |\n| new languages | el, hu, tr |" in card.text
     assert "### Expansion 2: tr" in card.text
+
+
+def test_the_history_of_several_expansions(checkpoint, tmp_path):
+    second = Plan("uniform", [4, 5, 2], [0, 2], old=["en", "zh", "el", "hu"], new=["tr"], grows_from=[3, 3, 2])
+    grow_checkpoint(checkpoint, tmp_path / "second", second, copy_from={0: 2, 1: 1, 2: 1})
+    third = replace(second, method="layer-moe", experts_per_layer=[4, 6, 3], new=["hi", "ro"], grows_from=[4, 5, 2])
+    grow_checkpoint(tmp_path / "second", tmp_path / "third", third)
+    text = str(make_card(tmp_path / "third"))
+    table = text.split("It was expanded 3 times:")[1].split("##")[0].strip().splitlines()
+    assert table[2:] == [
+        "| 1 | el, hu | layer-moe | 2 2 1 | copies of expert 0 | 0 |",
+        "| 2 | tr | uniform | 1 2 0 | copies of experts 2 1 - | 0 2 |",
+        "| 3 | hi, ro | layer-moe | 0 1 1 | copies of expert 0 | 0 2 |",
+    ]
+    assert metadata_errors(text) == []
+    assert "It was expanded" not in str(make_card(checkpoint))
+
+
+def test_an_evaluation_keeps_its_expansions(tmp_path):
+    models = {name: {"en": score(1.0), "el": score(2.0), "tr": score(3.0)} for name in ("base", "me")}
+    found = scores_of_this(Evaluation(["en"], ["el", "hu", "tr"], models, [["el", "hu"], ["tr"]]), ["me"], "here")
+    assert [row[0] for row in found.rows()[1]] == ["en (old)", "el (expansion 1)", "tr (expansion 2)"]
 
 
 @pytest.mark.parametrize(("code", "wanted"), [("zh-Hant", "zh"), ("yue", "yue"), ("ell", "el"), ("iw", "he")])

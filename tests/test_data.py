@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_moe_expand.data.mixing import review_documents
 from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
-from hf_moe_expand.data.sources import LanguageText, check_languages
+from hf_moe_expand.data.sources import LanguageText, check_languages, names_language
 from hf_moe_expand.errors import InputError
 
 END = 256
@@ -29,6 +29,21 @@ def test_jsonl_txt_parquet_and_folders(tmp_path):
     assert load(tmp_path / "b.txt") == ["τρία", "τέσσερα"]
     assert load(tmp_path / "c.parquet") == ["πέντε"]
     assert load(tmp_path) == ["ένα", "δύο", "τρία", "τέσσερα", "πέντε"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "language", "same"),
+    [
+        ("ell", "el", True), ("cmn", "zh", True), ("arb", "ar", True), ("el", "ell", True), ("any!", "any!", True),
+        ("yue", "zh", False), ("hrv", "sr", False), ("en", "el", False), ("", "el", False), (None, "el", False),
+    ],
+)  # fmt: skip
+def test_tags_of_another_standard_name_the_same_language(tag, language, same, tmp_path):
+    """FineWeb2's Greek is tagged `ell`."""
+    assert names_language(tag, language) is same
+    rows = [{"text": "ένα", "language": tag}, {"text": "δύο"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    assert load(tmp_path / "a.jsonl", language)[:] == (["ένα", "δύο"] if same else ["δύο"])
 
 
 def test_rows_tagged_with_another_language_are_left_out(tmp_path):

@@ -10,6 +10,7 @@ from conftest import invoke, save_dense, write_texts
 
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.recipes import packaged_files
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STAGES = ("post_pretrain", "review", "group", "normal")
@@ -98,3 +99,20 @@ def test_the_lifelong_guide(workplace):
     assert "expansion 2" in said["inspect qwen-el-tr-2"]
     assert "as they were then" in said["shrink qwen-el-tr-2"]
     assert run_recipe(Recipe.load("lifelong.yaml"), lambda line: None).parts[-2:] == ("2", "review")
+
+
+def test_the_recipes_guide(workplace):
+    workplace("recipes.md")
+    save_dense(Path("Qwen/Qwen2.5-0.5B-Instruct"), num_hidden_layers=8)
+    told = commands("recipes.md")
+    assert [words[0] for words in told] == ["recipes", "recipes", "validate", "recipes"]
+    for words in told:
+        assert words[-1] != "ls" or "layermoe-qwen1.5-1.8b-g1 " in invoke(*words)
+        assert words[0] != "validate" or invoke(*words).endswith(": ok\n")
+        assert "show" not in words or "base: Qwen/Qwen1.5-1.8B" in invoke(*words[:3])
+    names = [*packaged_files()]
+    patterns = re.findall(r"`([\w.-]+-)\*`", (DOCS / "recipes.md").read_text("utf-8"))
+    assert {name for name in names if name.startswith(tuple(patterns))} == set(names)
+    validate_recipe(Recipe.load("delta.yaml"))
+    assert run_recipe(Recipe.load("delta.yaml"), lambda line: None).name == "review"
+    assert Path("runs/qwen-el-chat/graft").is_dir()

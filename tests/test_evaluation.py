@@ -1,5 +1,6 @@
 """Perplexity and bits per byte against a slow definition, and the table."""
 
+import json
 import math
 
 import pytest
@@ -96,6 +97,33 @@ def test_table_and_json(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InputError, match="not an evaluation"):
         Evaluation.from_json(tmp_path / "other.json")
+
+
+def test_several_expansions_are_groups_of_their_own(tmp_path):
+    def scores(*bits):
+        codes = ("en", "el", "hu", "tr")
+        return {code: LanguageScore(2.0**b, b, 10, 10) for code, b in zip(codes, bits, strict=True)}
+
+    models = {"base": scores(1.0, 4.0, 2.0, 8.0), "after": scores(1.5, 2.0, 1.0, 6.0)}
+    result = Evaluation(["en"], ["el", "hu", "tr"], models, [["el", "hu"], ["tr"]])
+    assert result.markdown().splitlines()[2:] == [
+        "| en (old) | 1.000 | 1.500 | +50.0 % |",
+        "| el (expansion 1) | 4.000 | 2.000 | -50.0 % |",
+        "| hu (expansion 1) | 2.000 | 1.000 | -50.0 % |",
+        "| mean of expansion 1 | 3.000 | 1.500 | -50.0 % |",
+        "| tr (expansion 2) | 8.000 | 6.000 | -25.0 % |",
+    ]
+    path = tmp_path / "evaluation.json"
+    result.to_json(path)
+    assert Evaluation.from_json(path) == result
+    found = json.loads(path.read_text())
+    assert found["mean_bits_per_byte"]["after"] == {"old": 1.5, "new": 3.0, "expansion 1": 1.5, "expansion 2": 6.0}
+    # One expansion is "new"; so are those of a file that says nothing of expansions.
+    result.expansions = [["el", "hu", "tr"]]
+    assert "| mean of new | 4.667 | 3.000 | -35.7 % |" in result.markdown()
+    del found["expansions"]
+    path.write_text(json.dumps(found))
+    assert Evaluation.from_json(path).markdown() == result.markdown()
 
 
 def test_the_picture_is_drawn(tmp_path):

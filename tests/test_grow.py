@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import run_fresh, save_dense, write_texts
+from conftest import invoke, run_fresh, save_dense, write_texts
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_moe_expand import (
@@ -18,12 +18,14 @@ from hf_moe_expand import (
     shrink_checkpoint,
 )
 from hf_moe_expand.analysis.result import SimilarityResult
+from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling.expanded_ffn import experts_allowed, select_experts
+from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.settings import PlanSettings, PostPretrainSettings, ReviewSettings
 from hf_moe_expand.training import check_frozen, train_stage
@@ -181,6 +183,71 @@ def test_three_expansions(first, grown, tmp_path):
         assert found == (folder / "model.safetensors").read_bytes()
     copied = copy.deepcopy(model)
     assert copied.expanded_ffns()[2].experts_of_class == (1, 2, 3, 4)
+
+
+def test_grow_copies_what_it_is_told(first, text, tmp_path):
+    plan = tmp_path / "plan.json"
+    SECOND.save(plan)
+    name = "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    sources = CheckpointReader(first)
+
+    def copied(folder, *arguments):
+        """Of each new expert, the one whose weights it has."""
+        invoke("grow", first, tmp_path / folder, "--plan", plan, *arguments)
+        reader = CheckpointReader(tmp_path / folder)
+        return {
+            (layer, new): [
+                old for old in range(before)
+                if torch.equal(reader.tensor(name.format(layer, new)), sources.tensor(name.format(layer, old)))
+            ]
+            for layer, (before, after) in enumerate(zip(SECOND.grows_from, SECOND.experts_per_layer, strict=True))
+            for new in range(before, after)
+        }  # fmt: skip
+
+    new = [(0, 3), (1, 2), (1, 3), (2, 2)]
+    assert copied("by default") == {key: [0] for key in new}
+    assert copied("one", "--copy-from", 1) == {key: [1] for key in new}
+    size = ("--tokens", 200, "--block-size", 16, "--batch-size", 4)
+    found = copied("nearest", "--copy-from", "nearest", "--data", f"tr={text['tr'].source}", *size)
+    model, tokenizer = load_for_inference(first)
+    texts = {"tr": text["tr"].load().shuffle(seed=0)["text"]}
+    nearest = nearest_experts(model, tokenizer, texts, tokens=200, block_size=16, batch_size=4)
+    assert found == {(layer, expert): [nearest[layer]] for layer, expert in new}
+    config = LayerMoEForCausalLM.from_pretrained(tmp_path / "nearest").config
+    assert {int(layer): expert for layer, expert in config.expansions[1]["copied_experts"].items()} == nearest
+
+    def refused(message, *arguments):
+        with pytest.raises(InputError, match=message):
+            invoke("grow", first, tmp_path / "out", "--plan", plan, *arguments)
+        assert not (tmp_path / "out").exists()
+
+    data = ("--data", f"tr={text['tr'].source}")
+    nearest = ("--copy-from", "nearest")
+    refused("nearest: measures text of the plan's new languages: give --data tr=FILE", *nearest)
+    refused(r"--data: el: not a new language of the plan \(tr\)", *nearest, *data, "--data", f"el={text['el'].source}")
+    refused("--data: is for --copy-from nearest alone", *data)
+    refused("--copy-from next: neither an expert's number nor `nearest`", "--copy-from", "next")
+    refused("expert 2 was to be copied, but layer 1 has experts 0..1", "--copy-from", 2)
+    refused("Language 'tr' has .* tokens, but 90,000 were asked for", *nearest, *data, "--tokens", 90000)
+    replace(SECOND, grows_from=[3, 3, 2]).save(plan)
+    refused("was made for a model with .3, 3, 2. experts", *nearest, *data)
+
+
+def test_evaluate_groups_languages_by_expansion(first, grown, text, tmp_path):
+    data = [argument for code, source in text.items() for argument in ("--data", f"{code}={source.source}")]
+    out = tmp_path / "evaluation.json"
+    said = invoke("evaluate", first, grown, *data, "--block-size", 32, "--out", out)
+    for label in ("en (old)", "el (expansion 1)", "tr (expansion 2)"):
+        assert label in said
+    found = json.loads(out.read_text())
+    assert (found["old"], found["new"], found["expansions"]) == (["en"], ["el", "tr"], [["el"], ["tr"]])
+    assert found["mean_bits_per_byte"]["grown"]["expansion 2"] == found["models"]["grown"]["tr"]["bits_per_byte"]
+    # As told goes before history.
+    told = invoke("evaluate", first, grown, *data, "--old", "en,el", "--new", "tr", "--out", out, "--overwrite")
+    assert "el (old)" in told
+    assert "tr (new)" in told
+    with pytest.raises(InputError, match="tr: neither an old nor a new language of these models"):
+        invoke("evaluate", first, *data, "--out", tmp_path / "other.json")
 
 
 def test_plans_for_growth_count_new_experts():

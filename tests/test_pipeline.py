@@ -7,15 +7,18 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import yaml
-from conftest import run_fresh, run_ranks, save_dense, write_texts
-from transformers import Trainer, TrainerCallback
+from conftest import byte_tokenizer, run_fresh, run_ranks, save_dense, write_texts
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_moe_expand import DMoEForCausalLM, LayerMoEForCausalLM, pipeline, training
+from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.hub_files import published_files
 from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.settings import (
@@ -23,6 +26,7 @@ from hf_moe_expand.settings import (
     DeviationSettings,
     EvaluationSettings,
     ExpandSettings,
+    GraftSettings,
     GroupSettings,
     NormalSettings,
     PlanSettings,
@@ -240,6 +244,7 @@ def test_two_expansions_one_after_the_other(recipe, root):
         Expansion(
             dict([second]), plan=PlanSettings(total_experts=4, classifier_layers=1, similarity_floor=0.01),
             analysis=recipe.analysis, post_pretrain=recipe.post_pretrain, review=recipe.review,
+            expand=ExpandSettings(copy_from="nearest"),
         ),
     ]  # fmt: skip
     rounds[0] = replace(rounds[0], analysis=recipe.analysis)
@@ -256,8 +261,14 @@ def test_two_expansions_one_after_the_other(recipe, root):
     assert sum(model.config.num_experts_per_layer) == 7 + 4
     assert [entry["new_languages"] for entry in model.config.expansions] == [[first[0]], [second[0]]]
     assert set(model.config.expansions[1]["stages"][1]["documents"]) == {*recipe.old, first[0], second[0]}
+    parent, tokenizer = load_for_inference(root / "lifelong" / "1" / "review")
+    texts = {code: LanguageText(code, source).load().shuffle(seed=0)["text"] for code, source in [second]}
+    nearest = nearest_experts(parent, tokenizer, texts, tokens=500, block_size=32, batch_size=4)
+    assert {int(layer): expert for layer, expert in model.config.expansions[1]["copied_experts"].items()} == nearest
+    assert any(line.endswith(f"nearest in each layer {' '.join(map(str, nearest.values()))} (0 s)") for line in said)
     evaluation = json.loads((root / "lifelong" / "evaluation.json").read_text())
     assert list(evaluation["models"]) == ["base", "after expansion 1", "after expansion 2"]
+    assert evaluation["expansions"] == [[first[0]], [second[0]]]
     # The second half again, the first untouched.
     shutil.rmtree(root / "lifelong" / "2" / "review")
     again = []
@@ -271,16 +282,80 @@ def test_a_dmoe_recipe(recipe, root):
         recipe, new={**recipe.old, **recipe.new}, old={}, output=str(root / "dmoe"),
         deviation=DeviationSettings(steps=2, batch_size=2, block_size=16, micro_batch_size=2),
         plan=PlanSettings("dmoe", groups=2, ratio=0.7), group=GroupSettings(16, training=training),
-        normal=NormalSettings(16, training=training),
+        normal=NormalSettings(16, training=training), graft=GraftSettings(str(root / "base"), keep_tokenizer=True),
     )  # fmt: skip
     validate_recipe(recipe)
     final = run_recipe(recipe, lambda line: None)
     config = DMoEForCausalLM.from_pretrained(final).config
     assert sorted(code for group in config.language_groups for code in group) == sorted(recipe.new)
     assert sorted(config.num_experts_per_layer) == [1, 2, 2]
-    assert [stage["stage"] for stage in config.expansions[0]["stages"]] == ["group", "normal"]
+    assert [stage["stage"] for stage in config.expansions[0]["stages"]] == ["group", "normal", "graft"]
     models = json.loads((root / "dmoe" / "evaluation.json").read_text())["models"]
-    assert list(models) == ["base", "group-trained", "trained normally"]
+    assert list(models) == ["base", "group-trained", "trained normally", "grafted"]
+    assert models["grafted"] == models["trained normally"]  # of a fine-tune that changed nothing
+
+
+def grown(tensors, name):
+    """The experts of a dense FFN's tensor in a checkpoint, or the tensor itself."""
+    head, mlp, tail = name.partition(".mlp.")
+    return [key for key in tensors if key == name or (mlp and key.startswith(head) and key.endswith(f".{tail}"))]
+
+
+def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
+    """Stage 1, graft, router tuning: the delta reaches every expert, the review moves routers alone, and a second run
+    does nothing again."""
+    if not (root / "instruct").exists():
+        instruct = AutoModelForCausalLM.from_pretrained(root / "base")
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in instruct.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.01)
+        instruct.save_pretrained(root / "instruct")
+        byte_tokenizer().save_pretrained(root / "instruct")
+    mapping = {
+        **asdict(recipe),
+        "base": "$ROOT/base",
+        "output": "$ROOT/delta",
+        "plan": {"method": "uniform", "experts": 2},
+    }
+    mapping["graft"] = {"instruct": "$ROOT/instruct", "scale": 0.5}
+    for kind in ("old", "new", "test"):
+        mapping[kind] = {code: source.replace(str(root), "$ROOT") for code, source in mapping[kind].items()}
+    (root / "delta.yaml").write_text(yaml.safe_dump(mapping))
+    monkeypatch.setenv("ROOT", str(root))
+    loaded = Recipe.load(root / "delta.yaml")
+    said = []
+    final = run_recipe(loaded, said.append)
+    run = root / "delta"
+    assert final == run / "review"
+    assert any(line.startswith("[4/6] graft: base and instruct have a cosine of 0.99") for line in said)
+    readers = {name: CheckpointReader(root / name) for name in ("base", "instruct")}
+    stages = {name: CheckpointReader(run / name) for name in ("post_pretrain", "graft", "review")}
+    for name in readers["base"].tensors:
+        delta = 0.5 * (readers["instruct"].tensor(name) - readers["base"].tensor(name))
+        homes = grown(stages["graft"].tensors, name)
+        assert len(homes) == (2 if ".mlp." in name else 1)
+        for home in homes:
+            assert torch.equal(stages["graft"].tensor(home), stages["post_pretrain"].tensor(home) + delta), home
+    moved = compare_checkpoints(run / "graft", final).changed
+    assert moved
+    assert all(name.endswith("mlp.router.weight") for name in moved)
+    entries = json.loads((final / "config.json").read_text())["expansions"][0]["stages"]
+    assert [entry["stage"] for entry in entries] == ["post-pretrain", "graft", "review"]
+    assert str(root) not in (final / "config.json").read_text()
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert list(evaluation["models"]) == ["base", "post-pretrained", "grafted", "reviewed"]
+    # The run keeps its recipe as it was written, for `push`.
+    assert (run / "recipe.yaml").read_text() == (root / "delta.yaml").read_text()
+    assert published_files(final)["recipe.yaml"] == run / "recipe.yaml"
+    # It goes on after the graft, and does nothing twice.
+    shutil.rmtree(final)
+    again = []
+    run_recipe(loaded, again.append)
+    assert sum("done already" in line for line in again) == 5
+    other = replace(loaded, graft=GraftSettings(str(root / "instruct"), 1.0))
+    with pytest.raises(InputError, match="changed after step `graft` had run"):
+        run_recipe(other, said.append)
 
 
 def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_path):
@@ -301,3 +376,21 @@ def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_pa
         Recipe.load(tmp_path / "recipe.yaml")
     with pytest.raises(InputError, match="say in each of `expansions` which languages it adds"):
         replace(recipe, expansions=[Expansion(dict([first]))])
+
+
+def test_what_a_further_expansion_copies(recipe):
+    first, second = (Expansion({code: source}) for code, source in recipe.new.items())
+
+    def with_copies(*copied):
+        rounds = [
+            replace(part, expand=ExpandSettings(copy_from=value))
+            for part, value in zip((first, second), copied, strict=True)
+        ]
+        return replace(recipe, new={}, expansions=rounds)
+
+    assert [part.expand.copy_from for part in with_copies("nearest", 3).rounds] == ["nearest", 3]
+    with pytest.raises(InputError, match=r"copy_from: 2: in the first expansion there is expert 0 alone to copy"):
+        with_copies(2, 0)
+    for wrong in ("next", -1):
+        with pytest.raises(InputError, match=f"expansion 2: expand.copy_from: '?{wrong}'? is neither"):
+            with_copies(0, wrong)

@@ -1,12 +1,14 @@
 """Recipes and settings: what is refused, and that the message helps."""
 
+from dataclasses import asdict, replace
+
 import pytest
 from conftest import save_dense, write_texts
 
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.pipeline import validate_recipe
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.settings import PlanSettings, PostPretrainSettings, ReviewSettings, from_mapping
+from hf_moe_expand.settings import GraftSettings, PlanSettings, PostPretrainSettings, ReviewSettings, from_mapping
 
 GOOD = """
 base: {root}/base
@@ -59,6 +61,8 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
         ("/en.jsonl}", "/en.jsonl", "not YAML"),
         ("{root}/en.jsonl", "$NOT_SET/en.jsonl", "environment variable $NOT_SET is not set"),
         ("old: {en", "# old: {en", "no old language"),
+        ("plan:", "graft: {scale: 2}\nplan:", "graft: `instruct` is missing"),
+        ("plan:", "graft: {instruct: $NOT_SET}\nplan:", "graft.instruct: the environment variable $NOT_SET is not set"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_file(root, old, new, message):
@@ -86,12 +90,84 @@ def test_mistakes_in_the_file(root, old, new, message):
             "reentrant gradient checkpointing silently drops",
         ),
         ("post_pretrain: {block_size: 32", "post_pretrain: {block_size: 128", "is 128, but the base takes 64"),
+        ("plan:", "graft: {instruct: nowhere/at/all}\nplan:", "nowhere/at/all: no such folder"),
     ],
 )  # fmt: skip
 def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
     loaded = recipe(root, change=(old, new))
     with pytest.raises(InputError, match=message):
         validate_recipe(loaded)
+
+
+def test_a_graft_is_checked_before_anything_runs(root):
+    """A fine-tune of another size is refused by `validate`, not after the days of stage 1."""
+    save_dense(root / "instruct", seed=1)
+    graft = ("plan:", f"graft: {{instruct: {root}/instruct, scale: 0.5}}\nplan:")
+    loaded = recipe(root, a=graft)
+    assert loaded.graft == GraftSettings(f"{root}/instruct", 0.5)
+    assert any(line.startswith("graft: ") for line in validate_recipe(loaded))
+    save_dense(root / "instruct", intermediate_size=40)
+    with pytest.raises(InputError, match="has shape"):
+        validate_recipe(loaded)
+    save_dense(root / "instruct", num_hidden_layers=2)
+    with pytest.raises(InputError, match=r"is no fine-tune of .*: its num_hidden_layers is 2, not 3"):
+        validate_recipe(loaded)
+
+
+LIFELONG = """
+base: {root}/base
+output: {root}/run
+old: {{en: {root}/en.jsonl}}
+graft: {{instruct: {root}/instruct}}
+expansions:
+  - new: {{el: {root}/el.jsonl}}
+  - new: {{tr: {root}/el.jsonl}}
+"""
+
+
+def test_of_several_expansions_the_last_is_grafted(root):
+    loaded = recipe(root, LIFELONG)
+    assert [expansion.graft for expansion in loaded.rounds] == [None, GraftSettings(f"{root}/instruct")]
+    both = LIFELONG.replace("/el.jsonl}}\n  - new", "/el.jsonl}}\n    graft: {{instruct: x}}\n  - new")
+    with pytest.raises(InputError, match=r"expansion 1: graft: .* Move `graft` to expansion 2"):
+        recipe(root, both)
+
+
+def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
+    text = GOOD.format(root=root).replace("{", "{{").replace("}", "}}")
+    (root / "recipe.yaml").write_text(
+        text.format().replace(f"{root}/base", "org/base").replace(f"{root}/el", "$NOT_SET/el")
+    )
+    monkeypatch.setattr("hf_moe_expand.checkpoint.source.snapshot_download", None)
+    loaded = Recipe.load(root / "recipe.yaml", unset_ok=True)
+    found = validate_recipe(loaded, offline=True)
+    assert "skipped: architecture, plans and block sizes: org/base is not on this machine" in found
+    assert "skipped: training el: $NOT_SET/el.jsonl: $NOT_SET is not set" in found
+    assert f"training en: {root}/en.jsonl, 1 file(s)" in found
+    # What needs neither is checked.
+    for change, message in (
+        ({"old": {"en": str(root / "none.jsonl")}}, "no such file"),
+        ({"post_pretrain": PostPretrainSettings(training={"learning_rat": 1})}, "did you mean `learning_rate`"),
+        ({"base": "/nowhere/at/all"}, "not a hub id"),
+    ):
+        with pytest.raises(InputError, match=message):
+            validate_recipe(replace(loaded, **change), offline=True)
+    # A base in the hub's cache is used.
+    cached = root / "base" / "config.json"
+    monkeypatch.setattr("hf_moe_expand.checkpoint.source.try_to_load_from_cache", lambda *args, **rest: str(cached))
+    assert any("expansion 1: layer-moe, 7 experts" in line for line in validate_recipe(loaded, offline=True))
+    with pytest.raises(InputError, match="too few"):
+        validate_recipe(replace(loaded, plan=PlanSettings(total_experts=5)), offline=True)
+
+
+def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
+    monkeypatch.setenv("ROOT", str(root))
+    loaded = recipe(root, GOOD.replace("{root}", "$ROOT"))
+    assert loaded.base == f"{root}/base"
+    assert "base: $ROOT/base" in loaded.text
+    assert str(root) not in loaded.text
+    assert "text" not in asdict(loaded)
+    assert replace(loaded, seed=1).text is None
 
 
 def test_settings_from_mappings():

@@ -16,6 +16,7 @@ from hf_moe_expand.analysis.routing import (
     experts_for_half,
     language_classes,
     measure_routing,
+    nearest_experts,
     random_experts,
     random_routing,
 )
@@ -290,6 +291,24 @@ def test_the_models_provenance_says_which_languages_are_old():
         language_classes(Config, ["tr", "en", "de"], [], [])
     with pytest.raises(InputError, match="de: given as an old and as a new language"):
         language_classes(Config, ["de"], ["de"], ["de"])
+
+
+def test_the_nearest_expert_has_most_of_the_weight():
+    model, tokenizer = build("qwen2"), byte_tokenizer()
+    for codes in (["en"], ["el"], ["el", "hu"]):
+        slow = [slow_tokens(model, tokenizer, TEXTS[code], SETTINGS)[0] for code in codes]
+        expected = {}
+        for layer in model.expanded_ffns():
+            shares = [
+                [mean([row[layer][0][e] for row in rows]) for rows in slow] for e in range(len(slow[0][0][layer][0]))
+            ]
+            expected[layer] = max(range(len(shares)), key=lambda e, shares=shares: mean(shares[e]))
+        found = nearest_experts(
+            model, tokenizer, {code: TEXTS[code] for code in codes}, tokens=101, block_size=16, batch_size=3
+        )
+        assert found == expected
+    assert set(expected) == {0, 2, 3}
+    assert any(expected.values())  # not expert 0 everywhere
 
 
 def test_bad_input_is_refused():

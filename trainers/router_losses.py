@@ -23,8 +23,9 @@ from .losses import (
 )
 
 _NEEDS_LANGUAGES = (
-    "The language-prior, classifier, group and localized balance losses need language_classes (for each language id its "
-    "class: 0 = old and 1 = new, or its language group) and batches with language_ids, the language id of each token."
+    "The language-prior, classifier, group and localized balance losses need language_classes (for each language id "
+    "its class: 0 = old and 1 = new, or its language group) and batches with language_ids, the language id of each "
+    "token."
 )
 
 

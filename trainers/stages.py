@@ -1,17 +1,24 @@
 """The trainers of each stage: MoE-LPR's and LayerMoE's two, DMoE's extension and adaptation."""
 
+import math
 from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 from transformers import Trainer
 
+from .curriculum_sampler import CurriculumSampler, LanguageMix
 from .freezing import FreezeReport, Stage, freeze
 from .grouped_sampler import GroupedSampler
 from .router_losses import RouterLossMixin, RouterLossWeights
 
 
 class _StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
-    """Freezes what the stage must not move, says so, and trains with the stage's losses."""
+    """Freezes what the stage must not move, says so, and trains with the stage's losses.
+
+    `mix` says which rows of the data set belong to which language, and how and when languages are drawn; the data set's
+    rows are shuffled by default.
+    """
 
     stage: Stage
     default_losses: RouterLossWeights
@@ -22,12 +29,24 @@ class _StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         *args: Any,
         router_losses: RouterLossWeights | None = None,
         everything: bool = False,
+        mix: LanguageMix | None = None,
         **kwargs: Any,
     ) -> None:
+        self.mix = mix
         self.freeze_report: FreezeReport = freeze(model, Stage.EVERYTHING if everything else self.stage)
         super().__init__(model, *args, router_losses=router_losses or self.default_losses, **kwargs)
         if self.is_world_process_zero():
             print(self.freeze_report)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if self.mix is None:
+            return super()._get_train_sampler(train_dataset)
+        training = self.args
+        rows = self.get_total_train_batch_size(training)
+        if training.max_steps <= 0:  # the sampler's one epoch holds all the training
+            training.max_steps = math.ceil(training.num_train_epochs * sum(self.mix.rows) / rows)
+        batch = 1 if self.mix.groups is None else self._train_batch_size
+        return CurriculumSampler(self.mix, training.max_steps, rows, training.seed, batch)
 
 
 class PostPretrainTrainer(_StageTrainer):
@@ -66,7 +85,9 @@ class GroupTrainer(_StageTrainer):
     stage = Stage.GROUP
     default_losses = RouterLossWeights(group=1.28)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> GroupedSampler:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if self.mix is not None:
+            return super()._get_train_sampler(train_dataset)
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         classes = self._classes()
         groups = [classes[int(languages[0])] for languages in dataset["language_ids"]]

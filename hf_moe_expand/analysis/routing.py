@@ -221,6 +221,36 @@ def measure_routing(
     )
 
 
+def nearest_experts(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[str]],
+    *,
+    tokens: int = 20_000,
+    block_size: int = 1024,
+    batch_size: int = 8,
+) -> dict[int, int]:
+    """Of each expanded layer the expert that `texts` are routed to most: with the largest share of the weights that
+    experts are combined with, mean over languages; the first of them on a tie.
+
+    Args:
+        model: an expanded `...ForCausalLM`.
+        texts: for each language its documents; `tokens` tokens of each are measured.
+
+    Raises:
+        InputError: as `measure_routing`.
+    """
+    found = measure_routing(
+        model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts),
+        random_seeds=(0,),
+    )  # fmt: skip
+    nearest = {}
+    for index, layer in enumerate(found.layers):
+        share_N = torch.tensor([found.weight_share[language][index] for language in found.classes]).sum(0)
+        nearest[layer] = int(share_N.argmax())
+    return nearest
+
+
 def combined_weights(ffn: ExpandedFFN, routing: LayerRouting) -> torch.Tensor:
     """`[T, N]` float32: the weights that `ffn` combines its experts with at inference; 0 for those that do not run."""
     limit_T = None

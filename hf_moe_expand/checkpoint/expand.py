@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from .. import __version__
 from ..errors import InputError
 from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns
-from ..modeling.expanded_config import EXPERT_KINDS
+from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
 from ..modeling.expanded_ffn import init_router
 from ..modeling.lora_expert import init_lora_a
 from ..planning.plan import Plan
@@ -84,24 +84,12 @@ def expand_checkpoint(
     dense_config = load_base_config(folder)
     if plan.grows_from:
         raise InputError("The plan was made to grow an expanded checkpoint (--from); use `grow`.")
-    if len(plan.experts_per_layer) != dense_config.num_hidden_layers:
-        raise InputError(
-            f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {dense_config.num_hidden_layers}."
-        )
+    check_layers(plan, dense_config, base)
     dense = StoredModel(folder, dense_config)
     if conditional_routing and plan.groups:
         raise InputError("conditional_routing: shares expert 0 among all tokens, but a dmoe plan gives it to a group.")
     lora = _lora_fields(dense, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
-    config_class = DMoEConfig if plan.method == "dmoe" else LayerMoEConfig
-    config = config_class.from_dense(
-        dense_config,
-        num_experts_per_layer=plan.experts_per_layer,
-        classifier_layers=plan.classifier_layers,
-        router_top_k=plan.top_k,
-        conditional_routing=conditional_routing,
-        **lora,
-        **({"language_groups": plan.groups} if plan.groups else {}),
-    )
+    config = planned_config(dense_config, plan, conditional_routing=conditional_routing, **lora)
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(info.numel for info in dense.reader.tensors.values())
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
@@ -110,6 +98,31 @@ def expand_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
     )
     return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
+
+
+def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:
+    """Refuses a plan for another number of layers.
+
+    Raises:
+        InputError: that is so.
+    """
+    if len(plan.experts_per_layer) != dense_config.num_hidden_layers:
+        raise InputError(
+            f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {dense_config.num_hidden_layers}."
+        )
+
+
+def planned_config(dense_config: PreTrainedConfig, plan: Plan, **fields: Any) -> ExpandedConfig:
+    """The configuration of what `plan` makes of a dense model; `fields` are further ones of `ExpandedConfig`."""
+    config_class = DMoEConfig if plan.groups else LayerMoEConfig
+    return config_class.from_dense(
+        dense_config,
+        num_experts_per_layer=plan.experts_per_layer,
+        classifier_layers=plan.classifier_layers,
+        router_top_k=plan.top_k,
+        **({"language_groups": plan.groups} if plan.groups else {}),
+        **fields,
+    )
 
 
 def _lora_fields(dense: StoredModel, plan: Plan, expert_init: str, rank: int, alpha: float) -> dict[str, Any]:

@@ -64,15 +64,17 @@ def graft_delta(
     *,
     scale: float = 1.0,
     keep_tokenizer: bool = False,
+    revision: str | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> GraftReport:
     """Adds `delta = instruct - base` to an expanded checkpoint of `base` (DeltaMoE Eq. 8, 9).
 
     Shared tensors get their delta, every expert of a layer (expert 0 too) that of the layer's FFN; routers, classifiers
-    and gates stay byte for byte. Computed in float32, rounded once to the type in which the model stores the tensor.
-    Where the model's weights are still the base's, scale 1 gives instruct's exactly: grafting onto a freshly expanded
-    base is the same as expanding instruct. Scale 0 gives the model's own exactly.
+    and gates stay byte for byte, as do the updates of LoRA experts, which share expert 0's weights. Computed in
+    float32, rounded once to the type in which the model stores the tensor. Where the model's weights are still the
+    base's, scale 1 gives instruct's exactly: grafting onto a freshly expanded base is the same as expanding instruct.
+    Scale 0 gives the model's own exactly.
 
     Args:
         model: expanded checkpoint (LayerMoE, DMoE).
@@ -82,6 +84,7 @@ def graft_delta(
         scale: factor of the delta.
         keep_tokenizer: keep the model's tokenizer, chat template, generation config and special token ids; by default
             they are instruct's.
+        revision: of `base`, where that is a hub id.
 
     Raises:
         InputError: the three do not fit together (names the tensor or field), a delta or result is not finite, or `out`
@@ -90,13 +93,28 @@ def graft_delta(
     target = StoredModel(model)
     if not isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is a dense checkpoint; use `merge delta`.")
-    return add_delta(target, out, base, instruct, scale, keep_tokenizer, "graft", max_shard_size, overwrite)
+    before = StoredModel(base, revision=revision)
+    return add_delta(target, out, before, instruct, scale, keep_tokenizer, "graft", max_shard_size, overwrite)
+
+
+def check_fine_tune(
+    base: str | os.PathLike, instruct: str | os.PathLike, keep_tokenizer: bool = False, revision: str | None = None
+) -> None:
+    """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell.
+
+    Raises:
+        InputError: it is no fine-tune of `base`, or has no tokenizer.
+    """
+    before, after = StoredModel(base, revision=revision), StoredModel(instruct)
+    _check_same_architecture(before, after)
+    _new_rows(before, after)
+    _check_tokenizer(after, keep_tokenizer)
 
 
 def add_delta(
     target: StoredModel,
     out: str | os.PathLike,
-    base: str | os.PathLike,
+    base: str | os.PathLike | StoredModel,
     instruct: str | os.PathLike,
     scale: float,
     keep_tokenizer: bool,
@@ -105,13 +123,13 @@ def add_delta(
     overwrite: bool = False,
 ) -> GraftReport:
     """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
-    before, after = StoredModel(base), StoredModel(instruct)
+    before = base if isinstance(base, StoredModel) else StoredModel(base)
+    after = StoredModel(instruct)
     check_output(out, overwrite, target.folder, before.folder, after.folder)
     _check_same_architecture(before, after)
     homes = _homes(target)
     _check_grew_from(target, before, homes)
-    if not keep_tokenizer and not any(any(after.folder.glob(pattern)) for pattern in TOKENIZER_FILES[:-1]):
-        raise InputError(f"{after.folder}: has no tokenizer; pass --keep-tokenizer to keep the model's own.")
+    _check_tokenizer(after, keep_tokenizer)
     new_rows = _new_rows(before, after)
     sample = _sampled(target, before, homes)
     instruct_cosine = _cosine(before, after, {home: home for home in sample})
@@ -138,6 +156,11 @@ def add_delta(
     ]
     write_checkpoint(out, config, tensors, companions, step, max_shard_size=max_shard_size, overwrite=overwrite)
     return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
+
+
+def _check_tokenizer(instruct: StoredModel, keep_tokenizer: bool) -> None:
+    if not keep_tokenizer and not any(any(instruct.folder.glob(pattern)) for pattern in TOKENIZER_FILES[:-1]):
+        raise InputError(f"{instruct.folder}: has no tokenizer; pass --keep-tokenizer to keep the model's own.")
 
 
 def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:

@@ -49,22 +49,11 @@ def grow_checkpoint(
         keep_routers: store the routers and classifiers as they are now beside the weights, for `shrink_checkpoint`.
 
     Raises:
-        InputError: the plan is for another model, a language of the plan is known already, or the checkpoint is DMoE's.
+        InputError: as `check_growth`; or a layer lacks the expert to copy.
     """
     folder = resolve_checkpoint(model)
-    config: Any = load_expanded_config(folder)
-    if not isinstance(config, LayerMoEConfig):
-        raise InputError(
-            f"{folder}: is a {config.model_type} checkpoint, which does not grow by plans: add a language to it with "
-            "`train adapt`."
-        )
-    counts, history = config.num_experts_per_layer, config.expansions or []
-    if plan.grows_from != counts:
-        made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
-        raise InputError(f"The plan was made for {made_for} in its layers, but {folder} has {counts}.")
-    known = known_languages(config)
-    if again := [code for code in plan.new if code in known]:
-        raise InputError(f"{', '.join(again)}: the model knows it since an earlier expansion; leave it out of --new.")
+    config = check_growth(folder, plan)
+    counts, history, known = config.num_experts_per_layer, config.expansions, known_languages(config)
     origin = {layer: (copy_from or {}).get(layer, 0) for layer in range(len(counts))}
     sources = {
         layer: [origin[layer]] * (after - before)
@@ -85,6 +74,29 @@ def grow_checkpoint(
         folder, out, sources, entry, config_changes=changes, keep_routers=keep_routers, seed=seed,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
+
+
+def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
+    """The configuration of the checkpoint that a plan is to grow.
+
+    Raises:
+        InputError: the plan is for another model, a language of the plan is known already, or the checkpoint is DMoE's.
+    """
+    folder = resolve_checkpoint(model)
+    config: Any = load_expanded_config(folder)
+    if not isinstance(config, LayerMoEConfig):
+        raise InputError(
+            f"{folder}: is a {config.model_type} checkpoint, which does not grow by plans: add a language to it with "
+            "`train adapt`."
+        )
+    counts = config.num_experts_per_layer
+    if plan.grows_from != counts:
+        made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
+        raise InputError(f"The plan was made for {made_for} in its layers, but {folder} has {counts}.")
+    known = known_languages(config)
+    if again := [code for code in plan.new if code in known]:
+        raise InputError(f"{', '.join(again)}: the model knows it since an earlier expansion; leave it out of --new.")
+    return config
 
 
 def add_experts(

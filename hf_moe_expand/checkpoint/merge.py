@@ -50,6 +50,12 @@ def average_checkpoints(
         raise InputError(f"{len(models)} checkpoints need as many weights with the sum 1, not {weights}.")
     stored = [StoredModel(model) for model in models]
     check_output(out, overwrite, *(model.folder for model in stored))
+    for model in stored:
+        if getattr(model.config, "expert_kind", None) == "lora":
+            raise InputError(
+                f"{model.folder}: has LoRA experts; the mean of the factors of their updates is not the mean of the "
+                "updates. Average models that `export --expert` wrote."
+            )
     check_same_shape(stored)
     first = stored[0]
     tensors = [averaged(stored, key, weights) for key in first.tensors]

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -66,6 +66,22 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         ) from None
 
 
+def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
+    """The configuration of a dense checkpoint from its folder or the hub's cache, without the network; None if it is
+    not there.
+
+    Raises:
+        InputError: as `load_base_config`; or it is neither a folder nor a hub id.
+    """
+    if Path(name).exists():
+        return load_base_config(resolve_checkpoint(name))
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:
+        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+    return load_base_config(Path(found).parent) if isinstance(found, str) else None
+
+
 def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint folder; runs none of its code.
 
@@ -93,10 +109,13 @@ def load_expanded_config(folder: Path) -> Any:
     return config
 
 
-def expansion_languages(folder: Path) -> tuple[list[str], list[str]] | None:
-    """Old and new languages of an expanded checkpoint's last expansion; None for any other checkpoint."""
+def languages_by_expansion(folder: Path) -> list[list[str]]:
+    """The languages of an expanded checkpoint's base, then those that each expansion brought; empty for any other
+    checkpoint."""
     expansions = getattr(load_config(folder), "expansions", None)
-    return (expansions[-1]["old_languages"], expansions[-1]["new_languages"]) if expansions else None
+    if not expansions:
+        return []
+    return [expansions[0]["old_languages"], *(entry["new_languages"] for entry in expansions)]
 
 
 def load_base_config(folder: Path) -> PreTrainedConfig:

@@ -35,8 +35,8 @@ class StoredModel:
         InputError: a tensor is missing, or has another shape than the configuration asks for.
     """
 
-    def __init__(self, name: str | os.PathLike, config: Any = None) -> None:
-        self.folder = resolve_checkpoint(name)
+    def __init__(self, name: str | os.PathLike, config: Any = None, revision: str | None = None) -> None:
+        self.folder = resolve_checkpoint(name, revision)
         local = Path(name).is_dir()
         # The hub's cache names a snapshot's folder by its commit.
         self.name = Path(name).resolve().name if local else f"{name}@{self.folder.name}"
@@ -116,7 +116,7 @@ class Place:
     """Where a tensor of a model belongs.
 
     Attributes:
-        dense: its name in the dense model; None for routers, classifiers and the like.
+        dense: its name in the dense model; None for routers, classifiers, the updates of LoRA experts and the like.
         layer: the expanded layer that it is in; -1 outside of them.
         expert: which expert's it is; None for what is no expert's.
         inner: its name inside the layer's FFN block.
@@ -138,7 +138,8 @@ def places(network: Any) -> dict[str, Place]:
             key = f"{prefixes[layer]}.{inner}"
             if inner.startswith("experts."):
                 _, expert, rest = inner.split(".", 2)
-                found[key] = Place(f"{prefixes[layer]}.{rest}", layer, int(expert), inner)
+                is_update = network.config.expert_kind == "lora" and int(expert) > 0
+                found[key] = Place(None if is_update else f"{prefixes[layer]}.{rest}", layer, int(expert), inner)
             else:
                 found[key] = Place(None, layer, None, inner)
     return found

@@ -9,7 +9,7 @@ import sys
 from ..errors import InputError
 
 # In the order of `--help`.
-from . import analyze, evaluate, plan, publish, run, surgery, train  # noqa: F401
+from . import analyze, curriculum, evaluate, plan, publish, report, run, surgery, train  # noqa: F401
 from .apps import app
 
 __all__ = ["app", "main"]

@@ -16,3 +16,9 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(train_app, name="train")
 merge_app = typer.Typer(help="Merge checkpoints tensor by tensor.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(merge_app, name="merge")
+recipes_app = typer.Typer(help="The recipes of published settings.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(recipes_app, name="recipes")
+curriculum_app = typer.Typer(
+    help="Decide which language enters training when.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(curriculum_app, name="curriculum")

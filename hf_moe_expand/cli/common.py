@@ -24,19 +24,23 @@ def text_sources(arguments: list[str]) -> dict[str, Any]:
 def evaluate_models(
     models: list[str],
     sources: dict[str, Any],
-    old: list[str],
-    new: list[str],
+    languages: list[list[str]],
     block_size: int = 1024,
     batch_size: int = 8,
     max_tokens: int | None = None,
     ensemble: int | None = None,
 ) -> "Evaluation":
-    """Scores models side by side and prints both tables."""
+    """Scores models side by side and prints both tables.
+
+    Args:
+        languages: the old ones, then those that each expansion brought.
+    """
     from ..evaluation.perplexity import evaluate_model
     from ..evaluation.report import Evaluation
     from ..models import load_for_inference
 
-    result = Evaluation(old, [code for code in new if code in sources])
+    old, *expansions = languages
+    result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
     texts = {code: source.load()["text"] for code, source in sources.items()}
     for name in models:
         model, tokenizer = load_for_inference(name)

@@ -46,23 +46,24 @@ def evaluate(
         source.files()
     if ensemble is not None and not 1 <= ensemble <= len(models):
         raise InputError(f"--ensemble {ensemble}: mixes 1 to {len(models)} of the {len(models)} models given.")
-    groups = _old_and_new(models, list(sources), codes(old), codes(new))
-    result = evaluate_models(models, sources, *groups, block_size, batch_size, max_tokens, ensemble)
+    groups = _language_groups(models, list(sources), codes(old), codes(new))
+    result = evaluate_models(models, sources, groups, block_size, batch_size, max_tokens, ensemble)
     result.to_json(out)
     print(f"wrote {out}")
 
 
-def _old_and_new(
-    models: list[str], languages: list[str], old: list[str], new: list[str]
-) -> tuple[list[str], list[str]]:
-    """Which of the evaluated languages are old and which new: as told, else as an expanded model's history says."""
-    from ..checkpoint.source import expansion_languages, resolve_checkpoint
+def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:
+    """The evaluated languages in groups, the old ones first: as told, else as the longest history of the models says,
+    a group for each expansion."""
+    from ..checkpoint.source import languages_by_expansion, resolve_checkpoint
 
-    if not old and not new:
-        known = filter(None, (expansion_languages(resolve_checkpoint(name, weights=False)) for name in models))
-        old, new = next(known, (languages, []))
-    if unknown := sorted(set(languages) - set(old) - set(new)):
+    if old or new:
+        groups = [old, new]
+    else:
+        histories = [languages_by_expansion(resolve_checkpoint(name, weights=False)) for name in models]
+        groups = max(histories, key=len) or [languages, []]
+    if unknown := sorted(set(languages).difference(*groups)):
         raise InputError(
             f"{', '.join(unknown)}: neither an old nor a new language of these models; say so with --old, --new."
         )
-    return [code for code in languages if code in old], [code for code in languages if code in new]
+    return [[code for code in languages if code in group] for group in groups]

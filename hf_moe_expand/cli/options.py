@@ -9,6 +9,10 @@ Model = Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.")]
 Old = Annotated[list[str], typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat.")]
 New = Annotated[list[str], typer.Option("--new", help="LANGUAGE=FILE of a new language; repeat.")]
 Data = Annotated[list[str], typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")]
+Validation = Annotated[
+    list[str] | None,
+    typer.Option("--validation", help="LANGUAGE=FILE of held-out text to score while it trains; repeat."),
+]
 OldCodes = Annotated[str, typer.Option("--old", help="Codes of the old languages, e.g. en,es,zh.")]
 NewCodes = Annotated[str, typer.Option("--new", help="Codes of the new languages, e.g. el,hu,tr.")]
 Out = Annotated[Path, typer.Option("--out", help="File to write.")]

@@ -5,36 +5,71 @@ from typing import Annotated
 
 import typer
 
-from .apps import app
+from .apps import app, recipes_app
 from .options import (
     Seed,
 )
 
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name of `recipes ls`.")]
+
 
 @app.command()
-def validate(recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")]) -> None:
+def validate(
+    recipe: RecipeName,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Use no network: check what can be checked without the base model.")
+    ] = False,
+) -> None:
     """Check everything in a recipe that can be checked before the first GPU hour.
 
     Example: hf-moe-expand validate recipe.yaml
     """
     from ..pipeline import validate_recipe
     from ..recipe import Recipe
+    from ..recipes import find_recipe
 
-    for line in validate_recipe(Recipe.load(recipe)):
+    for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
         print(line)
     print(f"{recipe}: ok")
 
 
 @app.command()
-def run(recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")]) -> None:
+def run(recipe: RecipeName) -> None:
     """The whole way: analyse, plan, expand, post-pretrain, review, evaluate. Run again to go on after an interruption.
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
     from ..pipeline import run_recipe
     from ..recipe import Recipe
+    from ..recipes import find_recipe
 
-    run_recipe(Recipe.load(recipe))
+    run_recipe(Recipe.load(find_recipe(recipe)))
+
+
+@recipes_app.command("ls")
+def recipes_ls() -> None:
+    """The recipes that come with the package: name, method, base model, and what each is.
+
+    Example: hf-moe-expand recipes ls
+    """
+    from ..recipes import packaged_recipes
+
+    # Plain columns: a table would break long names where the output is no terminal.
+    rows = [(recipe.name, recipe.method, recipe.base, recipe.about) for recipe in packaged_recipes()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    for *columns, about in rows:
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(columns, widths, strict=True)), about]))
+
+
+@recipes_app.command("show")
+def recipes_show(name: Annotated[str, typer.Argument(help="A name of `recipes ls`.")]) -> None:
+    """Print a recipe, to read it or to start one's own from.
+
+    Example: hf-moe-expand recipes show layermoe-qwen1.5-1.8b-g1 > recipe.yaml
+    """
+    from ..recipes import find_recipe
+
+    print(find_recipe(name).read_text(encoding="utf-8"), end="")
 
 
 @app.command()

@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
+from ..errors import InputError
 from .apps import app, merge_app
-from .common import print_table
+from .common import print_table, text_sources
 from .options import (
     Base,
+    BatchSize,
+    BlockSize,
     Instruct,
     KeepTokenizer,
     Model,
@@ -68,6 +71,15 @@ def grow(
     keep_routers: Annotated[
         bool, typer.Option("--keep-routers", help="Store today's routers, so that `shrink` can bring them back.")
     ] = False,
+    copy_from: Annotated[
+        str, typer.Option(help="What new experts copy: an expert's number, or nearest: what --data is routed to most.")
+    ] = "0",
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="LANGUAGE=FILE of a new language, for nearest; repeat.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each language, for nearest.")] = 20_000,
+    block_size: BlockSize = 1024,
+    batch_size: BatchSize = 8,
     seed: Seed = 0,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Overwrite = False,
@@ -76,14 +88,47 @@ def grow(
 
     Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
     """
-    from ..checkpoint.grow import grow_checkpoint
+    from ..checkpoint.grow import check_growth, grow_checkpoint
+    from ..checkpoint.writer import check_output
     from ..planning.plan import Plan
 
+    growth = Plan.load(plan)
+    if copy_from == "nearest":
+        check_output(out, overwrite)
+        check_growth(model, growth)
+        origin = _nearest_experts(model, growth.new, data or [], seed, tokens, block_size, batch_size)
+    elif data:
+        raise InputError("--data: is for --copy-from nearest alone.")
+    elif not copy_from.isdecimal():
+        raise InputError(f"--copy-from {copy_from}: neither an expert's number nor `nearest`.")
+    else:
+        origin = dict.fromkeys(range(len(growth.experts_per_layer)), int(copy_from))
     grow_checkpoint(
-        model, out, Plan.load(plan), keep_routers=keep_routers, seed=seed, max_shard_size=max_shard_size,
+        model, out, growth, copy_from=origin, keep_routers=keep_routers, seed=seed, max_shard_size=max_shard_size,
         overwrite=overwrite,
     )  # fmt: skip
     print(f"wrote {out}")
+
+
+def _nearest_experts(
+    model: str, new: list[str], data: list[str], seed: int, tokens: int, block_size: int, batch_size: int
+) -> dict[int, int]:
+    """For each layer the expert that the new languages' text is routed to most; prints them."""
+    sources = text_sources(data)
+    if unknown := [code for code in sources if code not in new]:
+        raise InputError(f"--data: {', '.join(unknown)}: not a new language of the plan ({', '.join(new)}).")
+    if missing := [f"--data {code}=FILE" for code in new if code not in sources]:
+        raise InputError(f"--copy-from nearest: measures text of the plan's new languages: give {' '.join(missing)}.")
+    for source in sources.values():
+        source.files()
+    from ..analysis.routing import nearest_experts
+    from ..models import load_for_inference
+
+    network, tokenizer = load_for_inference(model)
+    texts = {code: source.load().shuffle(seed=seed)["text"] for code, source in sources.items()}
+    nearest = nearest_experts(network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size)
+    print("nearest experts: " + ", ".join(f"layer {layer}: {expert}" for layer, expert in nearest.items()))
+    return nearest
 
 
 @app.command()
@@ -267,11 +312,26 @@ def diff(
 
 
 @app.command()
-def inspect(model: Model, revision: Revision = None) -> None:
+def inspect(
+    model: Model,
+    plan: Annotated[
+        Path | None, typer.Option(help="plan.json for the dense MODEL: what it would cost, before anything runs.")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="With --plan: tokens to train on, for hours of one GPU.")] = None,
+    tflops: Annotated[float, typer.Option(help="What the GPU reaches in practice, 10^12 operations a second.")] = 200.0,
+    revision: Revision = None,
+) -> None:
     """Layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
 
     Example: hf-moe-expand inspect qwen-el-2
+    Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json --tokens 6e9 --tflops 200
     """
     from ..inspection import inspect_checkpoint
 
+    if plan is not None:
+        from ..forecast import forecast
+        from ..planning.plan import Plan
+
+        print("\n".join(forecast(model, Plan.load(plan), revision).lines(tokens, tflops)))
+        return
     print("\n".join(inspect_checkpoint(model, revision).lines()))

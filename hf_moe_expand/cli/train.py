@@ -1,6 +1,7 @@
 """Verbs that train one stage."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from .options import (
     OutFolder,
     Overwrite,
     Seed,
+    Validation,
 )
 
 
@@ -25,6 +27,7 @@ def train_post_pretrain(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     data: Data,
     config: Config = None,
+    validation: Validation = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -34,7 +37,7 @@ def train_post_pretrain(
     """
     from ..settings import PostPretrainSettings
 
-    _train(PostPretrainSettings, model, out, data, config, seed, overwrite)
+    _train(PostPretrainSettings, model, out, data, config, validation, seed, overwrite)
 
 
 @train_app.command("review")
@@ -43,6 +46,7 @@ def train_review(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     data: Data,
     config: Config = None,
+    validation: Validation = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -52,7 +56,7 @@ def train_review(
     """
     from ..settings import ReviewSettings
 
-    _train(ReviewSettings, model, out, data, config, seed, overwrite)
+    _train(ReviewSettings, model, out, data, config, validation, seed, overwrite)
 
 
 @train_app.command("group")
@@ -61,6 +65,7 @@ def train_group(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     data: Data,
     config: Config = None,
+    validation: Validation = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -70,7 +75,7 @@ def train_group(
     """
     from ..settings import GroupSettings
 
-    _train(GroupSettings, model, out, data, config, seed, overwrite)
+    _train(GroupSettings, model, out, data, config, validation, seed, overwrite)
 
 
 @train_app.command("normal")
@@ -79,6 +84,7 @@ def train_normal(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     data: Data,
     config: Config = None,
+    validation: Validation = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -88,7 +94,7 @@ def train_normal(
     """
     from ..settings import NormalSettings
 
-    _train(NormalSettings, model, out, data, config, seed, overwrite)
+    _train(NormalSettings, model, out, data, config, validation, seed, overwrite)
 
 
 @train_app.command("adapt")
@@ -120,9 +126,8 @@ def train_adapt(
     print(f"wrote {out}: expert {done.expert}, {done.entry['steps']} steps; {done.frozen} frozen tensors are "
           "byte-identical, and so are the routers' other rows")  # fmt: skip
     if tests:
-        evaluate_models(
-            [model, str(out)], tests, [code for code in tests if code != source.language], [source.language]
-        )
+        old = [code for code in tests if code != source.language]
+        evaluate_models([model, str(out)], tests, [old, [code for code in tests if code == source.language]])
 
 
 @train_app.command("dense")
@@ -160,11 +165,20 @@ def train_dense_(
 
 
 def _train(
-    settings: Any, model: str, out: Path, data: list[str], config: Path | None, seed: int, overwrite: bool
+    settings: Any,
+    model: str,
+    out: Path,
+    data: list[str],
+    config: Path | None,
+    validation: list[str] | None,
+    seed: int,
+    overwrite: bool,
 ) -> None:
     from ..settings import from_mapping, read_yaml
 
     values = from_mapping(settings, {} if config is None else read_yaml(config), str(config or ""))
+    given = {code: text.source for code, text in text_sources(validation or []).items()}
+    values = replace(values, validation=replace(values.validation, texts={**values.validation.texts, **given}))
     from ..training import check_frozen, train_stage
 
     entry = train_stage(model, out, text_sources(data), values, seed, overwrite)

@@ -20,12 +20,14 @@ class PackedText:
         languages: `languages[i]` is the language with id `i`.
         tokens: tokens of each language in `dataset`'s source, the ends of documents included.
         documents: documents of each language.
+        blocks: of each group of languages that may share blocks; the groups lie one after the other.
     """
 
     dataset: Dataset
     languages: tuple[str, ...]
     tokens: dict[str, int]
     documents: dict[str, int]
+    blocks: tuple[int, ...]
 
 
 def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -121,7 +123,7 @@ def pack_texts(
             )
         blocks.append(packed)
     packed = blocks[0] if len(blocks) == 1 else concatenate_datasets(blocks)
-    return PackedText(packed, order, tokens, counts)
+    return PackedText(packed, order, tokens, counts, tuple(map(len, blocks)))
 
 
 def collate_blocks(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:

@@ -4,12 +4,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from langcodes import LanguageTagError, standardize_tag
 
 from ..errors import InputError
 
@@ -86,7 +88,7 @@ class LanguageText:
         if "text" not in dataset.column_names:
             raise InputError(f"{path}: no column `text` (columns: {', '.join(dataset.column_names)}).")
         if "language" in dataset.column_names:
-            dataset = dataset.filter(lambda language: language == self.language, input_columns="language")
+            dataset = dataset.filter(lambda tag: names_language(tag, self.language), input_columns="language")
         return dataset.select_columns("text").cast(_TEXT)
 
 
@@ -115,8 +117,21 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
     for number, row in enumerate(islice(stream, limit)):
         if not isinstance(row.get("text"), str):
             raise InputError(f"{source}: row {number} has no string under `text` (columns: {', '.join(row)}).")
-        if row["text"].strip() and row.get("language", language) == language:
+        if row["text"].strip() and names_language(row.get("language", language), language):
             yield {"text": row["text"]}
+
+
+def names_language(tag: Any, language: str) -> bool:
+    """Whether a document's tag is `language` or its code in another standard: `hun` is `hu`, `cmn` is `zh`."""
+    return tag == language or (isinstance(tag, str) and _standard(tag) == _standard(language))
+
+
+@cache
+def _standard(tag: str) -> str:
+    try:
+        return standardize_tag(tag, macro=True)
+    except LanguageTagError:
+        return tag
 
 
 def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict[str, str]]:
@@ -128,7 +143,7 @@ def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict
                 if not line.strip():
                     continue
                 row = _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
-                if row["text"].strip() and row.get("language", language) == language:
+                if row["text"].strip() and names_language(row.get("language", language), language):
                     yield {"text": row["text"]}
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text near line {number + 1} ({error.reason}).") from None

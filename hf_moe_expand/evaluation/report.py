@@ -12,11 +12,17 @@ from .perplexity import LanguageScore
 
 @dataclass
 class Evaluation:
-    """Scores of several models: `models[name][language]`."""
+    """Scores of several models: `models[name][language]`.
+
+    Attributes:
+        old, new: the languages of the base model, and the others.
+        expansions: of several expansions, the languages of `new` that each brought.
+    """
 
     old: list[str]
     new: list[str]
     models: dict[str, dict[str, LanguageScore]] = field(default_factory=dict)
+    expansions: list[list[str]] = field(default_factory=list)
 
     def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
         """Mean of a measure over languages; None without any."""
@@ -25,12 +31,17 @@ class Evaluation:
         return sum(values) / len(values) if values else None
 
     def to_json(self, path: str | Path) -> None:
-        """Writes `evaluation.json`: the scores, and `old` and `new` means of bits per byte."""
+        """Writes `evaluation.json`: the scores, and means of bits per byte over `old`, `new` and what each of several
+        expansions brought."""
         models: dict[str, Any] = {}
         for name, scores in self.models.items():
             models[name] = {language: asdict(score) for language, score in scores.items()}
-        means = {n: {"old": self.mean(n, self.old), "new": self.mean(n, self.new)} for n in self.models}
-        write_json(path, {"old": self.old, "new": self.new, "models": models, "mean_bits_per_byte": means})
+        groups = {"old": self.old, "new": self.new, **dict(self.groups())}
+        means = {n: {kind: self.mean(n, languages) for kind, languages in groups.items()} for n in self.models}
+        write_json(path, {
+            "old": self.old, "new": self.new, "expansions": self.expansions, "models": models,
+            "mean_bits_per_byte": means,
+        })  # fmt: skip
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Evaluation":
@@ -40,20 +51,26 @@ class Evaluation:
         models = {
             n: {c: LanguageScore(**score) for c, score in scores.items()} for n, scores in value["models"].items()
         }
-        return cls(value["old"], value["new"], models)
+        return cls(value["old"], value["new"], models, value.get("expansions", []))
+
+    def groups(self) -> list[tuple[str, list[str]]]:
+        """The languages as the table groups them: `old`, then `new` or, of several expansions, what each brought."""
+        if len(self.expansions) < 2:
+            return [("old", self.old), ("new", self.new)]
+        return [("old", self.old), *((f"expansion {n}", new) for n, new in enumerate(self.expansions, start=1))]
 
     def rows(self, measure: str = "bits_per_byte") -> tuple[list[str], list[list[str]]]:
         """A table of a measure: header, a row a language, means; the last model's change from the first."""
         names = list(self.models)
         header = ["language", *names] + ([f"{names[-1]} vs {names[0]}"] if len(names) > 1 else [])
-        groups: list[tuple[str, Mapping[str, float | None]]] = []
-        for kind, languages in (("old", self.old), ("new", self.new)):
+        values_of: list[tuple[str, Mapping[str, float | None]]] = []
+        for kind, languages in self.groups():
             for code in languages:
-                groups.append((f"{code} ({kind})", {n: self.mean(n, [code], measure) for n in names}))
+                values_of.append((f"{code} ({kind})", {n: self.mean(n, [code], measure) for n in names}))
             if len(languages) > 1:
-                groups.append((f"mean of {kind}", {n: self.mean(n, languages, measure) for n in names}))
+                values_of.append((f"mean of {kind}", {n: self.mean(n, languages, measure) for n in names}))
         rows = []
-        for label, values in groups:
+        for label, values in values_of:
             row = [label] + ["-" if values[n] is None else f"{values[n]:.3f}" for n in names]
             first, last = values[names[0]], values[names[-1]]
             if len(names) > 1:

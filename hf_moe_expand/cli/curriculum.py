@@ -1,0 +1,100 @@
+"""Verbs that decide when each language enters training."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InputError
+from .apps import curriculum_app
+from .common import check_file, codes, print_table, text_sources
+from .options import Out, Overwrite
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..data.curriculum import Curriculum
+
+
+@curriculum_app.command("derive")
+def curriculum_derive(
+    run: Annotated[Path, typer.Argument(help="A stage's folder with a validation.json, or the file.")],
+    out: Out,
+    bins: Annotated[int, typer.Option(help="Number of bins, n.")] = 5,
+    merge_first: Annotated[int, typer.Option(help="Make one bin of the first so many (the paper: 3).")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of the training to come; by default those of the run.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Languages that began to over-fit early in a first run enter late in the next (step-based).
+
+    Example: hf-moe-expand curriculum derive qwen-el-1 --bins 5 --merge-first 3 --out curriculum.json
+    """
+    check_file(out, overwrite)
+    from ..data.curriculum import step_based
+    from ..evaluation.validation import ValidationCurves
+
+    curves = ValidationCurves.load(run)
+    best = curves.best_steps()
+    _write(step_based(best, bins, curves.total_steps, merge_first, steps), out, "best step", best)
+
+
+@curriculum_app.command("counts")
+def curriculum_counts(
+    out: Out,
+    steps: Annotated[int, typer.Option(help="Steps of the training, U.")],
+    counts: Annotated[str, typer.Option(help="Examples of each language, e.g. el=6000000,tr=900000.")] = "",
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="LANGUAGE=FILE whose documents are counted; repeat.")
+    ] = None,
+    thresholds: Annotated[str, typer.Option(help="Least examples of each bin but the last.")] = "5e6,8e5",
+    shares: Annotated[str, typer.Option(help="The part of the training that each bin takes part in.")] = "1,0.4,0.2",
+    overwrite: Overwrite = False,
+) -> None:
+    """Languages with little text enter late (count-based).
+
+    Example: hf-moe-expand curriculum counts --data el=el.jsonl --data hi=hi.jsonl --thresholds 1000,100 --steps 2000
+    --out curriculum.json
+    """
+    check_file(out, overwrite)
+    from ..data.curriculum import count_based
+
+    given = _counts(counts)
+    for language, source in text_sources(data or []).items():
+        if language in given:
+            raise InputError(f"Language {language!r} is given with --counts and with --data; give it once.")
+        given[language] = len(source.load())
+    if not given:
+        raise InputError("No language was given: use --counts el=6000000,... or --data el=FILE.")
+    _write(
+        count_based(given, steps, _numbers(thresholds, "--thresholds"), _numbers(shares, "--shares")),
+        out,
+        "examples",
+        given,
+    )
+
+
+def _counts(argument: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in codes(argument):
+        language, _, number = part.partition("=")
+        if language in found:
+            raise InputError(f"--counts: {language!r} is given twice.")
+        found[language] = _numbers(number, f"--counts {part}")[0]
+    return found
+
+
+def _numbers(argument: str, what: str) -> list[float]:
+    try:
+        return [float(part) for part in argument.split(",")]
+    except ValueError:
+        raise InputError(f"{what}: {argument!r} is not a number, or several with commas between.") from None
+
+
+def _write(curriculum: "Curriculum", out: Path, what: str, known: "Mapping[str, float]") -> None:
+    order = sorted(curriculum.entry, key=lambda code: (curriculum.entry[code], -known[code]))
+    rows = [[code, f"{known[code]:,.0f}", f"{curriculum.entry[code]:,}"] for code in order]
+    print_table(["language", what, "enters at step"], rows)
+    curriculum.save(out)
+    print(f"wrote {out}")

@@ -1,0 +1,32 @@
+"""`report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .apps import app
+from .common import check_file
+from .options import Overwrite
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder that `run` made: the recipe's `output`.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder by default.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """A run as one HTML page: languages before and after, plan, losses, routing, what was frozen. Loads no weights.
+
+    For routing heat maps, save `analyze routing MODEL --out RUN_DIR/routing.json` first.
+
+    Example: hf-moe-expand report runs/qwen-el
+    """
+    out = out or run / "report.html"
+    check_file(out, overwrite)
+    from ..evaluation.page import make_page
+
+    text = make_page(run)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(f"wrote {out}")

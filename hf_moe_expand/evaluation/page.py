@@ -1,0 +1,458 @@
+"""What a run made and found, as one HTML page: every section only where its data is there."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import jinja2
+import torch
+import yaml
+from markupsafe import Markup
+from transformers import AutoModelForCausalLM
+
+from ..analysis.result import DeviationResult, RoutingResult, SimilarityResult
+from ..checkpoint.source import load_expanded_config
+from ..errors import InputError
+from ..hub_files import refuse_private
+from ..jsonfile import read_json
+from ..pipeline import STAGES
+from ..planning.plan import Plan
+from ..trainers import Stage, freeze
+from .charts import Change, Line, allocation_chart, change_chart, heat_map, line_chart
+from .report import Evaluation
+from .validation import VALIDATION, ValidationCurves
+
+# What a run folder may hold of its own; the rest lies in folders of its stages and expansions.
+_RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")
+_STAGE_NAMES = {
+    "post_pretrain": "Post-pretraining",
+    "review": "Review",
+    "group": "Group training",
+    "normal": "Normal training",
+    "graft": "Graft",
+}
+_METHODS = {"layer-moe": "LayerMoE", "uniform": "MoE-LPR", "mola": "MoLA", "random": "random counts", "dmoe": "DMoE"}
+_SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
+_PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One expansion of a run: its number (0 where it is the only one) and its folder."""
+
+    number: int
+    folder: Path
+
+    @property
+    def prefix(self) -> str:
+        """Of its steps in steps.json."""
+        return f"{self.number}: " if self.number else ""
+
+    @property
+    def title(self) -> str:
+        return f"Expansion {self.number}" if self.number else ""
+
+    def stages(self) -> list[str]:
+        """Names of the stage folders that are there, in the order in which they were made."""
+        plan = self.plan()
+        order = STAGES[plan is not None and plan.method == "dmoe"]
+        return [name for name in order if (self.folder / name / "config.json").is_file()]
+
+    def plan(self) -> Plan | None:
+        path = self.folder / "plan.json"
+        return Plan.load(path) if path.is_file() else None
+
+    def expansions(self) -> list[dict[str, Any]]:
+        """The history in the last checkpoint's config.json."""
+        for name in [*reversed(self.stages()), "expanded"]:
+            path = self.folder / name / "config.json"
+            if path.is_file():
+                return read_json(path, "a checkpoint's configuration").get("expansions") or []
+        return []
+
+
+def make_page(run: str | Path) -> str:
+    """The page of a run folder: evaluation, recipe, plan, training, routing, what was frozen, versions.
+
+    It loads nothing: styles and figures are in it. Of local paths only the last part is shown. The same folder gives
+    the same text.
+
+    Raises:
+        InputError: there is no such folder, nothing in it comes from a run, a file in it is broken, or its recipe holds
+            an access token.
+    """
+    root = Path(run)
+    if not root.is_dir():
+        raise InputError(f"{root}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
+    numbered = sorted((p for p in root.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
+    parts = [_Part(int(folder.name), folder) for folder in numbered] or [_Part(0, root)]
+    if not any((root / name).is_file() for name in _RECORDS) and not any(part.plan() for part in parts):
+        raise InputError(
+            f"{root}: nothing of a run is in it (none of {', '.join(_RECORDS)}): give the `output` of a recipe that "
+            "`hf-moe-expand run` has run."
+        )
+    steps: dict[str, Any] = read_json(root / "steps.json", "the record of a run") if _has(root, "steps.json") else {}
+    history = next((found for part in reversed(parts) if (found := part.expansions())), [])
+    facts = {
+        "name": root.resolve().name,
+        "summary": _summary(parts, history),
+        "scores": _scores(root, history),
+        "recipe": without_paths((root / "recipe.yaml").read_text("utf-8")) if _has(root, "recipe.yaml") else None,
+        "plans": [found for part in parts if (found := _plan(part))],
+        "training": [found for part in parts for name in part.stages() if (found := _training(part, name, steps))],
+        "routing": [_routing(path, root) for path in _routing_files(root)],
+        "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
+        "steps": [{"name": name, **step, "time": _time(step["seconds"])} for name, step in steps.items()],
+        "total_time": _time(sum(step["seconds"] for step in steps.values())),
+        "versions": [
+            (f"expansion {number}" if len(history) > 1 else "", sorted((entry.get("versions") or {}).items()))
+            for number, entry in enumerate(history, start=1)
+            if entry.get("versions")
+        ],
+    }
+    page = _environment().from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(facts)
+    refuse_private({"report.html": page.encode()})
+    return page
+
+
+def without_paths(text: str) -> str:
+    """YAML text in which the last part stands for each absolute path, in values (with spaces too) and comments."""
+    try:
+        scalars = list(_scalars(yaml.compose(text, yaml.SafeLoader)))
+    except yaml.YAMLError:
+        scalars = []
+    for node in sorted(scalars, key=lambda node: -node.start_mark.index):
+        begin, end = node.start_mark.index, node.end_mark.index
+        written = text[begin:end]
+        if node.style in (None, "'", '"') and _PATH.match(node.value):
+            text = text[:begin] + written.replace(node.value, PureWindowsPath(node.value).name) + text[end:]
+    return _PATH.sub(lambda match: PureWindowsPath(match.group()).name or match.group(), text)
+
+
+def _scalars(node: Any) -> Iterator[Any]:
+    if isinstance(node, yaml.ScalarNode):
+        yield node
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _scalars(item)
+    elif isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            for item in pair:
+                yield from _scalars(item)
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / name).is_file()
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"count": "{:,}".format, "percent": lambda share: f"{100 * share:.1f} %"}
+    return environment
+
+
+def _summary(parts: Sequence[_Part], history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What was made of what."""
+    plans = [plan for part in parts if (plan := part.plan())]
+    if not history and not plans:
+        return None
+    rounds = history or [
+        {"method": plan.method, "old_languages": plan.old, "new_languages": plan.new} for plan in plans
+    ]
+    first, last = rounds[0], rounds[-1]
+    return {
+        "methods": list(dict.fromkeys(_METHODS.get(entry["method"], entry["method"]) for entry in rounds)),
+        "base": first.get("base_model"),
+        "revision": first.get("base_revision"),
+        "seed": first.get("seed"),
+        "old": first["old_languages"],
+        "new": [entry["new_languages"] for entry in rounds],
+        "base_parameters": first.get("base_parameters"),
+        "parameters": last.get("parameters"),
+    }
+
+
+# --- languages -----------------------------------------------------------------------------------------------------
+
+
+def _scores(root: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    if not _has(root, "evaluation.json"):
+        return None
+    found = Evaluation.from_json(root / "evaluation.json")
+    if not found.models:
+        return None
+    if len(history) > 1 and not found.expansions:
+        found.expansions = [list(entry["new_languages"]) for entry in history]
+    names = list(found.models)
+    scored = [(kind, [c for c in codes if any(c in found.models[n] for n in names)]) for kind, codes in found.groups()]
+    groups = [_score_group(found, kind, codes, names) for kind, codes in scored if codes]
+    changes = []
+    for group in groups:
+        changes.append(Change(group["title"]))
+        for row in group["rows"]:
+            values = [cell["value"] for cell in row["cells"] if cell["value"] is not None]
+            kind = "old" if group["old"] else "new"
+            changes.append(Change(row["label"], values, kind, row["cells"][-1]["change"].replace(" %", "%")))
+    described = "; ".join(f"{group['title']}: {group['mean']['text']}" for group in groups)
+    return {
+        "models": names,
+        "groups": groups,
+        "figure": Markup(change_chart(changes, f"Bits per byte before and after. {described}.", "bits per byte")),
+        "perplexity": found.rows("perplexity"),
+    }
+
+
+def _score_group(found: Evaluation, kind: str, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    """A group's rows; among them the best and the worst by the change from the first model to the last."""
+    rows = [{"label": code, **_score_row(found, [code], names), "mark": ""} for code in codes]
+    ranked = sorted((row for row in rows if row["change"] is not None), key=lambda row: row["change"])
+    if len(ranked) > 1:
+        ranked[0]["mark"], ranked[-1]["mark"] = "best", "worst"
+    mean = _score_row(found, codes, names)
+    ends = [mean["cells"][0], mean["cells"][-1]]
+    text = f"mean {ends[0]['text']}" + (f" to {ends[1]['text']} ({ends[1]['change']})" if len(names) > 1 else "")
+    title = {"old": "old languages", "new": "new languages"}.get(kind, f"new in {kind}")
+    return {
+        "title": title, "old": kind == "old", "rows": rows, "mean": {**mean, "text": text, "ends": ends},
+    }  # fmt: skip
+
+
+def _score_row(found: Evaluation, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    values = [found.mean(name, codes) for name in names]
+    changes = [None if value is None or not values[0] else value / values[0] - 1 for value in values]
+    cells = [
+        {
+            "value": value,
+            "text": "–" if value is None else f"{value:.3f}",
+            "change": "" if number == 0 or change is None else _signed_percent(change),
+        }
+        for number, (value, change) in enumerate(zip(values, changes, strict=True))
+    ]
+    return {"cells": cells, "change": changes[-1] if len(names) > 1 else None}
+
+
+def _signed_percent(share: float) -> str:
+    return f"{100 * share:+.1f} %".replace("-", "−")
+
+
+# --- plan ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(part: _Part) -> dict[str, Any] | None:
+    plan = part.plan()
+    if plan is None:
+        return None
+    similarity, deviation = _analysis(part.folder)
+    measure, label = plan.settings.get("similarity"), "similarity of languages"
+    if similarity is not None:
+        measure = similarity.similarity
+    if deviation is not None or "deviation" in plan.settings:
+        measure = deviation.deviation if deviation else plan.settings["deviation"]
+        label = "deviation"
+    counts = ", ".join(map(str, plan.experts_per_layer))
+    description = f"Experts per layer, from layer 0: {counts}."
+    if measure:
+        description += f" {label.capitalize()}: {', '.join(f'{value:.3g}' for value in measure)}."
+    rows = [
+        [str(layer), str(count), "yes" if layer in plan.classifier_layers else "", f"{measure[layer]:.4g}"]
+        if measure
+        else [str(layer), str(count), "yes" if layer in plan.classifier_layers else ""]
+        for layer, count in enumerate(plan.experts_per_layer)
+    ]
+    return {
+        "title": part.title,
+        "method": _METHODS.get(plan.method, plan.method),
+        "plan": plan,
+        "measure": label if measure else None,
+        "figure": Markup(
+            allocation_chart(
+                plan.experts_per_layer, description, measure, label, plan.classifier_layers, plan.grows_from
+            )
+        ),
+        "rows": rows,
+        "alike": _language_similarity(deviation, plan.groups) if deviation else None,
+    }
+
+
+def _analysis(folder: Path) -> tuple[SimilarityResult | None, DeviationResult | None]:
+    path = folder / "analysis.json"
+    if not path.is_file():
+        return None, None
+    if "by_language" in read_json(path, "an analysis"):
+        return None, DeviationResult.from_json(path)
+    return SimilarityResult.from_json(path), None
+
+
+def _language_similarity(found: DeviationResult, groups: Sequence[Sequence[str]]) -> Markup:
+    """How alike languages are, group by group; the diagonal, 1 by definition, is empty."""
+    names = [language for group in groups for language in group] or found.languages
+    order = [found.languages.index(name) for name in names]
+    values = [[None if i == j else found.similarity[i][j] for j in order] for i in order]
+    description = "Cosine of two languages' changes of the FFNs; groups are framed: " + "; ".join(
+        " ".join(group) for group in groups
+    )
+    return Markup(heat_map(names, names, values, description, blocks=[len(group) for group in groups]))
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any] | None:
+    folder = part.folder / name
+    entry = _entry(folder)
+    logs: list[dict[str, Any]] = []
+    if _has(folder, "trainer_state.json"):
+        state = read_json(folder / "trainer_state.json", "a trainer's state")
+        logs = [log for log in state.get("log_history", ()) if "step" in log]
+    curves = ValidationCurves.load(folder) if _has(folder, VALIDATION) else None
+    if entry is None and not logs and curves is None:
+        return None
+    entry = entry or {}
+    settings = entry.get("settings") or {}
+    tokens, documents = entry.get("tokens") or {}, entry.get("documents") or {}
+    old = _old_languages(folder)
+    figures = list(_training_figures(logs, settings, _name(part, name)))
+    if curves is not None and curves.steps:
+        figures.append(_validation_figure(curves, old))
+    step = steps.get(part.prefix + name)
+    return {
+        "title": _name(part, name),
+        "steps": entry.get("steps"),
+        "time": _time(step["seconds"]) if step else None,
+        "data": [(code, documents.get(code), tokens.get(code)) for code in dict.fromkeys([*documents, *tokens])],
+        "settings": without_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)) if settings else None,
+        "figures": figures,
+    }
+
+
+def _name(part: _Part, stage: str) -> str:
+    name = _STAGE_NAMES[stage]
+    return f"{part.title}: {name[0].lower()}{name[1:]}" if part.number else name
+
+
+def _entry(folder: Path) -> dict[str, Any] | None:
+    """What the stage added to the checkpoint's history."""
+    expansions = read_json(folder / "config.json", "a checkpoint's configuration").get("expansions") or [{}]
+    stages = expansions[-1].get("stages") or [None]
+    return stages[-1]
+
+
+def _old_languages(folder: Path) -> list[str]:
+    expansions = read_json(folder / "config.json", "a checkpoint's configuration").get("expansions") or [{}]
+    return list(expansions[-1].get("old_languages") or [])
+
+
+def _training_figures(
+    logs: Sequence[Mapping[str, float]], settings: Mapping[str, Any], stage: str
+) -> Iterator[dict[str, Any]]:
+    """The text's loss first, then each part that the stage's settings weigh, then what else the routers did."""
+    known = list(dict.fromkeys(key for log in logs for key in log))
+
+    def curve(key: str, label: str, kind: str = "new") -> Line:
+        found = [(log["step"], log[key]) for log in logs if key in log]
+        return Line(label, [step for step, _ in found], [value for _, value in found], kind)
+
+    def figure(caption: str, lines: list[Line], **options: Any) -> dict[str, Any]:
+        ends = [f"{line.label} {line.points[0][1]:.3f} to {line.points[-1][1]:.3f}" for line in lines if line.points]
+        description = f"{stage}, {caption} by step: {'; '.join(ends)}."
+        return {"caption": caption, "svg": Markup(line_chart(lines, description, "step", **options))}
+
+    main = [(key, label) for key, label in (("loss", "all"), ("next_token_loss", "text")) if key in known]
+    if main:
+        kinds = {"loss": "old", "next_token_loss": "new"}
+        lines = [curve(key, label, kinds[key]) for key, label in main]
+        yield figure("loss: of the text (next token), and all parts" if len(main) > 1 else "loss", lines)
+    for key in sorted(key for key in known if key.endswith("_loss") and key not in ("next_token_loss", "train_loss")):
+        part = key.removesuffix("_loss")
+        weight = settings.get(part)
+        if settings and not weight:
+            continue
+        words = part.replace("_", "-" if part == "language_prior" else " ")
+        yield figure(f"{words} loss" + (f", weight {weight:g}" if weight else ""), [curve(key, words)])
+    for key in ("classifier_accuracy", "group_accuracy", "gate"):
+        if key in known:
+            words = key.replace("_", " ")
+            yield figure(words if key != "gate" else "gate: share of tokens it lets through", [curve(key, words)])
+    homes = [
+        curve(f"expert_0_score_{kind}", kind, kind) for kind in ("old", "new") if f"expert_0_score_{kind}" in known
+    ]
+    if homes:
+        yield figure("router's score of expert 0, old and new languages", homes, y_range=(0, 1))
+    shares = sorted((int(key.split("_")[1]), key) for key in known if re.fullmatch(r"expert_\d+_share", key))
+    if shares:
+        lines = [curve(key, str(expert), "old" if expert == 0 else "new") for expert, key in shares]
+        yield figure("share of tokens of each expert, mean over the layers that have it", lines)
+
+
+def _validation_figure(curves: ValidationCurves, old: Sequence[str]) -> dict[str, Any]:
+    lines = [
+        Line(code, curves.steps, values, "old" if code in old else "new")
+        for code, values in sorted(curves.bits_per_byte.items(), key=lambda item: item[0] not in old)
+    ]
+    ends = "; ".join(f"{line.label} {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
+    svg = line_chart(lines, f"Bits per byte of held-out text by step: {ends}.", "step")
+    return {"caption": "bits per byte of held-out text", "svg": Markup(svg)}
+
+
+# --- routing and freezing ------------------------------------------------------------------------------------------
+
+
+def _routing_files(root: Path) -> list[Path]:
+    return [path for depth in ("", "*/", "*/*/") for path in sorted(root.glob(f"{depth}routing*.json"))]
+
+
+def _routing(path: Path, root: Path) -> dict[str, Any]:
+    found = RoutingResult.from_json(path)
+    old, new = found.of_kind(old=True), found.of_kind(old=False)
+    maps = []
+    for index, layer in enumerate(found.layers):
+        values = [found.top1_share[code][index] for code in old + new]
+        experts = [str(expert) for expert in range(len(values[0]))]
+        said = "; ".join(f"{c} {' '.join(f'{v:.2f}' for v in row)}" for c, row in zip(old + new, values, strict=True))
+        description = f"Layer {layer}, share of each language's tokens by expert: {said}."
+        rule = len(old) if old and new else 0
+        maps.append(Markup(heat_map(old + new, experts, values, description, f"layer {layer}", True, 1.0, rule)))
+    lines = [
+        Line(code, found.layers, found.expert_0_score[code], kind)
+        for kind, codes in (("old", old), ("new", new))
+        for code in codes
+    ]
+    ends = "; ".join(f"{line.label} {sum(line.y) / len(line.y):.2f}" for line in lines)
+    svg = line_chart(lines, f"Router's score of expert 0, mean over layers: {ends}.", "layer", (0, 1))
+    return {
+        "title": str(path.relative_to(root).parent) if path.parent != root else "",
+        "maps": maps,
+        "expert_0": Markup(svg),
+        "table": found.rows(),
+        "perplexity": [
+            (code, f"{found.perplexity[code]:.2f}", f"{found.random_perplexity[code]:.2f}") for code in old + new
+        ],
+    }
+
+
+def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
+    """What the stage trained, counted on the model's shape alone, and what the run found when it compared the bytes."""
+    folder = part.folder / name
+    stage = (_entry(folder) or {}).get("stage", name.replace("_", "-"))
+    report = None
+    if stage in set(Stage):
+        config = load_expanded_config(folder)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config)
+        report = freeze(network, Stage(stage))
+    summary = steps.get(part.prefix + name, {}).get("summary", "")
+    checked = re.search(r"(\d+) frozen tensors are byte-identical", summary)
+    return {"title": _name(part, name), "report": report, "checked": int(checked.group(1)) if checked else None}
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = math.floor(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,179 @@
+"""Held-out loss of each language while a stage trains: where a language starts to over-fit."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..data.sources import LanguageText
+from ..errors import InputError
+from ..jsonfile import read_json, write_json
+from ..settings import ValidationSettings, from_mapping
+from .perplexity import LanguageScore, language_stream, target_nats
+
+VALIDATION = "validation.json"
+
+
+@dataclass
+class ValidationCurves:
+    """What `validation.json` holds.
+
+    Attributes:
+        trained: the languages that trained; others may have been scored.
+        total_steps: of the training.
+        steps: at which the model was scored, 0 before the first.
+        tokens: of each language, that were scored.
+        loss: of each language at each of `steps`, nats a token.
+        bits_per_byte: the same text, comparable across tokenizers.
+    """
+
+    trained: list[str]
+    total_steps: int = 0
+    steps: list[int] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    loss: dict[str, list[float]] = field(default_factory=dict)
+    bits_per_byte: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ValidationCurves":
+        """Reads the file, or that of a stage's output folder.
+
+        Raises:
+            InputError: there is none, or it is something else.
+        """
+        path = Path(path)
+        path = path / VALIDATION if path.is_dir() else path
+        return from_mapping(cls, read_json(path, "the validation of a training stage"), str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file."""
+        write_json(path, asdict(self))
+
+    def add(self, step: int, scores: Mapping[str, LanguageScore]) -> None:
+        """Appends a step's scores."""
+        self.steps.append(step)
+        for language, score in scores.items():
+            self.tokens[language] = score.tokens
+            self.loss.setdefault(language, []).append(math.log(score.perplexity))
+            self.bits_per_byte.setdefault(language, []).append(score.bits_per_byte)
+
+    def cut(self, step: int) -> None:
+        """Forgets what came after `step`."""
+        kept = sum(scored <= step for scored in self.steps)
+        del self.steps[kept:]
+        for values in (*self.loss.values(), *self.bits_per_byte.values()):
+            del values[kept:]
+
+    def best_steps(self) -> dict[str, int]:
+        """Of each trained language the step with the lowest loss, the last of several (Elbayad et al., Algorithm 1).
+
+        Step 0 does not count: it says nothing about training.
+
+        Raises:
+            InputError: a trained language was not scored, or no step was.
+        """
+        if missing := [language for language in self.trained if language not in self.loss]:
+            raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text.")
+        found = {}
+        for language in self.trained:
+            losses = zip(self.loss[language], self.steps, strict=True)
+            scored = [(loss, -step) for loss, step in losses if step > 0 and math.isfinite(loss)]
+            if not scored:
+                raise InputError(f"{language!r} was scored at no step of the training.")
+            found[language] = -min(scored)[1]
+        return found
+
+
+class ValidationCallback(TrainerCallback):
+    """Scores the model before the first step, every `every` steps and after the last, as it would be used: nothing
+    masked, routed as in inference. Leaves no trace in the training.
+
+    All ranks score the same text (the model may be split over them); the first writes.
+
+    Args:
+        streams: of each language, from `language_stream`.
+        path: file to write; what it holds already is kept when a training goes on.
+        block_size: tokens in a window.
+        trained: the languages that train.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, tuple[list[int], list[bool], int]],
+        path: Path,
+        every: int,
+        block_size: int,
+        trained: Sequence[str],
+    ) -> None:
+        self.streams, self.path, self.every, self.block_size = streams, path, every, block_size
+        self.curves = ValidationCurves(list(trained))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step and self.path.is_file():
+            self.curves = ValidationCurves.load(self.path)
+            self.curves.cut(state.global_step)
+        self.curves.total_steps = state.max_steps
+        if not state.global_step:
+            self._score(args, state, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+            self._score(args, state, model)
+
+    def _score(self, args: Any, state: Any, model: Any) -> None:
+        block_size = min(self.block_size, getattr(model.config, "max_position_embeddings", self.block_size))
+        scores = {}
+        with _untouched(model):
+            for language, (ids, scored, size) in self.streams.items():
+                parts = target_nats(model, ids, scored, block_size, args.per_device_train_batch_size)
+                nats = sum(part.sum().item() for part in parts)
+                scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+        self.curves.add(state.global_step, scores)
+        if state.is_world_process_zero:
+            self.curves.save(self.path)
+
+
+@contextmanager
+def _untouched(model: Any) -> Iterator[None]:
+    """Evaluation mode; then each module's own mode and the random numbers' state are as they were."""
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+
+def validation_callback(
+    settings: ValidationSettings, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str]
+) -> ValidationCallback:
+    """The callback that a stage's settings ask for. Any language may be scored, whether it trains or not.
+
+    Raises:
+        InputError: a language has no text to score.
+    """
+    texts = {code: source.load()["text"] for code, source in validation_sources(settings).items()}
+    streams = {code: language_stream(code, texts, tokenizer, settings.max_tokens) for code in texts}
+    return ValidationCallback(streams, path, settings.every, block_size, trained)
+
+
+def validation_sources(settings: ValidationSettings) -> dict[str, LanguageText]:
+    """Where the held-out text is.
+
+    Raises:
+        InputError: a source or a number is not what it should be.
+    """
+    if settings.every < 1:
+        raise InputError(f"validation.every is {settings.every}: must be at least 1 step.")
+    for code, source in settings.texts.items():
+        # YAML 1.1 reads the unquoted language code `no` as false.
+        if not isinstance(code, str) or not isinstance(source, str):
+            raise InputError(f"validation.texts: {code!r}: {source!r} is not `language: file` (`no` needs quotes).")
+    return {code: LanguageText(code, source) for code, source in settings.texts.items()}

@@ -1,0 +1,125 @@
+"""What an expansion will cost, before anything runs: parameters, memory and arithmetic of each stage."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from .checkpoint.expand import check_layers, planned_config
+from .checkpoint.source import load_base_config, resolve_checkpoint
+from .errors import InputError
+from .inspection import Inspection, inspect_config
+from .planning.plan import Plan
+from .trainers import Stage
+
+# Float32 master weights, their gradients, and AdamW's two moments.
+_WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One kind of training.
+
+    Attributes:
+        trained: parameters that train.
+        memory: bytes of weights, gradients and AdamW's moments on one device; activations come on top.
+        flops: a token's, forward and backward; attention's share that grows with the sequence is not counted.
+    """
+
+    name: str
+    trained: int
+    memory: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan makes of a base, and what its stages take; the base's full fine-tuning is the last of `stages`."""
+
+    model: Inspection
+    stages: Sequence[StageCost]
+
+    def lines(self, tokens: float | None = None, tflops: float | None = None) -> list[str]:
+        """The report.
+
+        Args:
+            tokens: to train on, for hours of one device at `tflops`, its 10^12 operations a second in practice.
+        """
+        lines = self.model.lines()[:4]
+        total = self.model.total
+        lines.append(f"checkpoint          {_gigabytes(2 * total)} in bfloat16, {_gigabytes(4 * total)} in float32")
+        lines.append(f"active for a token  {self.model.active:,}")
+        lines.append("")
+        hours = " hours" if tokens and tflops else ""
+        lines.append(f"{'stage':<30}{'trains':>16}{'memory':>12}{'GFLOP/token':>14}{hours:>10}")
+        for stage in self.stages:
+            line = f"{stage.name:<30}{stage.trained:>16,}{_gigabytes(stage.memory):>12}{stage.flops / 1e9:>14.2f}"
+            if tokens and tflops:
+                line += f"{stage.flops * tokens / (tflops * 1e12) / 3600:>10,.1f}"
+            lines.append(line)
+        lines.append("")
+        lines.append(
+            "memory: float32 weights, gradients and AdamW on one device, without activations; sharding (FSDP, ZeRO-3) "
+            "divides it"
+        )
+        return lines
+
+
+def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -> Forecast:
+    """What `plan` will cost on `base`; reads its configuration alone.
+
+    A token's arithmetic: 2 operations a weight that it meets going forward, 2 for the gradient of what it passes, and 2
+    for that of each weight that trains, under even routing.
+
+    Raises:
+        InputError: the base cannot be expanded, or the plan is for another model or for growing one.
+    """
+    if plan.grows_from:
+        raise InputError(
+            "The plan grows an expanded checkpoint; a forecast is made of a dense base and its first plan."
+        )
+    dense = load_base_config(resolve_checkpoint(base, revision, weights=False))
+    check_layers(plan, dense, base)
+    config: Any = planned_config(dense, plan)
+    found = inspect_config(config)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    tied = bool(config.tie_word_embeddings)
+    looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
+    met = found.active - looked_up
+    trained = dict.fromkeys((Stage.POST_PRETRAIN, Stage.REVIEW), 0.0)
+    for ffn in network.expanded_ffns().values():
+        routing = sum(p.numel() for name, p in ffn.named_parameters() if not name.startswith("experts."))
+        expert = sum(p.numel() for p in ffn.experts[0].parameters())
+        count = len(ffn.experts)
+        trained[Stage.REVIEW] += routing
+        trained[Stage.POST_PRETRAIN] += routing + ffn.top_k * expert * (count - 1) / count
+    stages = []
+    if plan.groups:  # DMoE: everything trains
+        for name, active in (("group", met - _second_expert(network)), ("normal", met)):
+            stages.append(_cost(name, found.total, found.total, active, active))
+    else:
+        for stage, active in trained.items():
+            stages.append(_cost(str(stage), found.trainable[str(stage)], found.total, met, active))
+    stages.append(_cost("full fine-tuning of the base", found.base, found.base, *[found.base - looked_up] * 2))
+    return Forecast(found, stages)
+
+
+def _second_expert(network: Any) -> int:
+    """Weights that a token meets less in the group stage, in which one expert runs alone."""
+    return sum(
+        (ffn.top_k - 1) * sum(p.numel() for p in ffn.experts[0].parameters())
+        for ffn in network.expanded_ffns().values()
+    )
+
+
+def _cost(name: str, trained: int, total: int, met: float, met_and_trained: float) -> StageCost:
+    memory = _WEIGHT * total + (_GRADIENT + _MOMENTS) * trained
+    return StageCost(name, trained, memory, 4.0 * met + 2.0 * met_and_trained)
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"

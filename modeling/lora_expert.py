@@ -1,0 +1,93 @@
+"""An expert that is expert 0 with a low-rank update on its linear layers (LoRA).
+
+LoRA (Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B `[out, r]`, as PEFT names, scales and
+starts them: A Kaiming-uniform, B zero, so that a new expert computes what expert 0 does.
+
+MoLA (Gao et al., Findings of NAACL 2025) and LoRAMoE (Dou et al. 2024) make each linear layer a mixture of its own,
+`W x + sum_e w_e B_e A_e x`, with a router each, inside the FFN's non-linearity. Here an expert is a whole FFN as in
+every expansion, `y = sum_e w_e FFN_{W + alpha / r * B_e A_e}(x)`, expert 0 without an update among them, with one
+router for all. Both agree for an FFN that is one linear layer, since the weights sum to 1.
+"""
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.pytorch_utils import Conv1D
+
+from .expanded_ffn import shared_config
+
+
+class LoraFactor(nn.Module):
+    """A bias-free linear map, A or B of an update.
+
+    Not an `nn.Linear`, so that quantisation and "all linear layers" adapters leave it alone.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class LoraA(LoraFactor):
+    """`[..., in] -> [..., r]`."""
+
+
+class LoraB(LoraFactor):
+    """`[..., r] -> [..., out]`. Starts at zero: the update is nothing at first."""
+
+
+def init_lora_a(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Kaiming uniform, as PEFT and `nn.Linear`."""
+    init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+
+
+class LoraLinear(nn.Module):
+    """A linear layer of another FFN with an update of its own.
+
+    That layer is looked up by name at each call, so that a layer that took its place (quantised, adapted, offloaded) is
+    used. It is no submodule: its weights are listed, saved and moved once, with the FFN that owns them.
+
+    Args:
+        ffn: the FFN that owns the layer.
+        name: of the layer in it.
+        rank: r.
+        alpha: the update is scaled by `alpha / r`.
+    """
+
+    def __init__(self, ffn: nn.Module, name: str, rank: int, alpha: float) -> None:
+        super().__init__()
+        layer: Any = ffn.get_submodule(name)
+        inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+        self.owner = (ffn,)  # in a tuple, so that it is no submodule
+        self.name = name
+        self.scaling = alpha / rank
+        self.lora_A = LoraA(inputs, rank)
+        self.lora_B = LoraB(rank, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.owner[0].get_submodule(self.name)(x) + self.scaling * self.lora_B(self.lora_A(x))
+
+    def extra_repr(self) -> str:
+        return f"of expert 0: {self.name}"
+
+
+def lora_expert(ffn: nn.Module, rank: int, alpha: float) -> nn.Module:
+    """A module of the FFN's own class, with a `LoraLinear` in the place of each linear layer.
+
+    Raises:
+        ValueError: the FFN has weights outside of linear layers, which an expert would need copies of.
+    """
+    linear = {name: module for name, module in ffn.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    for name, _ in ffn.named_parameters():
+        if name.rpartition(".")[0] not in linear:
+            raise ValueError(f"{type(ffn).__name__} has a weight outside of linear layers, {name}: no LoRA expert.")
+    memo: dict[int, Any] = {id(layer): LoraLinear(ffn, name, rank, alpha) for name, layer in linear.items()}
+    return copy.deepcopy(ffn, memo | shared_config(ffn))

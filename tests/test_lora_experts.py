@@ -1,0 +1,541 @@
+"""LoRA experts: expert 0 with low-rank updates, against copied FFNs whose weights are written out."""
+
+import copy
+import json
+import pickle
+
+import one_step
+import pytest
+import torch
+from conftest import byte_tokenizer, invoke, run_fresh, run_ranks, save_dense, tiny_config, tiny_dense, write_texts
+from one_step import rows
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from hf_moe_expand import (
+    LanguageText,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    expand_checkpoint,
+    graft_delta,
+    grow_checkpoint,
+    save_expansion,
+    shrink_checkpoint,
+)
+from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.modeling import SUPPORTED_BACKBONES
+from hf_moe_expand.modeling.lora_expert import LoraFactor, LoraLinear, lora_expert
+from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
+from hf_moe_expand.trainers import language_importance, localized_balance_loss
+from hf_moe_expand.training import check_frozen, train_stage
+
+# Gated, with biases, with Conv1D, taking the residual; tied embeddings.
+BACKBONES = ("qwen2", "gpt_neox", "gpt2", "bloom", "gemma")
+COUNTS, RANK, ALPHA = [3, 1, 4], 4, 6.0
+PLAN = Plan("mola", COUNTS, [2], top_k=2, old=["en"], new=["el"])
+LORA = {"expert_kind": "lora", "lora_rank": RANK, "lora_alpha": ALPHA}
+IDS = torch.arange(3, 35).view(2, 16)
+
+
+def build(backbone="qwen2", top_k=2, **fields):
+    """A model whose updates are far from nothing."""
+    torch.manual_seed(0)
+    config = LayerMoEConfig.from_dense(
+        tiny_config(backbone), num_experts_per_layer=COUNTS, classifier_layers=[2], router_top_k=top_k, **LORA | fields
+    )
+    model = LayerMoEForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def written_out(model):
+    """The same function with FFNs of their own: `W + alpha / r * B A` in each."""
+    config = copy.deepcopy(model.config)
+    config.expert_kind = "ffn"
+    plain = LayerMoEForCausalLM(config).eval()
+    state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    for layer, ffn in model.expanded_ffns().items():
+        mine = plain.expanded_ffns()[layer]
+        prefix = next(name for name, module in plain.named_modules() if module is mine)
+        for e in range(1, len(ffn.experts)):
+            for name, value in ffn.experts[0].state_dict().items():
+                path, _, kind = name.rpartition(".")
+                value = value.clone()
+                if kind == "weight":
+                    factors = ffn.experts[e].get_submodule(path)
+                    update = ALPHA / RANK * factors.lora_B.weight @ factors.lora_A.weight
+                    value += update.T if isinstance(ffn.experts[0].get_submodule(path), Conv1D) else update
+                state[f"{prefix}.experts.{e}.{name}"] = value
+    plain.load_state_dict(state)
+    return plain
+
+
+def moved(checkpoint, out):
+    """The checkpoint after something like training: routers and updates are far from their start."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "router" in name or ".lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(out)
+    byte_tokenizer().save_pretrained(out)
+    return out
+
+
+def tensors(folder):
+    reader = CheckpointReader(folder)
+    return {name: reader.tensor(name) for name in reader.tensors}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base, its expansion, and that after something like training."""
+    folder = tmp_path_factory.mktemp("lora")
+    save_dense(folder / "base")
+    expand_checkpoint(folder / "base", folder / "new", PLAN, **LORA)
+    moved(folder / "new", folder / "moved")
+    return folder
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_at_first_it_computes_what_the_dense_model_did(backbone, tmp_path):
+    dense = tiny_dense(backbone)
+    save_dense(tmp_path / "base", backbone)
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN, **LORA)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = dense(IDS).logits
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    for expert in (0, 1, 2):
+        with model.use_expert(expert) if expert < 2 else model.use_expansion(0):
+            assert torch.equal(model(IDS).logits, expected)
+    updates = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    assert len(updates) == 5 * sum(
+        isinstance(m, nn.Linear | Conv1D) for m in model.expanded_ffns()[0].experts[0].modules()
+    )
+    bound = [1 / module.lora_A.weight.shape[1] ** 0.5 for module in updates]  # Kaiming with a = sqrt(5)
+    assert all(0.5 * b < m.lora_A.weight.abs().max() <= b for m, b in zip(updates, bound, strict=True))
+    assert not any(module.lora_B.weight.any() for module in updates)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_it_is_its_definition(backbone, top_k):
+    model = build(backbone, top_k)
+    plain = written_out(model)
+    with torch.no_grad():
+        expected = plain(IDS).logits
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(IDS[:1, :1]).logits, plain(IDS[:1, :1]).logits, rtol=1e-4, atol=1e-5)
+        with model.use_expert(1), plain.use_expert(1):
+            found = model(IDS).logits
+            torch.testing.assert_close(found, plain(IDS).logits, rtol=1e-4, atol=1e-5)
+        with model.use_expert(0):
+            assert (found - model(IDS).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_gradients_are_the_chain_rules(backbone):
+    model = build(backbone).train()
+    plain = written_out(model).train()
+    for each in (model, plain):
+        torch.manual_seed(1)  # dropout
+        for module in each.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for name in ("hidden_dropout", "attention_dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+        each(IDS, labels=IDS, use_cache=False).loss.backward()
+    for layer, ffn in model.expanded_ffns().items():
+        for e in range(1, len(ffn.experts)):
+            for path, module in ffn.experts[e].named_modules():
+                if not isinstance(module, LoraLinear):
+                    continue
+                written = plain.expanded_ffns()[layer].experts[e].get_submodule(path)
+                slope = written.weight.grad.T if isinstance(written, Conv1D) else written.weight.grad
+                slope = ALPHA / RANK * slope
+                for factor, expected in (
+                    (module.lora_A, module.lora_B.weight.T @ slope),
+                    (module.lora_B, slope @ module.lora_A.weight.T),
+                ):
+                    torch.testing.assert_close(factor.weight.grad, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("backbone", SUPPORTED_BACKBONES)
+def test_every_backbones_ffn_has_its_weights_in_linear_layers_alone(backbone):
+    with torch.device("meta"):
+        model = LayerMoEForCausalLM(build(backbone).config)
+    for ffn in model.expanded_ffns().values():
+        for expert in ffn.experts[1:]:
+            assert type(expert) is type(ffn.experts[0])
+            assert {type(m) for m in expert.modules() if any(True for _ in m.parameters(recurse=False))} == {
+                *(type(m) for m in expert.modules() if isinstance(m, LoraFactor))
+            }
+            assert all(parameter.device.type == "meta" for parameter in expert.parameters())
+
+
+def test_a_weight_outside_of_linear_layers_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    with pytest.raises(ValueError, match="Scaled has a weight outside of linear layers, scale"):
+        lora_expert(Scaled(), 2, 4)
+
+
+def test_only_the_updates_are_stored_and_the_library_writes_the_same(saved, tmp_path):
+    found, base = tensors(saved / "new"), tensors(saved / "base")
+    layer = "model.layers.0.mlp."
+    shapes = {name.removeprefix(layer): list(value.shape) for name, value in found.items() if name.startswith(layer)}
+    assert shapes == {
+        **{f"experts.0.{name}_proj.weight": [48, 32] for name in ("gate", "up")},
+        "experts.0.down_proj.weight": [32, 48],
+        **{f"experts.{e}.{name}_proj.lora_A.weight": [RANK, 32] for name in ("gate", "up") for e in (1, 2)},
+        **{f"experts.{e}.{name}_proj.lora_B.weight": [48, RANK] for name in ("gate", "up") for e in (1, 2)},
+        **{f"experts.{e}.down_proj.lora_A.weight": [RANK, 48] for e in (1, 2)},
+        **{f"experts.{e}.down_proj.lora_B.weight": [32, RANK] for e in (1, 2)},
+        "router.weight": [3, 32],
+    }
+    added = sum(value.nbytes for value in found.values()) - sum(value.nbytes for value in base.values())
+    assert added == 4 * (5 * RANK * 3 * (32 + 48) + (3 + 4) * 32 + 2 * 32)
+    LayerMoEForCausalLM.from_pretrained(saved / "new").save_pretrained(tmp_path / "again")
+    for path in (tmp_path / "again").iterdir():
+        assert path.read_bytes() == (saved / "new" / path.name).read_bytes(), path.name
+
+
+def test_the_seed_decides_and_updates_differ(saved, tmp_path):
+    for name, seed in (("same", 0), ("other", 1)):
+        expand_checkpoint(saved / "base", tmp_path / name, PLAN, **LORA, seed=seed)
+    assert (tmp_path / "same/model.safetensors").read_bytes() == (saved / "new/model.safetensors").read_bytes()
+    first, other = tensors(saved / "new"), tensors(tmp_path / "other")
+    drawn = {name for name in first if not torch.equal(first[name], other[name])}
+    assert drawn == {name for name in first if "router" in name or "lora_A" in name}
+    place = "model.layers.{}.mlp.experts.{}.{}_proj.lora_A.weight"
+    same_shape = [first[place.format(*at)] for at in ((0, 1, "gate"), (0, 1, "up"), (0, 2, "gate"), (2, 1, "gate"))]
+    assert len({tuple(value.flatten().tolist()) for value in same_shape}) == 4
+
+
+def test_it_loads_trains_and_generates_in_a_fresh_process(saved, tmp_path):
+    code = """
+import torch
+from transformers import AutoModelForCausalLM
+folder, out = sys.argv[1:]
+ids = torch.arange(3, 35).view(2, 16)
+model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not (info["missing_keys"] or info["unexpected_keys"])
+model.eval()
+with torch.no_grad():
+    logits = model(ids).logits
+model.save_pretrained(out + "/again")
+torch.save([logits, model.generate(ids, max_new_tokens=4, do_sample=False)], out + "/found.pt")
+model.train()(ids, labels=ids).loss.backward()
+assert all(p.grad.any() for n, p in model.named_parameters() if ".lora_" in n and "layers.0" in n)
+"""
+    run_fresh(code, str(saved / "moved"), str(tmp_path))
+    logits, generated = torch.load(tmp_path / "found.pt")
+    model = AutoModelForCausalLM.from_pretrained(saved / "moved").eval()
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, logits)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False), generated)
+    torch.testing.assert_close(
+        written_out(model).generate(IDS, max_new_tokens=4, do_sample=False, use_cache=False), generated
+    )
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (saved / "moved/model.safetensors").read_bytes()
+
+
+def test_copies_use_their_own_expert_0():
+    model = build()
+    expected = model(IDS).logits
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(IDS).logits, expected)
+        with torch.no_grad():
+            copied.expanded_ffns()[0].experts[0].up_proj.weight.zero_()
+            with copied.use_expert(1):
+                found = copied(IDS).logits
+        with model.use_expert(1):
+            assert not torch.equal(model(IDS).logits, found)
+        assert torch.equal(model(IDS).logits, expected)
+
+
+def test_a_layer_that_took_the_place_of_expert_0s_is_used():
+    model = build()
+    with model.use_expert(1):
+        before = model(IDS).logits
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    wrapped = get_peft_model(model, config).eval()
+    adapted = {name for name, _ in wrapped.named_parameters() if "lora_A.default" in name and ".experts." in name}
+    assert len(adapted) == 2 * 3
+    assert all(".experts.0." in name for name in adapted)
+    with wrapped.use_expert(1):
+        assert (wrapped(IDS).logits - before).abs().max() > 1e-2
+
+
+def test_checkpointing_offloading_and_compiling_change_nothing(tmp_path):
+    model = build()
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path / "model")
+    sizes = {"cpu": sum(p.numel() * 4 for p in model.parameters()) // 3}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map="auto", max_memory=sizes, offload_folder=tmp_path / "offload"
+    ).eval()
+    assert "disk" in offloaded.hf_device_map.values()
+    torch.testing.assert_close(offloaded(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        model.train()(IDS, labels=IDS, use_cache=False).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-7, msg=name)
+
+
+TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 0.02, "disable_tqdm": True, "max_steps": 4}
+
+
+def test_two_stages_move_what_they_should_and_nothing_else(saved, tmp_path, help_text):
+    data = {}
+    for code in ("en", "el"):
+        write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 12)])
+        data[code] = LanguageText(code, str(tmp_path / f"{code}.jsonl"))
+    settings = PostPretrainSettings(block_size=32, replay=True, localized_balance=0.1, training=TRAINING)
+    before = saved / "new"
+    for stage, chosen, kinds in (
+        ("post-pretrain", settings, ("router", "lora_A", "lora_B")),
+        ("review", ReviewSettings(block_size=32, training=TRAINING), ("router", "classifier")),
+    ):
+        after = tmp_path / stage
+        train_stage(before, after, data, chosen)
+        same = check_frozen(before, after, stage)
+        a, b = tensors(before), tensors(after)
+        changed = {name for name in a if not torch.equal(a[name], b[name])}
+        assert changed == {name for name in a if name.split(".")[-2] in kinds}
+        assert same == len(a) - len(changed)
+        before = after
+    log = json.loads((tmp_path / "post-pretrain" / "trainer_state.json").read_text())["log_history"]
+    assert any("localized_balance_loss" in entry for entry in log)
+    assert "rank 4, alpha 6" in invoke("inspect", before)
+
+
+@pytest.mark.parametrize(("top_k", "active"), [(1, 1), (2, 2), (4, 3)])
+def test_inspect_counts_updates(tmp_path, top_k, active):
+    save_dense(tmp_path / "base")
+    plan = Plan("uniform", [4, 4, 4], top_k=top_k, old=["en"], new=["el"])
+    report = expand_checkpoint(tmp_path / "base", tmp_path / "out", plan, **LORA)
+    found = inspect_checkpoint(tmp_path / "out")
+    update, router = RANK * 3 * (32 + 48), 4 * 32
+    assert found.base == report.base_parameters
+    assert found.total == report.parameters == found.base + 3 * (3 * update + router)
+    assert found.active == found.base + 3 * (active * update + router)  # expert 0's weights are always needed
+    assert found.trainable["post-pretrain"] == 3 * (3 * update + router)
+
+
+@pytest.mark.parametrize("backbone", ["qwen2", "gpt2", "bloom"])
+def test_an_exported_expert_has_the_updates_in_its_weights(backbone, tmp_path):
+    save_dense(tmp_path / "base", backbone)
+    plan = Plan("uniform", [3, 1, 3], old=["en"], new=["el"])
+    expand_checkpoint(tmp_path / "base", tmp_path / "new", plan, **LORA)
+    source = moved(tmp_path / "new", tmp_path / "moved")
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    for expert in (0, 2):
+        export_expert(source, tmp_path / f"dense{expert}", expert)
+        dense = AutoModelForCausalLM.from_pretrained(tmp_path / f"dense{expert}").eval()
+        assert dense.config.model_type == backbone
+        with torch.no_grad(), model.use_expert(expert):
+            torch.testing.assert_close(dense(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
+    written = [load_file(tmp_path / name / "model.safetensors") for name in ("base", "dense0", "dense2")]
+    assert all(torch.equal(written[0][name], value) for name, value in written[1].items())
+    assert not all(torch.equal(written[0][name], value) for name, value in written[2].items())
+
+
+def test_a_graft_goes_to_expert_0_and_so_to_all(saved, tmp_path):
+    instruct = AutoModelForCausalLM.from_pretrained(saved / "base")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in instruct.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    instruct.save_pretrained(tmp_path / "instruct")
+    byte_tokenizer().save_pretrained(tmp_path / "instruct")
+    graft_delta(saved / "new", tmp_path / "grafted", saved / "base", tmp_path / "instruct")
+    expand_checkpoint(tmp_path / "instruct", tmp_path / "expanded", PLAN, **LORA)
+    grafted, expanded = tensors(tmp_path / "grafted"), tensors(tmp_path / "expanded")
+    assert grafted.keys() == expanded.keys()
+    assert all(torch.equal(value, grafted[name]) for name, value in expanded.items())
+
+
+def test_growing_and_shrinking(saved, tmp_path):
+    plan = Plan("uniform", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    grow_checkpoint(saved / "moved", tmp_path / "grown", plan, copy_from={0: 2}, keep_routers=True)
+    plain = Plan("uniform", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    grow_checkpoint(saved / "moved", tmp_path / "anew", plain)
+    before, copied, anew = tensors(saved / "moved"), tensors(tmp_path / "grown"), tensors(tmp_path / "anew")
+    prefix = "model.layers.0.mlp.experts"
+    for name in ("gate_proj.lora_A.weight", "down_proj.lora_B.weight"):
+        for expert in (3, 4):
+            assert torch.equal(copied[f"{prefix}.{expert}.{name}"], before[f"{prefix}.2.{name}"])
+    assert not anew[f"{prefix}.3.gate_proj.lora_B.weight"].any()
+    assert anew[f"{prefix}.3.gate_proj.lora_A.weight"].abs().max() > 0.1
+    assert not torch.equal(anew[f"{prefix}.3.gate_proj.lora_A.weight"], before[f"{prefix}.1.gate_proj.lora_A.weight"])
+    for name, value in before.items():
+        if "router" not in name and "classifier" not in name:
+            assert torch.equal(copied[name], value)
+            assert torch.equal(anew[name], value)
+    old = AutoModelForCausalLM.from_pretrained(saved / "moved").eval()
+    for folder in ("grown", "anew"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+        with torch.no_grad(), model.use_expert(1), old.use_expert(1):
+            assert torch.equal(model(IDS).logits, old(IDS).logits)
+    shrink_checkpoint(tmp_path / "grown", tmp_path / "shrunk", 1)
+    shrunk = tensors(tmp_path / "shrunk")
+    assert shrunk.keys() == before.keys()
+    assert all(torch.equal(shrunk[name], value) for name, value in before.items())
+
+
+def test_an_expansion_alone_loads_with_its_base(saved, tmp_path):
+    written = save_expansion(saved / "moved", tmp_path / "added", saved / "base")
+    assert written.changed == []
+    assert not any(".experts.0." in name for name in load_file(tmp_path / "added" / "expansion.safetensors"))
+    whole = AutoModelForCausalLM.from_pretrained(saved / "moved").eval()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "added", base_model=saved / "base").eval()
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, whole(IDS).logits)
+
+
+def test_refusals(saved, tmp_path):
+    def refused(message, plan=PLAN, **options):
+        with pytest.raises(InputError, match=message):
+            expand_checkpoint(saved / "base", tmp_path / "out", plan, **{**LORA, **options})
+
+    refused("expert_kind is 'qlora'; known: ffn, lora", expert_kind="qlora")
+    refused("lora_rank is 0: it must be at least 1 and below 32", lora_rank=0)
+    refused("lora_rank is 32: it must be at least 1 and below 32, the narrowest side", lora_rank=32)
+    refused("lora_alpha is 0: it must be above 0", lora_alpha=0)
+    refused("expert_init random: LoRA experts start as expert 0", expert_init="random")
+    refused("LoRA experts share expert 0's", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    with pytest.raises(InputError, match="expert 0 with low-rank updates; no architecture of transformers has such"):
+        export_native(saved / "new", tmp_path / "out")
+    with pytest.raises(InputError, match="the mean of the factors of their updates is not the mean of the updates"):
+        average_checkpoints([saved / "new", saved / "moved"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="lora_rank is None and lora_alpha 1: LoRA experts need a rank"):
+        LayerMoEConfig.from_dense(tiny_config("qwen2"), expert_kind="lora", lora_alpha=1)
+    with pytest.raises(ValueError, match="expert_kind is 'ia3'; known: ffn, lora"):
+        LayerMoEConfig.from_dense(tiny_config("qwen2"), expert_kind="ia3")
+
+
+def test_from_the_command_line(saved, tmp_path):
+    plan = tmp_path / "plan.json"
+    invoke("plan", "mola", "--layers", "3", "--old", "en", "--new", "el", "--out", plan)
+    out = tmp_path / "out"
+    invoke("expand", saved / "base", out, "--plan", plan, "--expert-kind", "lora", "--lora-rank", 2, "--lora-alpha", 3)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["expert_kind"], config["lora_rank"], config["lora_alpha"]) == ("lora", 2, 3.0)
+    assert config["num_experts_per_layer"] == Plan.load(plan).experts_per_layer
+
+
+# --- the localized balancing constraint ------------------------------------------------------------------------------
+
+MASKS = torch.tensor([0, 1, 1, 0, -1, 1, 0, 1, 1])
+OLD, NEW = MASKS == 0, MASKS == 1
+
+
+def slow_localized(logits, delta):
+    N, values = logits.shape[1], []
+    scores = logits.softmax(-1).tolist()
+    for kind in (0, 1):
+        tokens = [t for t, number in enumerate(MASKS.tolist()) if number == kind]
+        for n in range(N):
+            own = (n >= N // 2) == bool(kind)
+            importance = N * sum(scores[t][n] for t in tokens) / len(tokens)
+            values.append((1 - delta if own else 1 + delta) * importance)
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / len(values) / mean
+
+
+@pytest.mark.parametrize("experts", [2, 3, 8])
+@pytest.mark.parametrize("delta", [0.0, 0.1, 0.5])
+def test_the_localized_balance_is_its_definition(experts, delta):
+    torch.manual_seed(experts)
+    logits = torch.randn(9, experts)
+    found = localized_balance_loss(logits, OLD, NEW, delta)
+    assert found.item() == pytest.approx(slow_localized(logits, delta), rel=1e-5)
+
+
+def test_the_least_localized_balance_is_that_of_uneven_halves():
+    logits = torch.zeros(9, 4, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss = localized_balance_loss(logits, OLD, NEW, 0.25)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 1e-6
+    own, other = 0.625 / 2, 0.375 / 2  # in proportion 1.25 : 0.75
+    for mask, expected in ((OLD, [own, own, other, other]), (NEW, [other, other, own, own])):
+        assert logits[mask].softmax(-1).mean(0).tolist() == pytest.approx(expected, abs=1e-3)
+
+
+def test_the_localized_balance_of_one_kind_of_language_or_of_none():
+    logits = torch.randn(9, 4, requires_grad=True)
+    nothing = torch.zeros(9, dtype=torch.bool)
+    localized_balance_loss(logits, nothing, nothing).backward()
+    assert not logits.grad.any()
+    one = localized_balance_loss(logits, nothing, NEW, 0.1)
+    values = 4 * logits[NEW].softmax(-1).mean(0) * torch.tensor([1.1, 1.1, 0.9, 0.9])
+    assert one.item() == pytest.approx((values.var(correction=0) / values.mean()).item(), rel=1e-5)
+
+
+def test_the_localized_balance_of_ranks_adds_up_in_value_and_gradient():
+    torch.manual_seed(0)
+    whole = torch.randn(9, 5, requires_grad=True)
+    expected = localized_balance_loss(whole, OLD, NEW)
+    expected.backward()
+    parts = [part.detach().requires_grad_() for part in whole.split([2, 7])]
+    masks = list(zip(OLD.split([2, 7]), NEW.split([2, 7]), strict=True))
+    sums = sum(language_importance(part.detach(), *mask) for part, mask in zip(parts, masks, strict=True))
+    tokens = torch.stack([OLD.sum(), NEW.sum()])
+    found = [localized_balance_loss(p, *m, 0.1, sums, tokens) for p, m in zip(parts, masks, strict=True)]
+    sum(found).backward()
+    assert sum(found).item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(torch.cat([part.grad for part in parts]), whole.grad)
+
+
+def test_trainers_add_the_localized_balance(tmp_path):
+    ids, languages = rows()
+    model = one_step.build()
+    with torch.no_grad(), model.capture_routing() as routing:
+        model(ids)
+    old, new = (languages.flatten() == number for number in (0, 1))
+    expected = sum(localized_balance_loss(layer.router_logits, old, new) for layer in routing).item() / len(routing)
+    logs, nothing = {}, {"prior": 0.0, "classifier": 0.0, "stage": "post-pretrain"}
+    plain = one_step.train(tmp_path, **nothing)
+    trained = one_step.train(tmp_path, **nothing, localized=3.0, logs=logs)
+    assert logs["localized_balance_loss"] == pytest.approx(expected, abs=1e-5)
+    assert logs["loss"] == pytest.approx(logs["next_token_loss"] + 3 * expected, rel=1e-3)
+    assert {name for name in plain if not torch.allclose(plain[name], trained[name], atol=1e-4)} >= {
+        "model.layers.2.mlp.router.weight"
+    }
+    padded = one_step.train(tmp_path, **nothing, localized=3.0, padded=True)
+    settings = json.dumps({**nothing, "localized": 3.0, "batch": 4})
+    run_ranks("one_step.py", str(tmp_path / "ranks.pt"), settings)
+    for found in (padded, torch.load(tmp_path / "ranks.pt")):
+        for name, value in trained.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

@@ -1,0 +1,185 @@
+"""The packaged recipes: each is found good without a network, explained key by key, and has the papers' numbers."""
+
+import re
+import socket
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import yaml
+from conftest import invoke, tiny_config
+
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.pipeline import validate_recipe
+from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.recipes import find_recipe, packaged_files, packaged_recipes
+
+NAMES = list(packaged_files())
+# Of the real bases: backbone, layers, positions.
+BASES = {
+    "Qwen/Qwen1.5-1.8B": ("qwen2", 24, 32768),
+    "Qwen/Qwen2.5-0.5B": ("qwen2", 24, 32768),
+    "Qwen/Qwen2.5-1.5B": ("qwen2", 28, 131072),
+    "Qwen/Qwen2.5-7B": ("qwen2", 28, 131072),
+    "bigscience/bloom-1b7": ("bloom", 24, None),
+    "bigscience/bloom-560m": ("bloom", 24, None),
+    "google/gemma-2b": ("gemma", 18, 8192),
+    "meta-llama/Llama-3.1-8B": ("llama", 32, 131072),
+    "meta-llama/Llama-3.2-3B": ("llama", 28, 131072),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(self, address):
+        raise AssertionError(f"a connection to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    for variable in ("MADLAD", "INSTRUCT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def load(name):
+    return Recipe.load(find_recipe(name), unset_ok=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
+    recipe = load(name)
+    assert recipe.output == f"runs/{name}"
+    assert validate_recipe(recipe, offline=True)
+    backbone, layers, positions = BASES[recipe.base]
+    depth = {"n_layer" if backbone == "bloom" else "num_hidden_layers": layers}
+    if positions is not None:
+        depth["max_position_embeddings"] = positions
+    tiny_config(backbone, **depth).save_pretrained(tmp_path / "base")
+    found = validate_recipe(replace(recipe, base=str(tmp_path / "base")), offline=True)
+    assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
+    assert sum(line.startswith("expansion ") for line in found) == len(recipe.rounds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_says_what_it_is_and_explains_every_key(name):
+    text = packaged_files()[name].read_text("utf-8")
+    lines = text.splitlines()
+    assert re.fullmatch(r"# (MoE-LPR|LayerMoE|DMoE|DeltaMoE|EOM|FOM|CMR): .+ \(.+ et al\.( \d{4})?\)", lines[0])
+    assert "# Differences from the paper:" in lines
+    assert max(map(len, lines)) <= 120
+    for before, line in pairwise(lines):
+        # A language and its source need no comment.
+        if re.match(r" *(- )?[\w]+:", line) and not re.search(r": (hub:|\$MADLAD/)", line):
+            assert "  # " in line or before.lstrip().startswith("# "), line
+
+
+# METHODS.md and the papers: dotted keys of the first expansion, and what they must be.
+MOE_LPR_STAGES = {
+    "post_pretrain.block_size": 1024, "post_pretrain.balance": 0.01, "post_pretrain.training.learning_rate": 5e-5,
+    "post_pretrain.training.lr_scheduler_type": "cosine", "post_pretrain.training.bf16": True,
+    "review.block_size": 512, "review.old_documents": 50_000, "review.new_per_old": 2, "review.language_prior": 0.1,
+    "review.balance": 0, "review.training.learning_rate": 5e-5, "plan.top_k": 2,
+}  # fmt: skip
+LAYER_MOE = {
+    **MOE_LPR_STAGES, "plan.method": "layer-moe", "plan.total_experts": 3 * 24, "plan.minimum": 2,
+    "plan.classifier_layers": 7, "plan.classifier_choice": "similarity", "review.classifier": 0.1,
+    "post_pretrain.tokens_per_language": 2e9, "analysis.tokens": 100_000, "sequences": (512, 768),
+}  # fmt: skip
+DMOE = {
+    "plan.method": "dmoe", "plan.groups": 9, "plan.ratio": 0.4, "plan.top_k": 2, "deviation.steps": 10,
+    "deviation.learning_rate": 8e-6, "deviation.batch_size": 2048, "deviation.block_size": 512,
+    "deviation.last_layers": 3, "group.group": 1.28, "group.block_size": 2048, "normal.block_size": 2048,
+    "normal.balance": 0.02, "group.training.learning_rate": 2e-5, "normal.training.learning_rate": 2e-5,
+    "sequences": (512, 512), "languages": 18,
+}  # fmt: skip
+DELTA = {
+    "plan.method": "uniform", "plan.experts": 4, "plan.top_k": 2, "post_pretrain.block_size": 2048,
+    "post_pretrain.balance": 0.01, "post_pretrain.tokens_per_language": 3e9, "review.new_per_old": 2,
+    "review.old_documents": 50_000, "graft.scale": 1.0, "sequences": (512, 512), "new": "bn hu sr",
+}  # fmt: skip
+G1, G2 = "el hu tr", "bn hi ne"
+ELBAYAD = {**MOE_LPR_STAGES, "plan.method": "uniform", "new": G1}
+NUMBERS = {
+    "moe-lpr-qwen1.5-1.8b": {
+        **MOE_LPR_STAGES, "plan.method": "uniform", "plan.experts": 6, "plan.classifier_layers": 0,
+        "post_pretrain.tokens_per_language": 8e9, "sequences": (512, 512), "new": G1,
+    },
+    "layermoe-qwen1.5-1.8b-g1": {**LAYER_MOE, "new": G1},
+    "layermoe-qwen1.5-1.8b-g2": {**LAYER_MOE, "new": G2},
+    "layermoe-qwen1.5-1.8b-g1-and-g2": {**LAYER_MOE, "new": f"{G1} {G2}"},
+    "layermoe-qwen1.5-1.8b-g1-then-g2": {**LAYER_MOE, "new": G1, "second": (G2, 48, 1, 5)},
+    "layermoe-qwen1.5-1.8b-g2-then-g1": {**LAYER_MOE, "new": G2, "second": (G1, 48, 1, 5)},
+    "layermoe-llama-3.2-3b-g1": {**LAYER_MOE, "new": G1, "plan.total_experts": 84},
+    "dmoe-bloom-560m": DMOE,
+    "dmoe-bloom-1.7b": DMOE,
+    "dmoe-gemma-2b": DMOE,
+    "dmoe-qwen2.5-0.5b": DMOE,
+    "dmoe-qwen2.5-1.5b": DMOE,
+    "dmoe-bloom-560m-128-languages": {**DMOE, "plan.groups": [8] * 16, "deviation.batch_size": 16, "languages": 128},
+    "deltamoe-qwen2.5-7b": {**DELTA, "graft.instruct": "Qwen/Qwen2.5-7B-Instruct"},
+    "deltamoe-llama-3.1-8b": {**DELTA, "graft.instruct": "meta-llama/Llama-3.1-8B-Instruct"},
+    "deltamoe-qwen2.5-7b-own-sft": {**DELTA, "graft.instruct": "$INSTRUCT"},
+    "eom-qwen1.5-1.8b": {**ELBAYAD, "post_pretrain.masking.expert_output": 0.1},
+    "fom-qwen1.5-1.8b": {**ELBAYAD, "post_pretrain.masking.final_output": 0.3},
+    "cmr-qwen1.5-1.8b": {
+        **ELBAYAD, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
+        "post_pretrain.budget": 0.1, "post_pretrain.gate_budget": 0.8,
+    },
+}  # fmt: skip
+
+
+def sequences(training, gpus=8):
+    return training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * gpus
+
+
+def found_at(recipe, key):
+    """What a recipe has where the table above names it."""
+    first = recipe.rounds[0]
+    if key == "new":
+        return " ".join(first.new)
+    if key == "languages":
+        return len(first.new)
+    if key == "second":
+        second = recipe.rounds[1]
+        return " ".join(second.new), second.plan.total_experts, second.plan.minimum, second.plan.classifier_layers
+    if key == "sequences":
+        stages = (first.group, first.normal) if first.is_dmoe else (first.post_pretrain, first.review)
+        return tuple(sequences(stage.training) for stage in stages)
+    value = first
+    for part in key.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return [len(group) for group in value] if key == "plan.groups" and isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_papers_numbers(name):
+    recipe = load(name)
+    assert {key: found_at(recipe, key) for key in NUMBERS[name]} == NUMBERS[name]
+    assert any(key.startswith("graft") for key in NUMBERS[name]) != (recipe.rounds[-1].graft is None)
+    if name.startswith(("layermoe", "moe-lpr")):
+        assert list(recipe.old) == ["en", "es", "zh"]
+
+
+def test_the_128_languages_are_in_the_papers_groups(published):
+    recipe = load("dmoe-bloom-560m-128-languages")
+    assert recipe.plan.groups[9] == ["bn", "gu", "kn", "ml", "mr", "pa", "ta", "te"]
+    assert sorted(code for group in recipe.plan.groups for code in group) == sorted(recipe.new)
+    assert sorted(load("dmoe-bloom-560m").new) == sorted(published["dmoe_bloom_560m_grouping"]["languages"])
+
+
+def test_names_and_files(tmp_path, monkeypatch):
+    assert {recipe.name for recipe in packaged_recipes()} == set(NAMES) == set(NUMBERS)
+    name = "moe-lpr-qwen1.5-1.8b"
+    listed = next(line for line in invoke("recipes", "ls").splitlines() if line.startswith(name))
+    assert listed.split("  ")[0] == name
+    assert all(word in listed for word in ("MoE-LPR", "Qwen/Qwen1.5-1.8B", "Greek"))
+    shown = invoke("recipes", "show", name)
+    assert shown == packaged_files()[name].read_text("utf-8")
+    assert f"{name}: ok" in invoke("validate", "--offline", name)
+    # A file of the same name wins.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(yaml.safe_dump({**yaml.safe_load(shown), "base": "org/other"}))
+    assert "org/other is not on this machine" in invoke("validate", "--offline", name)
+    for verb in (["validate"], ["run"], ["recipes", "show"]):
+        with pytest.raises(InputError, match=r"yaml: no such file, .*; did you mean `moe-lpr-qwen1.5-1.8b`"):
+            invoke(*verb, "moe-lpr-qwen.yaml")
+    with pytest.raises(InputError, match=r"zzz: no such file, .* `hf-moe-expand recipes ls` shows them"):
+        find_recipe("zzz")

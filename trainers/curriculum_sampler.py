@@ -1,0 +1,98 @@
+"""The order of training when languages enter late (a curriculum), or are sampled otherwise than the data has them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from torch.utils.data import Sampler
+
+
+@dataclass(frozen=True)
+class LanguageMix:
+    """The languages of a data set in which each one's rows lie together, in this order.
+
+    Attributes:
+        rows: of each language.
+        temperature: T; languages that train at the same time are drawn in proportion to `rows ** (1 / T)`.
+        entry: the optimizer step at which each language enters; the start by default.
+        groups: the language group of each language, where a batch must hold one group.
+    """
+
+    rows: Sequence[int]
+    temperature: float = 1.0
+    entry: Sequence[int] | None = None
+    groups: Sequence[int] | None = None
+
+
+class CurriculumSampler(Sampler[int]):
+    """Row numbers of a whole training, `steps * rows_per_step` of them: one epoch of the data loader.
+
+    From one entry of a language to the next, each language that has entered gets its share of the rows, rounded by
+    largest remainders, in random order: at T = 1, without late entries and over as many steps as the data lasts, this
+    is an ordinary shuffled epoch. A language gives all its rows before it gives one of them again.
+
+    The order depends on the arguments alone, not on how a step is cut into batches and ranks, and is the same each
+    time: what skips the batches of an interrupted training goes on as if there had been no interruption. With groups it
+    depends on `batch_size` too: runs of so many rows belong to one group.
+
+    Args:
+        steps: optimizer steps of the training.
+        rows_per_step: over all ranks and micro-batches.
+        seed: of the order.
+        batch_size: rows in a batch of one process.
+
+    Raises:
+        ValueError: no language trains from the start, or a step does not hold whole batches.
+    """
+
+    def __init__(self, mix: LanguageMix, steps: int, rows_per_step: int, seed: int, batch_size: int = 1) -> None:
+        self.rows, self.temperature = np.array(mix.rows), mix.temperature
+        self.entry = np.array(mix.entry or [0] * len(mix.rows))
+        self.groups = np.array(mix.groups or [0] * len(mix.rows))
+        self.steps, self.rows_per_step, self.seed, self.batch_size = steps, rows_per_step, seed, batch_size
+        if self.entry.min() != 0:
+            raise ValueError(f"No language trains from the start; the first enters at step {self.entry.min()}.")
+        if rows_per_step % batch_size:
+            raise ValueError(f"A step of {rows_per_step} rows does not hold whole batches of {batch_size}.")
+
+    def __len__(self) -> int:
+        return self.steps * self.rows_per_step
+
+    def __iter__(self) -> Iterator[int]:
+        streams = [self._stream(language) for language in range(len(self.rows))]
+        for start, end in pairwise(sorted({*self.entry.clip(max=self.steps).tolist(), self.steps})):
+            for language in self._languages(start, end):
+                yield next(streams[language])
+
+    def _stream(self, language: int) -> Iterator[int]:
+        """A language's rows, over and over, in a new order each time."""
+        first, generator = self.rows[:language].sum(), np.random.default_rng([self.seed, 0, language])
+        while True:
+            yield from (first + generator.permutation(self.rows[language])).tolist()
+
+    def _languages(self, start: int, end: int) -> list[int]:
+        """The language of each row from step `start` to step `end`, between which none enters."""
+        generator = np.random.default_rng([self.seed, 1, start])
+        rows = np.where(self.entry <= start, self.rows, 0)
+        weights = (rows / rows.max()) ** (1 / self.temperature)
+        groups = range(self.groups.max() + 1)
+        batches = apportion(
+            (end - start) * self.rows_per_step // self.batch_size, [weights[self.groups == g].sum() for g in groups]
+        )
+        drawn = []
+        for group, count in zip(groups, batches, strict=True):
+            if count:
+                counts = apportion(count * self.batch_size, np.where(self.groups == group, weights, 0.0))
+                order = generator.permutation(np.repeat(np.arange(len(counts)), counts))
+                drawn.append(order.reshape(count, self.batch_size))
+        return generator.permutation(np.concatenate(drawn)).flatten().tolist()
+
+
+def apportion(total: int, weights: Sequence[float] | np.ndarray) -> list[int]:
+    """`total` things in proportion to `weights`: each share rounded down, what is left to the largest remainders."""
+    shares = total * np.asarray(weights, dtype=float) / np.sum(weights)
+    counts = np.floor(shares).astype(int)
+    largest_first = np.argsort(counts - shares, kind="stable")
+    counts[largest_first[: total - counts.sum()]] += 1
+    return counts.tolist()
