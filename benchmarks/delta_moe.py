@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, help="also write the table here")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200, help="of each continued pre-training")
-    parser.add_argument("--sft-steps", type=int, default=300, help="of instruction tuning")
+    parser.add_argument("--sft-steps", type=int, default=200, help="of instruction tuning")
     parser.add_argument("--review-steps", type=int, default=60, help="of router tuning")
     parser.add_argument("--test-tokens", type=int, default=30_000, help="scored in each language's test split")
     options = parser.parse_args(arguments)

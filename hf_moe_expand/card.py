@@ -99,7 +99,8 @@ def make_card(
         "expansions": [
             {**entry, "stages": [_stage(stage) for stage in entry["stages"]]} for entry in config.expansions
         ],
-        "results": scores and {name: scores.markdown(name) for name in ("bits_per_byte", "perplexity")},
+        "results": scores and scores.rows()[1] and {n: scores.markdown(n) for n in ("bits_per_byte", "perplexity")},
+        "tasks": scores and scores.tasks.get(THIS) and scores.task_markdown(),
         "untested_languages": [c for c in [*old, *new] if scores is None or c not in scores.models[THIS]],
         "version": last.get("versions", {}).get("hf_moe_expand", __version__),
     }
@@ -129,7 +130,9 @@ def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os
     this = evaluation.models[called]
     old, new = ([code for code in codes if code in this] for codes in (evaluation.old, evaluation.new))
     expansions = [[code for code in brought if code in this] for brought in evaluation.expansions]
-    return Evaluation(old, new, {**before, THIS: this}, expansions)
+    kept = {name: name for name in before} | {called: THIS}
+    tasks = {kept[name]: found for name, found in evaluation.tasks.items() if name in kept}
+    return Evaluation(old, new, {**before, THIS: this}, expansions, tasks)
 
 
 def readable_size(size: int) -> str:
@@ -251,7 +254,7 @@ def _names_only(value: Any) -> Any:
 
 
 def _eval_results(scores: Evaluation) -> list[EvalResult]:
-    return [
+    of_text = [
         EvalResult(
             task_type="text-generation",
             dataset_type="text",
@@ -265,3 +268,18 @@ def _eval_results(scores: Evaluation) -> list[EvalResult]:
         for language, score in scores.models[THIS].items()
         for kind in ("bits_per_byte", "perplexity")
     ]
+    of_tasks = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=task,
+            dataset_name=f"{task} (lm-evaluation-harness)",
+            dataset_args={"num_few_shot": score.shots, "samples": score.samples, "version": score.version},
+            metric_type=kind,
+            metric_name=kind,
+            metric_value=round(metric.value, 4),
+        )
+        for task, score in scores.tasks.get(THIS, {}).items()
+        if score.group is None
+        for kind, metric in score.metrics.items()
+    ]
+    return of_text + of_tasks

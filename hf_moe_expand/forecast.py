@@ -99,8 +99,8 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
         trained[Stage.POST_PRETRAIN] += routing + ffn.top_k * expert * (count - 1) / count
     stages = []
     if plan.groups:  # DMoE: everything trains
-        for name, active in (("group", met - _second_expert(network)), ("normal", met)):
-            stages.append(_cost(name, found.total, found.total, active, active))
+        for name, used in (("group", met - _second_expert(network)), ("normal", met)):
+            stages.append(_cost(name, found.total, found.total, used, used))
     else:
         for stage, active in trained.items():
             stages.append(_cost(str(stage), found.trainable[str(stage)], found.total, met, active))

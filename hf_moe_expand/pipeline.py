@@ -325,7 +325,7 @@ class _Round:
         if plan.grows_from:
             copied = settings.copy_from
             nearest = isinstance(copied, str)
-            origin = self.nearest() if nearest else dict.fromkeys(range(len(plan.grows_from)), copied)
+            origin: dict[int, Any] = self.nearest() if nearest else dict.fromkeys(range(len(plan.grows_from)), copied)
             grow_checkpoint(self.start, self.folder / "expanded", plan, copy_from=origin, keep_routers=True, **options)
             said = f"{plan.total_experts - sum(plan.grows_from)} new experts"
             return f"{said}; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else said

@@ -39,11 +39,11 @@ def collate_padded(batch):
     }
 
 
-def build(backbone="qwen2"):
-    """The model before the step."""
+def build(backbone="qwen2", **fields):
+    """The model before the step; `fields` of its configuration."""
     torch.manual_seed(0)
     config = LayerMoEConfig.from_dense(
-        tiny_config(backbone), num_experts_per_layer=[3, 1, 4], classifier_layers=[0, 2], router_top_k=2
+        tiny_config(backbone), num_experts_per_layer=[3, 1, 4], classifier_layers=[0, 2], router_top_k=2, **fields
     )
     model = LayerMoEForCausalLM(config)
     with torch.no_grad():
@@ -56,8 +56,9 @@ def build(backbone="qwen2"):
 def train(
     folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
     same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None, localized=0.0,
+    fields=None,
 ):  # fmt: skip
-    model = build(backbone) if model is None else model
+    model = build(backbone, **fields or {}) if model is None else model
     ids, languages = rows()
     if same:  # every micro-batch holds the same two blocks
         ids, languages = ids[:2].repeat(4, 1), languages[:2].repeat(4, 1)

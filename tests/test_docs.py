@@ -19,6 +19,7 @@ EXTRA = {
     "analyze similarity": ["--tokens", "300", "--block-size", "32"],
     "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
+    "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 
 
@@ -90,6 +91,23 @@ def test_the_dmoe_guide(workplace):
     assert run_recipe(Recipe.load("dmoe.yaml"), lambda line: None).name == "normal"
 
 
+def test_the_delta_moe_guide(workplace):
+    workplace("delta_moe.md")
+    for seed, name in enumerate(("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct")):
+        save_dense(Path(name), num_hidden_layers=28, seed=seed)
+    said = run("delta_moe.md")  # `diff` would exit with 1 if a tensor differed
+    assert "expert 0" not in said["diff qwen-hu-tr-chat-0"]
+    assert "FFNs" in said["diff qwen-hu-tr-chat-0"]
+    assert "frozen tensors are byte-identical" in said["train dense"]
+
+
+def test_the_lora_guide(workplace):
+    workplace("lora_experts.md")
+    said = run("lora_experts.md")
+    assert "expert 0 with updates of rank 8, alpha 16" in said["inspect qwen-mola-2"]
+    assert "Qwen2ForCausalLM" in said["export qwen-mola-2"]
+
+
 def test_the_lifelong_guide(workplace):
     workplace("dmoe.md")
     workplace("lifelong.md")
@@ -98,6 +116,9 @@ def test_the_lifelong_guide(workplace):
     said = run("lifelong.md")
     assert "expansion 2" in said["inspect qwen-el-tr-2"]
     assert "as they were then" in said["shrink qwen-el-tr-2"]
+    assert "el (expansion 1)" in said["evaluate qwen-el-2"]
+    assert "tr (expansion 2)" in said["evaluate qwen-el-2"]
+    assert "nearest experts: layer 0: " in said["grow qwen-el-2"]
     assert run_recipe(Recipe.load("lifelong.yaml"), lambda line: None).parts[-2:] == ("2", "review")
 
 

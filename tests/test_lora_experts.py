@@ -172,6 +172,19 @@ def test_gradients_are_the_chain_rules(backbone):
                     torch.testing.assert_close(factor.weight.grad, expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("backbone", ["qwen2", "gpt2"])
+def test_a_model_made_from_a_configuration_starts_with_updates_of_nothing(backbone):
+    model = AutoModelForCausalLM.from_config(build(backbone).config)
+    factors = [module for module in model.modules() if isinstance(module, LoraFactor)]
+    assert factors
+    for factor in factors:
+        if factor.weight.shape[0] == RANK:
+            bound = factor.weight.shape[1] ** -0.5
+            assert 0.5 * bound < factor.weight.abs().max() <= bound
+        else:
+            assert not factor.weight.any()
+
+
 @pytest.mark.parametrize("backbone", SUPPORTED_BACKBONES)
 def test_every_backbones_ffn_has_its_weights_in_linear_layers_alone(backbone):
     with torch.device("meta"):

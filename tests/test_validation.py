@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_dense, write_texts
-from transformers import TrainerCallback
+from conftest import byte_tokenizer, invoke, run_ranks, save_dense, write_texts
+from safetensors.torch import load_file
+from transformers import Trainer
 
-from hf_moe_expand import LayerMoEForCausalLM, Plan, evaluate_model, expand_checkpoint, training
+from hf_moe_expand import LayerMoEForCausalLM, Plan, evaluate_model, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.validation import _untouched
 from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, ValidationSettings
 from hf_moe_expand.training import train_stage
 
@@ -76,61 +79,73 @@ def test_training_with_and_without_it_is_the_same_to_the_bit(validated, root):
     assert compare_checkpoints(root / "expanded", validated).changed
 
 
-def test_modes_random_numbers_and_captured_routing_are_left_as_they_were(root):
-    from hf_moe_expand.evaluation.validation import _untouched
-
+def test_modes_and_random_numbers_are_left_as_they_were(root):
     model = LayerMoEForCausalLM.from_pretrained(root / "expanded").train()
     frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Dropout)).eval()
     modes = [module.training for module in model.modules()]
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with model.capture_routing() as outer:
-        with pytest.raises(RuntimeError, match="broken"), _untouched(model):
-            assert not any(module.training for module in model.modules())
-            torch.rand(7)
-            raise RuntimeError("broken")
-        model(torch.arange(5)[None])
-    assert len(outer) == 3
+    with _untouched(model):
+        assert not any(module.training for module in model.modules())
+        torch.rand(7)
     assert [module.training for module in model.modules()] == modes
     assert not frozen.training
-    torch.manual_seed(3)
-    with _untouched(model):
-        torch.rand(7)
     assert torch.equal(torch.rand(4), expected)
 
 
-class StopAt(TrainerCallback):
-    """As a time limit would. Comes after the validation of its step."""
+def test_an_interrupted_run_ends_with_the_same_curves(root, monkeypatch):
+    whole = train(root, "whole", every=1)
+    step = Trainer.training_step
 
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
+    def stops(trainer, *arguments):
+        if trainer.state.global_step == 3:
             raise KeyboardInterrupt
+        return step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", stops)
+        with pytest.raises(KeyboardInterrupt):
+            train(root, "broken", every=1)
+    assert curves(root / "broken.training")["steps"] == [0, 1, 2, 3]
+    assert (root / "broken.training" / "checkpoint-2").is_dir()  # so step 3 comes again
+    broken = train(root, "broken", every=1)
+    assert curves(broken)["steps"] == [0, 1, 2, 3, 4, 5]
+    assert curves(broken) == curves(whole)
 
 
-def test_an_interrupted_run_ends_with_the_same_curves(validated, root, monkeypatch):
-    made = training._trainer
+def test_two_ranks_score_what_one_does_and_one_writes(root):
+    settings = {"block_size": 16, "temperature": 2, "training": {"max_steps": 3, "learning_rate": 1e-2}}
+    text = [part for code in ("el", "tr") for part in ("--data", f"{code}={root / code}.jsonl")]
+    text += ["--validation", f"tr={root}/tr.test.jsonl"]
+    for batch in (4, 2):  # in a step four blocks either way
+        settings["training"]["per_device_train_batch_size"] = batch
+        (root / f"{batch}.yaml").write_text(json.dumps(settings))
+    expand_checkpoint(save_dense(root / "no-dropout"), root / "plain", Plan("uniform", [2, 1, 1], new=["el", "tr"]))
+    invoke("train", "post-pretrain", root / "plain", root / "one", *text, "--config", root / "4.yaml")
+    run_ranks(
+        "-m", "hf_moe_expand.cli", "train", "post-pretrain", *map(str, (root / "plain", root / "two")), *text,
+        "--config", str(root / "2.yaml"),
+    )  # fmt: skip
+    one, two = curves(root / "one"), curves(root / "two")
+    assert one["steps"] == two["steps"] == [0, 3]
+    assert two["loss"]["tr"] == pytest.approx(one["loss"]["tr"], rel=1e-3)
+    weights = [load_file(root / name / "model.safetensors") for name in ("one", "two")]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-3, atol=1e-4, msg=name)
 
-    def interrupted(*args):
-        trainer = made(*args)
-        step_end = trainer.training_step
-        trainer.training_step = lambda *a, **k: stop() if trainer.state.global_step == 4 else step_end(*a, **k)
-        return trainer
 
-    def stop():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "_trainer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(root, "broken", every=1)
-    monkeypatch.undo()
-    work = root / "broken.training"
-    assert curves(work)["steps"] == [0, 1, 2, 3, 4]
-    # Steps after the checkpoint that training goes on from come again: as if that of step 4 had not been written.
-    (work / "checkpoint-4").rename(work / "gone")
-    (work / "checkpoint-2").exists() or pytest.skip("only the last checkpoint is kept")
-    done = train(root, "broken", every=1)
-    assert curves(done)["steps"] == [0, 1, 2, 3, 4, 5]
+def test_bad_validation(root, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    write_texts(tmp_path / "long.jsonl", ["word " * 30])
+    data = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("el", "tr")}
+    for validation, message in (
+        (ValidationSettings({"el": str(tmp_path / "empty.jsonl")}), r"empty\.jsonl: the file is empty"),
+        (ValidationSettings({"el": str(tmp_path / "none.jsonl")}), r"none\.jsonl: no such file"),
+        (ValidationSettings({"el": str(tmp_path / "long.jsonl")}, max_tokens=20), "'el': no text to score .*tokens 20"),
+        (ValidationSettings({"el": "el.jsonl"}, every=0), "validation.every is 0"),
+        (ValidationSettings({False: "no.jsonl"}), "`no` needs quotes"),
+    ):
+        settings = PostPretrainSettings(block_size=16, validation=validation)
+        with pytest.raises(InputError, match=message):
+            train_stage(root / "expanded", root / "refused", data, settings)

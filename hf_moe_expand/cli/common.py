@@ -1,11 +1,13 @@
 """What several verbs do: read arguments, check outputs, print tables."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 
 if TYPE_CHECKING:
+    from ..evaluation.harness import HarnessTasks
     from ..evaluation.report import Evaluation
 
 
@@ -29,11 +31,13 @@ def evaluate_models(
     batch_size: int = 8,
     max_tokens: int | None = None,
     ensemble: int | None = None,
+    tasks: "HarnessTasks | None" = None,
 ) -> "Evaluation":
-    """Scores models side by side and prints both tables.
+    """Scores models side by side and prints the tables.
 
     Args:
         languages: the old ones, then those that each expansion brought.
+        tasks: of lm-evaluation-harness, to run besides.
     """
     from ..evaluation.perplexity import evaluate_model
     from ..evaluation.report import Evaluation
@@ -44,10 +48,10 @@ def evaluate_models(
     texts = {code: source.load()["text"] for code, source in sources.items()}
     for name in models:
         model, tokenizer = load_for_inference(name)
-        label = Path(name).name if Path(name).is_dir() else name
-        if label in result.models:
-            raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
+        label = model_label(name, result.models)
         result.models[label] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
+        if tasks is not None:
+            result.tasks[label] = tasks.evaluate(model, tokenizer, batch_size)
     if ensemble is not None:
         from ..evaluation.ensemble import evaluate_ensemble
 
@@ -55,11 +59,23 @@ def evaluate_models(
         result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
             models, tokenizer, texts, ensemble, block_size, batch_size, max_tokens
         )
-    print("bits per byte")
-    print_table(*result.rows())
-    print("perplexity")
-    print_table(*result.rows("perplexity"))
+    if texts:
+        print("bits per byte")
+        print_table(*result.rows())
+        print("perplexity")
+        print_table(*result.rows("perplexity"))
+    if tasks is not None:
+        print("tasks")
+        print_table(*result.task_rows())
     return result
+
+
+def model_label(name: str, taken: Collection[str]) -> str:
+    """What results call a model: its folder's name, or its hub id."""
+    label = Path(name).name if Path(name).is_dir() else name
+    if label in taken:
+        raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
+    return label
 
 
 def codes(argument: str) -> list[str]:

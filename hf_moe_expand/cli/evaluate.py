@@ -1,30 +1,32 @@
-"""`evaluate`."""
+"""`evaluate` and `evaluate-translation`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import InputError
 from .apps import app
-from .common import check_file, codes, evaluate_models, text_sources
+from .common import check_file, codes, evaluate_models, model_label, print_table, text_sources
 from .options import (
     BatchSize,
     BlockSize,
-    Data,
     NewCodes,
     OldCodes,
     Out,
     Overwrite,
 )
 
+Models = Annotated[
+    list[str], typer.Argument(help="Folders or hub ids; the first is what the others are compared with.")
+]
+
 
 @app.command()
 def evaluate(
-    models: Annotated[
-        list[str], typer.Argument(help="Folders or hub ids; the first is what the others are compared with.")
-    ],
-    data: Data,
+    models: Models,
     out: Out,
+    data: Annotated[list[str] | None, typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")] = None,
     old: OldCodes = "",
     new: NewCodes = "",
     block_size: BlockSize = 1024,
@@ -34,20 +36,88 @@ def evaluate(
         int | None,
         typer.Option(help="Score all models together, too: mix this many at each token, those that fit the text best."),
     ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(help="Tasks of lm-evaluation-harness with their numbers of examples, e.g. arc_hu@25,m_mmlu_hu@5."),
+    ] = "",
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples for tasks that name no number; by default each task's own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Score this many documents of a task at most.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with tasks of your own for the harness.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Perplexity and bits per byte on each language, several models side by side.
+    """Perplexity and bits per byte on each language, and tasks of lm-evaluation-harness; several models side by side.
 
     Example: hf-moe-expand evaluate Qwen/Qwen2.5-0.5B qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out eval.json
     """
     check_file(out, overwrite)
-    sources = text_sources(data)
+    sources = text_sources(data or [])
     for source in sources.values():
         source.files()
+    if not sources and not tasks:
+        raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or both.")
+    if not tasks and not (num_fewshot is limit is include_path is None):
+        raise InputError("--num-fewshot, --limit and --include-path belong to --tasks, which is not given.")
+    if ensemble is not None and not sources:
+        raise InputError("--ensemble scores text: give it with --data.")
     if ensemble is not None and not 1 <= ensemble <= len(models):
         raise InputError(f"--ensemble {ensemble}: mixes 1 to {len(models)} of the {len(models)} models given.")
+    harness_tasks = None
+    if tasks:
+        from ..evaluation.harness import HarnessTasks
+
+        harness_tasks = HarnessTasks(codes(tasks), num_fewshot, limit, include_path)
     groups = _language_groups(models, list(sources), codes(old), codes(new))
-    result = evaluate_models(models, sources, groups, block_size, batch_size, max_tokens, ensemble)
+    result = evaluate_models(models, sources, groups, block_size, batch_size, max_tokens, ensemble, harness_tasks)
+    result.to_json(out)
+    print(f"wrote {out}")
+
+
+@app.command()
+def evaluate_translation(
+    models: Models,
+    data: Annotated[
+        list[str], typer.Option("--data", help="LANGUAGE=FILE of parallel text, the same sentence in the same line.")
+    ],
+    out: Out,
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(help="Directions such as en-el; repeat. Else the first language with each other, both ways."),
+    ] = None,
+    shots: Annotated[int, typer.Option(help="The first so many lines are examples in each prompt, not scored.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Score this many sentences at most.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sentences translated at once.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a translation at most.")] = 256,
+    overwrite: Overwrite = False,
+) -> None:
+    """chrF++ of greedy translations of parallel text, such as FLORES; several models side by side.
+
+    Example: hf-moe-expand evaluate-translation qwen-el-2 --data en=flores/en.jsonl --data el=flores/el.jsonl
+    --pair en-el --shots 8 --out translation.json
+    """
+    from ..evaluation.translation import (
+        TranslationScores,
+        chrf_plus_plus,
+        evaluate_translation,
+        load_parallel,
+        parse_pairs,
+    )
+    from ..models import load_for_inference
+
+    check_file(out, overwrite)
+    sources = text_sources(data)
+    pairs = parse_pairs(pair or [], list(sources))
+    chrf_plus_plus()  # says so now if it is not installed
+    texts = load_parallel(sources)
+    scores: dict = {}
+    for name in models:
+        label = model_label(name, scores)
+        model, tokenizer = load_for_inference(name)
+        scores[label] = evaluate_translation(model, tokenizer, texts, pairs, shots, limit, batch_size, max_new_tokens)
+    result = TranslationScores(shots, max_new_tokens, scores)
+    print("chrF++")
+    print_table(*result.rows())
     result.to_json(out)
     print(f"wrote {out}")
 

@@ -1,4 +1,4 @@
-"""When each language enters training: the curricula of Elbayad et al. (2023, section 3.4). Numbers in, numbers out.
+"""When each language enters training: the curricula of Elbayad et al. (2022, section 3.4). Numbers in, numbers out.
 
 Languages with little text over-fit when they train from the start, so they enter late.
 """

@@ -130,8 +130,8 @@ def allocation_chart(
 
     Args:
         measure: of each layer: the similarity of languages, or the deviation; its axis is on the right.
-        classifiers: layers whose bars are dark.
-        before: experts of each layer before this expansion: their part of the bar is pale.
+        classifiers: layers whose bars are filled.
+        before: experts of each layer before this expansion: their part of the bar is dashed.
     """
     height, top = 210, 24
     canvas = _Canvas(WIDTH, height, description)
@@ -253,7 +253,7 @@ def heat_map(
     if rule_after:
         y = top + high * rule_after - 0.5
         canvas.line(left, y, left + wide * len(columns), y, "rule")
-    begin = 0
+    begin = 0.0
     for block in blocks:
         frame = {"x": left + wide * begin - 0.5, "y": top + high * begin - 0.5}
         canvas.shape("rect", "frame", **frame, width=float(wide * block), height=float(high * block))

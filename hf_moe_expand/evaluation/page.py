@@ -1,6 +1,5 @@
 """What a run made and found, as one HTML page: every section only where its data is there."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,8 +101,8 @@ def make_page(run: str | Path) -> str:
         "summary": _summary(parts, history),
         "scores": _scores(root, history),
         "recipe": without_paths((root / "recipe.yaml").read_text("utf-8")) if _has(root, "recipe.yaml") else None,
-        "plans": [found for part in parts if (found := _plan(part))],
-        "training": [found for part in parts for name in part.stages() if (found := _training(part, name, steps))],
+        "plans": [plan for part in parts if (plan := _plan(part))],
+        "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
         "routing": [_routing(path, root) for path in _routing_files(root)],
         "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
         "steps": [{"name": name, **step, "time": _time(step["seconds"])} for name, step in steps.items()],
@@ -153,7 +152,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"count": "{:,}".format, "percent": lambda share: f"{100 * share:.1f} %"}
+    environment.filters |= {"count": "{:,}".format, "percent": lambda share: f"{100 * share:.2f} %"}
     return environment
 
 
@@ -379,11 +378,10 @@ def _training_figures(
         if key in known:
             words = key.replace("_", " ")
             yield figure(words if key != "gate" else "gate: share of tokens it lets through", [curve(key, words)])
-    homes = [
-        curve(f"expert_0_score_{kind}", kind, kind) for kind in ("old", "new") if f"expert_0_score_{kind}" in known
-    ]
+    kinds_scored = [kind for kind in ("old", "new") if f"expert_0_score_{kind}" in known]
+    homes = [curve(f"expert_0_score_{kind}", kind, kind) for kind in kinds_scored]
     if homes:
-        yield figure("router's score of expert 0, old and new languages", homes, y_range=(0, 1))
+        yield figure(f"router's score of expert 0, {' and '.join(kinds_scored)} languages", homes, y_range=(0, 1))
     shares = sorted((int(key.split("_")[1]), key) for key in known if re.fullmatch(r"expert_\d+_share", key))
     if shares:
         lines = [curve(key, str(expert), "old" if expert == 0 else "new") for expert, key in shares]
@@ -454,5 +452,5 @@ def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
 def _time(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes = math.floor(seconds / 60)
+    minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+from .harness import TaskScore
 from .perplexity import LanguageScore
 
 
@@ -17,12 +18,14 @@ class Evaluation:
     Attributes:
         old, new: the languages of the base model, and the others.
         expansions: of several expansions, the languages of `new` that each brought.
+        tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
     """
 
     old: list[str]
     new: list[str]
     models: dict[str, dict[str, LanguageScore]] = field(default_factory=dict)
     expansions: list[list[str]] = field(default_factory=list)
+    tasks: dict[str, dict[str, TaskScore]] = field(default_factory=dict)
 
     def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
         """Mean of a measure over languages; None without any."""
@@ -41,6 +44,7 @@ class Evaluation:
         write_json(path, {
             "old": self.old, "new": self.new, "expansions": self.expansions, "models": models,
             "mean_bits_per_byte": means,
+            "tasks": {n: {task: asdict(score) for task, score in found.items()} for n, found in self.tasks.items()},
         })  # fmt: skip
 
     @classmethod
@@ -51,7 +55,11 @@ class Evaluation:
         models = {
             n: {c: LanguageScore(**score) for c, score in scores.items()} for n, scores in value["models"].items()
         }
-        return cls(value["old"], value["new"], models, value.get("expansions", []))
+        tasks = {
+            n: {task: TaskScore.from_mapping(score) for task, score in found.items()}
+            for n, found in value.get("tasks", {}).items()
+        }
+        return cls(value["old"], value["new"], models, value.get("expansions", []), tasks)
 
     def groups(self) -> list[tuple[str, list[str]]]:
         """The languages as the table groups them: `old`, then `new` or, of several expansions, what each brought."""
@@ -78,8 +86,38 @@ class Evaluation:
             rows.append(row)
         return header, rows
 
+    def task_rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table of the tasks: header, a row a metric of what is no part of a group; the last model's change."""
+        names = list(self.tasks)
+        header = ["task", "metric", *names] + ([f"{names[-1]} vs {names[0]}"] if len(names) > 1 else [])
+        shown = [(task, metric) for found in self.tasks.values() for task, score in found.items()
+                 if score.group is None for metric in score.metrics]  # fmt: skip
+        rows = []
+        for task, metric in dict.fromkeys(shown):
+            scores = [self.tasks[name].get(task) for name in names]
+            values = [None if score is None else score.metrics.get(metric) for score in scores]
+            one = next(score for score in scores if score)
+            part = "" if one.samples == one.total else f", {one.samples} of {one.total}"
+            row = [f"{task} ({one.shots}-shot{part})", metric]
+            for value in values:
+                error = "" if value is None or value.stderr is None else f" ± {value.stderr:.4f}"
+                row.append("-" if value is None else f"{value.value:.4f}{error}")
+            if len(names) > 1:
+                first, last = values[0], values[-1]
+                row.append("-" if first is None or last is None else f"{last.value - first.value:+.4f}")
+            rows.append(row)
+        return header, rows
+
+    def task_markdown(self) -> str:
+        """The table of the tasks in Markdown."""
+        header, rows = self.task_rows()
+        return _markdown(header, ["---", "---"] + ["---:"] * (len(header) - 2), rows)
+
     def markdown(self, measure: str = "bits_per_byte") -> str:
         """The table of a measure in Markdown."""
         header, rows = self.rows(measure)
-        lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return _markdown(header, ["---"] + ["---:"] * (len(header) - 1), rows)
+
+
+def _markdown(header: list[str], rule: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *rows])

@@ -1,0 +1,183 @@
+"""Tasks of lm-evaluation-harness, on a model that is loaded already."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from datasets.exceptions import DatasetNotFoundError
+
+from ..errors import InputError
+from .extra import import_extra
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A task's result; no standard error where the harness gives none."""
+
+    value: float
+    stderr: float | None = None
+    higher_is_better: bool | None = None
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """A model's results on a task, or on a group of tasks.
+
+    Attributes:
+        metrics: by name; that of a filter other than the default is `name,filter`.
+        shots: examples in a prompt.
+        samples, total: how many documents were scored, and how many there are.
+        version: the task's, as the harness has it.
+        harness: version of lm_eval.
+        group: the group that this is a part of and that has results of its own.
+    """
+
+    metrics: dict[str, Metric]
+    shots: int
+    samples: int
+    total: int
+    version: str | None
+    harness: str
+    group: str | None = None
+
+    @classmethod
+    def from_mapping(cls, value: Mapping[str, Any]) -> "TaskScore":
+        """From what `dataclasses.asdict` gave."""
+        return cls(**{**value, "metrics": {name: Metric(**metric) for name, metric in value["metrics"].items()}})
+
+
+class HarnessTasks:
+    """Tasks to run on one model after the other. Building it loads their data, so that what is missing shows early.
+
+    Args:
+        tasks: names of tasks, groups or tags, or patterns (`belebele_*`), each with its number of examples if need
+            be: `arc_hu@25`.
+        num_fewshot: examples in a prompt, for what names no number; by default the task's own.
+        limit: documents of a task at most.
+        include_path: folder with tasks of one's own, YAML files as the harness reads them.
+
+    Raises:
+        InputError: lm_eval is not installed, a task is unknown, given twice or without its data, or a number is wrong.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterable[str],
+        num_fewshot: int | None = None,
+        limit: int | None = None,
+        include_path: str | Path | None = None,
+    ) -> None:
+        self.harness = import_extra("lm_eval").__version__
+        if (num_fewshot or 0) < 0 or (limit is not None and limit < 1):
+            raise InputError(f"num_fewshot {num_fewshot}, limit {limit}: must be at least 0 and 1.")
+        if include_path is not None and not Path(include_path).is_dir():
+            raise InputError(f"{include_path}: no such folder (tasks for lm_eval).")
+        self.limit = limit
+        self.manager = import_extra("lm_eval.tasks").TaskManager(include_path=include_path and str(include_path))
+        self.by_shots: dict[int | None, list[Any]] = {}
+        for argument in tasks:
+            name, shots = _parse(argument, num_fewshot)
+            self.by_shots.setdefault(shots, []).extend(self._load(name))
+        if twice := [name for name, count in Counter(self._leaves()).items() if count > 1]:
+            raise InputError(f"{', '.join(twice[:3])}: given twice; one run scores a task once.")
+
+    def _load(self, pattern: str) -> list[Any]:
+        """The groups and tasks that a pattern names."""
+        names = self.manager.match_tasks([pattern])
+        if not names:
+            close = get_close_matches(pattern, self.manager.all_tasks, 3)
+            raise InputError(
+                f"{pattern!r} is no task of lm_eval {self.harness} or of --include-path"
+                + (f"; did you mean {' or '.join(close)}?" if close else ".")
+            )
+        found: list[Any] = []
+        for name in names:
+            try:
+                loaded = self.manager.load([name])
+            except (OSError, DatasetNotFoundError) as error:
+                raise InputError(
+                    f"{name}: its data cannot be had ({(str(error) or type(error).__name__).splitlines()[0]})."
+                ) from None
+            groups = loaded["groups"]
+            found += [groups[name]] if name in groups else list(loaded["tasks"].values())
+        return found
+
+    def _leaves(self) -> list[str]:
+        items = [item for items in self.by_shots.values() for item in items]
+        return [task.task_name for item in items for task in (item.get_all_tasks() if _is_group(item) else [item])]
+
+    def evaluate(self, model: Any, tokenizer: Any, batch_size: int = 8) -> dict[str, TaskScore]:
+        """Runs the tasks: lm_eval's `simple_evaluate`, once for each number of examples."""
+        wrapped = import_extra("lm_eval.models.huggingface").HFLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=batch_size
+        )
+        scores: dict[str, TaskScore] = {}
+        for shots, items in self.by_shots.items():
+            results = import_extra("lm_eval").simple_evaluate(
+                model=wrapped,
+                tasks=items,
+                num_fewshot=shots,
+                limit=self.limit,
+                task_manager=self.manager,
+                log_samples=False,
+            )
+            scores |= task_scores(results, self.harness)
+        return scores
+
+
+def _parse(argument: str, num_fewshot: int | None) -> tuple[str, int | None]:
+    name, separator, shots = argument.partition("@")
+    if not separator:
+        return name, num_fewshot
+    if not (name and shots.isdecimal()):
+        raise InputError(f"{argument!r} is not TASK@EXAMPLES, e.g. arc_hu@25.")
+    return name, int(shots)
+
+
+def _is_group(item: Any) -> bool:
+    return hasattr(item, "get_all_tasks")
+
+
+def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore]:
+    """What lm_eval's `simple_evaluate` returned, without what has no metric (a group that is only a list)."""
+    members: Mapping[str, Sequence[str]] = results.get("group_subtasks", {})
+    metrics = {
+        name: _metrics(values, results["higher_is_better"].get(name, {})) for name, values in results["results"].items()
+    }
+    groups = {part: name for name, parts in members.items() if metrics.get(name) for part in parts}
+
+    def documents(name: str, kind: str) -> int:
+        if name in results["n-samples"]:
+            return results["n-samples"][name][kind]
+        return sum(documents(part, kind) for part in members[name])
+
+    return {
+        name: TaskScore(
+            metrics=found,
+            shots=results["n-shot"][name],
+            samples=documents(name, "effective"),
+            total=documents(name, "original"),
+            version=None if results["versions"].get(name) is None else str(results["versions"][name]),
+            harness=harness,
+            group=groups.get(name),
+        )
+        for name, found in metrics.items()
+        if found
+    }
+
+
+def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> dict[str, Metric]:
+    """`acc,none` and `acc_stderr,none` as one."""
+    found = {}
+    for key, value in values.items():
+        metric, comma, kind = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        stderr = values.get(f"{metric}_stderr,{kind}")
+        found[metric if kind == "none" else key] = Metric(
+            float(value), float(stderr) if isinstance(stderr, (int, float)) else None, better.get(metric)
+        )
+    return found

@@ -1,0 +1,258 @@
+"""Translation quality: chrF++ of a model's greedy translations of parallel text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import langcodes
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig
+
+from ..data.sources import LanguageText
+from ..errors import InputError
+from ..jsonfile import write_json
+from .extra import import_extra
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class TranslationScore:
+    """How well a model translates from one language to another.
+
+    Attributes:
+        chrf: chrF++ of the corpus, 0 to 100.
+        signature: sacrebleu's, of the metric.
+        sentences: scored.
+        cut: translations that reached the limit of new tokens before a newline or an end of text.
+        translations: in the order of the text, for other metrics.
+    """
+
+    chrf: float
+    signature: str
+    sentences: int
+    cut: int
+    translations: list[str] = field(repr=False)
+
+
+@dataclass
+class TranslationScores:
+    """What `translation.json` holds: `models[name][pair]`, a pair written `en-el`.
+
+    Attributes:
+        shots: examples in a prompt.
+        max_new_tokens: the limit of a translation.
+    """
+
+    shots: int
+    max_new_tokens: int
+    models: dict[str, dict[str, TranslationScore]] = field(default_factory=dict)
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes the file."""
+        write_json(path, {"metric": "chrF++", **asdict(self)})
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, a row a pair, their mean; the last model's change from the first in points."""
+        names = list(self.models)
+        pairs = list(self.models[names[0]])
+        values = [(pair, [self.models[name][pair].chrf for name in names]) for pair in pairs]
+        if len(pairs) > 1:
+            values.append(("mean", [sum(column) / len(pairs) for column in zip(*(v for _, v in values), strict=True)]))
+        changed = [f"{names[-1]} vs {names[0]}"] if len(names) > 1 else []
+        rows = [[pair, *(f"{v:.2f}" for v in row), *(f"{row[-1] - row[0]:+.2f}" for _ in changed)]
+                for pair, row in values]  # fmt: skip
+        return ["pair", *names, *changed], rows
+
+
+def chrf_plus_plus() -> Any:
+    """sacrebleu's chrF++ (Popović, 2017): characters up to six, words up to two.
+
+    Raises:
+        InputError: sacrebleu is not installed.
+    """
+    return import_extra("sacrebleu.metrics").CHRF(word_order=2)
+
+
+def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
+    """Parallel text: sentence `i` of each language says the same. White space in a sentence counts as one space.
+
+    Raises:
+        InputError: a source has no text, a line of it is empty or of another language, or two differ in length.
+    """
+    texts = {code: [" ".join(text.split()) for text in source.load()["text"]] for code, source in sources.items()}
+    for code, source in sources.items():
+        lines = sum(_lines(file) for file in source.files() if file.suffix != ".parquet")
+        if lines and lines != len(texts[code]):
+            raise InputError(
+                f"{source.source}: {len(texts[code])} of {lines} lines are text in {code!r}; in a parallel file "
+                "every line must be."
+            )
+    first, *others = texts
+    for code in others:
+        if len(texts[code]) != len(texts[first]):
+            raise InputError(
+                f"{sources[first].source} has {len(texts[first])} sentences, {sources[code].source} has "
+                f"{len(texts[code])}: parallel text has as many in every language."
+            )
+    return texts
+
+
+def _lines(file: Path) -> int:
+    with open(file, encoding="utf-8") as lines:
+        return sum(1 for _ in lines)
+
+
+def parse_pairs(arguments: Sequence[str], languages: Sequence[str]) -> list[Pair]:
+    """Pairs such as `en-el`; without any, the first language with each other one, both ways.
+
+    Raises:
+        InputError: fewer than two languages, a pair that is not of two of them, or one given twice.
+    """
+    if len(languages) < 2:
+        raise InputError("Translation needs text in two languages at least.")
+    known = {pair_name((a, b)): (a, b) for a in languages for b in languages if a != b}
+    if not arguments:
+        return [pair for other in languages[1:] for pair in ((languages[0], other), (other, languages[0]))]
+    for argument in arguments:
+        if argument not in known:
+            raise InputError(f"{argument!r} is no pair of two of the languages {', '.join(languages)}, such as "
+                             f"{next(iter(known))}.")  # fmt: skip
+    if len(set(arguments)) < len(arguments):
+        raise InputError(f"{', '.join(arguments)}: a pair is given twice.")
+    return [known[argument] for argument in arguments]
+
+
+def pair_name(pair: Pair) -> str:
+    """`en-el`."""
+    return "-".join(pair)
+
+
+def language_name(code: str) -> str:
+    """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified).
+
+    Raises:
+        InputError: no language has this code, or the package that knows the names is not installed.
+    """
+    import_extra("language_data")
+    try:
+        if langcodes.tag_is_valid(code):
+            return langcodes.Language.get(code).display_name()
+    except langcodes.LanguageTagError:
+        pass
+    raise InputError(f"{code!r} is no language code of ISO 639 (such as el or yue), so a prompt cannot name it.")
+
+
+def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ()) -> str:
+    """A line an example, `English: ... → Greek: ...`, and the sentence in the same form, its translation left open."""
+    source, target = (language_name(code) for code in pair)
+    lines = [f"{source}: {given} → {target}: {wanted}" for given, wanted in examples]
+    return "\n".join([*lines, f"{source}: {sentence} → {target}:"])
+
+
+def translate(
+    model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 8, max_new_tokens: int = 256
+) -> tuple[list[str], int]:
+    """Greedy continuations of prompts up to a newline or an end of text, and how many reached `max_new_tokens` first.
+
+    The checkpoint's own generation settings (a repetition penalty, say) do not count, except for what ends a text.
+
+    Raises:
+        InputError: a prompt and its continuation do not fit the model's positions.
+    """
+    model.eval()
+    encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    longest = max(map(len, encoded))
+    if positions is not None and longest + max_new_tokens > positions:
+        raise InputError(
+            f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
+            "give fewer examples or new tokens."
+        )
+    ends = _end_tokens(model, tokenizer)
+    filler = ends[0] if ends else 0
+    found = [""] * len(prompts)
+    cut = 0
+    # Alike in length, so that little is padding; the longest first, since they need the most memory.
+    order = sorted(range(len(prompts)), key=lambda index: -len(encoded[index]))
+    greedy = GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=filler
+    )
+    with _generation_config(model, greedy), tqdm(total=len(prompts), desc="translate", unit="sentence") as progress:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            width = max(len(encoded[index]) for index in batch)
+            missing = [width - len(encoded[index]) for index in batch]
+            ids_BS = [[filler] * gap + encoded[index] for gap, index in zip(missing, batch, strict=True)]
+            mask_BS = [[0] * gap + [1] * (width - gap) for gap in missing]
+            written_BS = model.generate(
+                input_ids=torch.tensor(ids_BS, device=model.device),
+                attention_mask=torch.tensor(mask_BS, device=model.device),
+                stop_strings=["\n"],
+                tokenizer=tokenizer,
+            )
+            for index, row in zip(batch, written_BS[:, width:].tolist(), strict=True):
+                end = next((place for place, token in enumerate(row) if token in ends), None)
+                line, newline, _ = tokenizer.decode(row[:end], skip_special_tokens=True).partition("\n")
+                found[index] = line.strip()
+                cut += end is None and not newline
+            progress.update(len(batch))
+    return found, cut
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    own = model.generation_config.eos_token_id
+    ends = own if isinstance(own, list) else [own]
+    return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
+
+
+@contextmanager
+def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """`generate` fills what its arguments leave open from the model's own settings; so these are put aside."""
+    own = model.generation_config
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def evaluate_translation(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[str]],
+    pairs: Sequence[Pair],
+    shots: int = 0,
+    limit: int | None = None,
+    batch_size: int = 8,
+    max_new_tokens: int = 256,
+) -> dict[str, TranslationScore]:
+    """chrF++ of each pair of languages.
+
+    Args:
+        texts: parallel sentences.
+        shots: the first so many sentences are the examples of every prompt, and not scored.
+        limit: scores this many of the others at most.
+
+    Raises:
+        InputError: nothing is left to score, a language has no name, or a prompt is too long.
+    """
+    sentences = len(next(iter(texts.values())))
+    if shots < 0 or (limit is not None and limit < 1):
+        raise InputError(f"shots {shots}, limit {limit}: must be at least 0 and 1.")
+    if shots >= sentences:
+        raise InputError(f"{shots} of {sentences} sentences are examples: none is left to score.")
+    scored = slice(shots, None if limit is None else shots + limit)
+    metric = chrf_plus_plus()
+    scores = {}
+    for source, target in pairs:
+        examples = list(zip(texts[source][:shots], texts[target][:shots], strict=True))
+        prompts = [translation_prompt((source, target), sentence, examples) for sentence in texts[source][scored]]
+        found, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
+        chrf = metric.corpus_score(found, [list(texts[target][scored])]).score
+        signature = str(metric.get_signature())
+        scores[pair_name((source, target))] = TranslationScore(chrf, signature, len(found), cut, found)
+    return scores

@@ -1,0 +1,222 @@
+"""Translations against a slow, unbatched greedy loop; chrF++ and the prompts of known text."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import DATA, byte_tokenizer, invoke, save_dense, tiny_dense, write_texts
+from transformers import GenerationConfig
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import extra, translation
+from hf_moe_expand.evaluation.translation import (
+    evaluate_translation,
+    language_name,
+    load_parallel,
+    parse_pairs,
+    translate,
+    translation_prompt,
+)
+from hf_moe_expand.models import load_for_inference
+
+pytest.importorskip("sacrebleu", reason="the extra `eval` is not installed")
+pytest.importorskip("language_data", reason="the extra `eval` is not installed")
+
+PROMPTS = ["one", "a longer prompt than the others\nof two lines", "two and three", "έξι", "7"]
+END = 256
+AMOUNT = 2.0  # of the likelihood of an end: some texts end within 12 tokens, some do not
+
+
+def newline_id() -> int:
+    return byte_tokenizer()("\n").input_ids[0]
+
+
+def slow_continuation(model, tokenizer, prompt, count):
+    """One token after the other, each from a forward pass of its own; the text up to a newline or an end of text."""
+    ids, new = tokenizer(prompt).input_ids, []
+    while len(new) < count:
+        with torch.no_grad():
+            token = model(torch.tensor([ids + new])).logits[0, -1].argmax().item()
+        if token == tokenizer.eos_token_id:
+            break
+        new.append(token)
+        if "\n" in tokenizer.decode(new):
+            break
+    return tokenizer.decode(new).split("\n")[0].strip(), len(new) == count and "\n" not in tokenizer.decode(new)
+
+
+def letters_until(token: int, amount: float):
+    """A tiny model that writes ASCII letters, and a token that ends the text the likelier the larger `amount` is."""
+    model = tiny_dense("qwen2", tie_word_embeddings=False, max_position_embeddings=256)
+    head = torch.nn.Linear(32, 257)
+    with torch.no_grad():
+        head.weight.copy_(model.lm_head.weight)
+        head.bias.fill_(-1e4)
+        head.bias[byte_tokenizer()("abcdefghijklmnopqrstuvwxyz").input_ids] = 0
+        head.bias[token] = amount
+    model.lm_head = head
+    return model
+
+
+@pytest.mark.parametrize("ending", ["newline", "end of text"])
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_batches_give_what_one_token_after_the_other_gives(ending, batch_size):
+    tokenizer = byte_tokenizer()
+    model = letters_until(newline_id() if ending == "newline" else END, AMOUNT)
+    expected = [slow_continuation(model, tokenizer, prompt, 12) for prompt in PROMPTS]
+    assert len({text for text, _ in expected}) > 2
+    assert 0 < sum(cut for _, cut in expected) < len(PROMPTS)  # both kinds of end occur
+    found, cut = translate(model, tokenizer, PROMPTS, batch_size, max_new_tokens=12)
+    assert found == [text for text, _ in expected]
+    assert cut == sum(cut for _, cut in expected)
+
+
+def test_the_checkpoints_own_generation_settings_do_not_count():
+    tokenizer, model = byte_tokenizer(), letters_until(END, AMOUNT)
+    plain, _ = translate(model, tokenizer, PROMPTS, 2, 12)
+    own = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=3.0, num_beams=2, eos_token_id=END)
+    model.generation_config = own
+    assert translate(model, tokenizer, PROMPTS, 2, 12)[0] == plain
+    assert model.generation_config is own
+    # But what ends a text does: here the token that the first continuation begins with.
+    first = max(plain, key=len)
+    model.generation_config = GenerationConfig(eos_token_id=[END, tokenizer(first).input_ids[0]])
+    assert translate(model, tokenizer, PROMPTS, 2, 12)[0][plain.index(first)] == ""
+
+
+def test_prompts():
+    assert [language_name(code) for code in ("el", "zho_Hans", "pt-BR")] == [
+        "Greek",
+        "Chinese (Simplified)",
+        "Portuguese (Brazil)",
+    ]
+    assert translation_prompt(("en", "el"), "Two.") == "English: Two. → Greek:"
+    assert translation_prompt(("el", "en"), "Δύο.", [("Ένα.", "One."), ("Μηδέν.", "Nil.")]) == (
+        "Greek: Ένα. → English: One.\nGreek: Μηδέν. → English: Nil.\nGreek: Δύο. → English:"
+    )
+    with pytest.raises(InputError, match="'qx' is no language code"):
+        language_name("qx")
+
+
+@pytest.fixture
+def rigged(monkeypatch):
+    """`translate` that answers from a list, and the prompts it was given."""
+    seen = SimpleNamespace(prompts=[], answers=[])
+
+    def answer(model, tokenizer, prompts, batch_size, max_new_tokens):
+        seen.prompts.append(prompts)
+        return seen.answers[: len(prompts)], 0
+
+    monkeypatch.setattr(translation, "translate", answer)
+    return seen
+
+
+def test_examples_are_in_the_prompt_and_not_scored(rigged):
+    texts = {"en": ["zero", "one", "two", "three"], "el": ["μηδέν", "ένα", "δύο", "τρία"]}
+    rigged.answers = ["δύο", "τρία"]
+    score = evaluate_translation(None, None, texts, [("en", "el")], shots=2)["en-el"]
+    shown = "English: zero → Greek: μηδέν\nEnglish: one → Greek: ένα\n"
+    assert rigged.prompts == [[shown + "English: two → Greek:", shown + "English: three → Greek:"]]
+    assert (score.chrf, score.sentences) == (pytest.approx(100), 2)
+    evaluate_translation(None, None, texts, [("en", "el")], shots=1, limit=1)
+    assert rigged.prompts[-1] == ["English: zero → Greek: μηδέν\nEnglish: one → Greek:"]
+    with pytest.raises(InputError, match="4 of 4 sentences are examples"):
+        evaluate_translation(None, None, texts, [("en", "el")], shots=4)
+
+
+def test_chrf_plus_plus_by_hand(rigged):
+    # Characters without spaces `abc` against `abd`: precision and recall are 2/3, 1/2 and 0 for one, two and three
+    # characters; the one word is wrong: 0. Longer n-grams do not occur and do not count.
+    rigged.answers = ["abc"]
+    score = evaluate_translation(None, None, {"en": ["x"], "el": ["abd"]}, [("en", "el")])["en-el"]
+    assert score.chrf == pytest.approx(100 * (2 / 3 + 1 / 2 + 0 + 0) / 4, abs=1e-6)
+    assert "nc:6|nw:2" in score.signature
+    assert "version:" in score.signature
+
+
+def test_parallel_text(tmp_path):
+    def source(code, name, content):
+        (tmp_path / name).write_text(content, "utf-8")
+        return LanguageText(code, str(tmp_path / name))
+
+    en = source("en", "en.txt", "One.\nTwo  words.\n")
+    texts = load_parallel({"en": en, "el": source("el", "el.jsonl", '{"text": "Ένα."}\n{"text": "Δύο\\nλέξεις."}\n')})
+    assert texts == {"en": ["One.", "Two words."], "el": ["Ένα.", "Δύο λέξεις."]}
+    with pytest.raises(InputError, match=r"en.txt has 2 sentences, \S*el.txt has 3"):
+        load_parallel({"en": en, "el": source("el", "el.txt", "a\nb\nc\n")})
+    with pytest.raises(InputError, match=r"el.txt: 2 of 3 lines are text in 'el'"):
+        load_parallel({"en": en, "el": source("el", "el.txt", "a\n\nc\n")})
+    with pytest.raises(InputError, match="the file is empty"):
+        load_parallel({"en": en, "el": source("el", "el.txt", "")})
+
+
+def test_pairs():
+    languages = ["en", "zh-Hant", "el"]
+    assert parse_pairs([], languages) == [("en", "zh-Hant"), ("zh-Hant", "en"), ("en", "el"), ("el", "en")]
+    assert parse_pairs(["zh-Hant-el", "en-el"], languages) == [("zh-Hant", "el"), ("en", "el")]
+    for arguments, known, message in [
+        (["en-tr"], languages, "'en-tr' is no pair of two of the languages en, zh-Hant, el, such as en-zh-Hant"),
+        (["en-en"], languages, "'en-en' is no pair"),
+        (["en-el", "en-el"], languages, "given twice"),
+        ([], ["en"], "two languages at least"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            parse_pairs(arguments, known)
+
+
+def test_a_prompt_that_does_not_fit_is_refused():
+    with pytest.raises(InputError, match="prompt of 44 tokens and 30 new ones do not fit the model's 64 positions"):
+        translate(tiny_dense("qwen2"), byte_tokenizer(), PROMPTS, 2, 30)
+
+
+@pytest.mark.parametrize("backbone", ["qwen2", "llama"])  # the library makes an empty tokenizer, or none
+def test_a_model_without_a_tokenizer_is_refused(tmp_path, backbone):
+    tiny_dense(backbone).save_pretrained(tmp_path / "bare")
+    with pytest.raises(InputError, match="bare: no tokenizer that loads"):
+        load_for_inference(tmp_path / "bare")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    with pytest.raises(InputError, match=r"no_such_one is not installed: pip install 'hf-moe-expand\[eval\]'"):
+        extra.import_extra("no_such_one.metrics")
+    with pytest.raises(ModuleNotFoundError):
+        extra.import_extra("sacrebleu.no_such_part")
+
+
+def test_the_command(tmp_path):
+    if not (DATA / "flores").is_dir():
+        pytest.skip(f"FLORES is not at {DATA / 'flores'}")
+    base = save_dense(tmp_path / "base", max_position_embeddings=1024)
+    expand_checkpoint(base, tmp_path / "el", Plan("uniform", [3, 3, 3], [0], old=["en"], new=["el"]))
+    for code in ("en", "el"):
+        lines = (DATA / "flores" / f"{code}.dev.jsonl").read_text("utf-8").splitlines()[:4]
+        write_texts(tmp_path / f"{code}.jsonl", [json.loads(line)["text"][:60] for line in lines])
+    data = [word for code in ("en", "el") for word in ("--data", f"{code}={tmp_path / code}.jsonl")]
+    more = [
+        "--shots",
+        1,
+        "--limit",
+        2,
+        "--max-new-tokens",
+        5,
+        "--batch-size",
+        2,
+        "--out",
+        tmp_path / "translation.json",
+    ]
+    said = invoke("evaluate-translation", base, tmp_path / "el", *data, *more)
+    assert "en-el" in said
+    assert "mean" in said
+    written = json.loads((tmp_path / "translation.json").read_text("utf-8"))
+    assert (written["metric"], written["shots"], written["max_new_tokens"]) == ("chrF++", 1, 5)
+    assert list(written["models"]) == ["base", "el"]
+    for pairs in written["models"].values():
+        assert list(pairs) == ["en-el", "el-en"]
+        for score in pairs.values():
+            assert score["sentences"] == len(score["translations"]) == 2
+            assert "nw:2" in score["signature"]
+    # Right after expansion the model computes what the base did, greedy continuations included.
+    assert written["models"]["el"] == written["models"]["base"]
