@@ -251,8 +251,8 @@ def heat_map(
     for j, label in enumerate(columns):
         canvas.text(left + wide * (j + 0.5), top + high * len(rows) + _LINE - 1, _short(label), size, "middle")
     if rule_after:
-        y = top + high * rule_after - 0.5
-        canvas.line(left, y, left + wide * len(columns), y, "rule")
+        edge = top + high * rule_after - 0.5
+        canvas.line(left, edge, left + wide * len(columns), edge, "rule")
     begin = 0.0
     for block in blocks:
         frame = {"x": left + wide * begin - 0.5, "y": top + high * begin - 0.5}
