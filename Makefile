@@ -12,7 +12,7 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
 
 test: $(VENV)/.installed lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "wide or not wide"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "wide or not wide"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

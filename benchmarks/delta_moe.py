@@ -153,7 +153,7 @@ class Work:
             settings = SFTConfig(
                 scratch, seed=options.seed, max_steps=options.sft_steps, per_device_train_batch_size=SFT_BATCH,
                 learning_rate=SFT_LEARNING_RATE, lr_scheduler_type="cosine", warmup_steps=20, bf16=True,
-                gradient_checkpointing=False, use_cpu=not torch.accelerator.is_available(), save_strategy="no",
+                activation_checkpointing=False, use_cpu=not torch.accelerator.is_available(), save_strategy="no",
                 report_to="none", logging_steps=50,
             )  # fmt: skip
             SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer).train()

@@ -102,9 +102,13 @@ def run_fresh(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def run_ranks(*command: str, count: int = 2) -> str:
-    """Runs a script (or `-m` a module) on several ranks; returns what they print."""
+def run_ranks(*command: str, count: int = 2, configuration: Path | None = None) -> str:
+    """Runs a script (or `-m` a module) on several ranks, under accelerate if there is a configuration for it; returns
+    what they print."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    if configuration:
+        options = ["--num_processes", str(count), "--main_process_port", "0"]
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *options]
     done = subprocess.run([*launch, *command], capture_output=True, text=True, cwd=HERE, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,20 +1,37 @@
-"""Two ranks (gloo, CPU) against one process: data-parallel, FSDP2, tensor-parallel."""
+"""Two ranks (gloo, CPU) against one process: data-parallel, FSDP2, tensor-parallel, DeepSpeed."""
+
+from importlib.resources import files
+from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import HERE, run_ranks
+from conftest import HERE, run_ranks, save_dense, write_texts
 from one_step import train
-from ranks import STEPS, model_of
+from ranks import SPEED, STEPS, model_of, post_pretraining, stage
+from safetensors.torch import load_file
 
-from hf_moe_expand import LayerMoEForCausalLM
+from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.settings import ReviewSettings
 
-CHECKS = ("ddp", "fsdp_by_hand", "fsdp_native", "tensor_parallel")
+pytestmark = pytest.mark.xdist_group("ranks")  # one launch serves many tests
+CHECKS = ("ddp", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native")
+
+
+def prepared(folder):
+    """What `stage` starts from: text, an expanded model, and one with all that is uncommon in it."""
+    base = save_dense(folder / "base")
+    write_texts(folder / "en.jsonl", [f"one word, {number} words, and a line of them." for number in range(60)])
+    write_texts(folder / "el.jsonl", [f"μία λέξη, {number} λέξεις και μία γραμμή." for number in range(60)])
+    plan = Plan("uniform", [2, 3, 2], [1], old=["en"], new=["el"])
+    expand_checkpoint(base, folder / "ffn", plan)
+    expand_checkpoint(base, folder / "lora", plan, expert_kind="lora", conditional_routing=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
+    return prepared(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +107,56 @@ def test_checkpoints_saved_by_several_ranks_load_here(found, root, alone, step):
     moved = {name.rsplit(".", 2)[1] if "experts" not in name else "experts" for name in frozen.changed}
     assert moved <= ({"router", "classifier"} if step == "review" else {"router", "experts"})
     assert frozen.identical
+
+
+@pytest.fixture(scope="module")
+def one_process(root):
+    """`one_process("ffn")`: the checkpoint that stage 1 leaves in one process."""
+
+    def made(start):
+        out = root / f"one process {start}"
+        if not out.exists():
+            stage(root, out.name, post_pretraining(2, gradient_accumulation_steps=2, use_cpu=True), start=start)
+        return out
+
+    return made
+
+
+def same_checkpoint(folder, expected):
+    """As `same`, of two folders; the stored types, too."""
+    weights, others = (load_file(path / "model.safetensors") for path in (folder, expected))
+    assert {name: tensor.dtype for name, tensor in weights.items()} == {n: t.dtype for n, t in others.items()}
+    same(weights, others)
+
+
+@pytest.fixture(scope="module", params=["fsdp2", "deepspeed_zero3"])
+def under_accelerate(request, root, tmp_path_factory):
+    """Two ranks under a packaged configuration: the folder, and what they found."""
+    if request.param == "deepspeed_zero3" and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    folder = prepared(tmp_path_factory.mktemp(request.param))
+    configuration = files("hf_moe_expand") / "accelerate_configs" / f"{request.param}.yaml"
+    run_ranks(str(HERE / "ranks.py"), str(folder), "stage_accelerate", configuration=configuration)
+    return folder, torch.load(folder / "stage_accelerate.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("start", ["ffn", "lora"])
+def test_a_stage_under_the_packaged_configurations(under_accelerate, one_process, start):
+    folder, found = under_accelerate
+    out = folder / f"trained {start}"
+    assert found[start]["left"][0] == "checkpoint-2"  # it went on from there, and ends as one process does
+    same_checkpoint(out, one_process(start))
+    assert not any("q_proj" in name or "experts.0" in name for name in compare_checkpoints(folder / start, out).changed)
+    model = LayerMoEForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        logits = torch.cat([model(torch.tensor([[token]])).logits for token in range(0, 60, 2)])
+    torch.testing.assert_close(found[start]["logits"], logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stage_on_a_model_that_transformers_splits(found, root):
+    alone = post_pretraining(4, use_cpu=True)
+    stage(root, "native alone", alone)
+    same_checkpoint(root / "native", root / "native alone")
+    options = {**SPEED, "per_device_train_batch_size": 4, "max_steps": 2, "use_cpu": True}
+    stage(root, "native tp alone", ReviewSettings(block_size=16, training=options))
+    same_checkpoint(root / "native tp", root / "native tp alone")
