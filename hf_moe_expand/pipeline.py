@@ -40,16 +40,21 @@ PARTICIPLES = {
     "group": "group-trained", "normal": "trained normally",
 }  # fmt: skip
 
+# The key of a run's record under which the step at work stands.
+_BEGUN = "begun"
+
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run: what it makes (`output`), from which part of the recipe, and how."""
+    """One step of a run: what it makes (`output`), from which part of the recipe, and how; and `finish`, what is left
+    to do where an interruption came after the output."""
 
     name: str
     output: Path
     settings: Any
     work: Callable[[], str]
     every_rank: bool = False
+    finish: Callable[[], str] | None = None
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
@@ -76,6 +81,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     fingerprint = _fingerprint("start", {"base": recipe.base, "revision": recipe.revision, "seed": recipe.seed})
     steps, final = _steps(recipe, root)
     _refuse_changed(done, steps, fingerprint, root)
+    state.wait_for_everyone()  # all have read the record before the first writes to it
     if state.is_main_process:
         _keep_text(recipe, root)
     for number, step in enumerate(steps, start=1):
@@ -85,9 +91,14 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
             say(f"{label}: done already ({done[step.name]['summary']})")
             continue
         say(f"{label} ...")
+        unrecorded = step.output.exists() and done.get(_BEGUN, {}).get("step") == step.name
+        work = step.finish if step.finish and unrecorded else step.work
+        if state.is_main_process:
+            write_json(record, {**done, _BEGUN: {"step": step.name, "fingerprint": fingerprint}})
         started = time.time()
-        summary = step.work() if step.every_rank or state.is_main_process else ""
+        summary = work() if step.every_rank or state.is_main_process else ""
         state.wait_for_everyone()
+        done.pop(_BEGUN, None)
         if state.is_main_process:
             seconds = round(time.time() - started, 1)
             done[step.name] = {"fingerprint": fingerprint, "seconds": seconds, "summary": summary}
@@ -245,14 +256,18 @@ class _Round:
         data = {code: text for code, text in self.sources.items() if not new_only or code in self.expansion.new}
 
         def work() -> str:
-            entry = train_stage(before, after, data, settings, self.recipe.seed)
+            train_stage(before, after, data, settings, self.recipe.seed)
+            return check()
+
+        def check() -> str:
             if not PartialState().is_main_process:
                 return ""
+            entry = load_config(after).expansions[-1]["stages"][-1]
             frozen = check_frozen(before, after, entry["stage"])
             return f"{entry['steps']} steps; {frozen} frozen tensors are byte-identical"
 
         fingerprint = {"settings": asdict(settings), "data": {code: text.source for code, text in data.items()}}
-        return Step(f"{prefix}{name}", after, fingerprint, work, every_rank=True)
+        return Step(f"{prefix}{name}", after, fingerprint, work, every_rank=True, finish=check)
 
     def graft(self, prefix: str, before: Path, after: Path) -> Step:
         recipe, settings = self.recipe, self.expansion.graft
@@ -365,7 +380,10 @@ def _evaluate(recipe: Recipe, root: Path, models: dict[str, str]) -> str:
 def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, root: Path) -> None:
     for step in steps:
         fingerprint = _fingerprint(fingerprint, step.settings)
-        if step.name in done and done[step.name]["fingerprint"] != fingerprint:
+        begun = done.get(_BEGUN, {})
+        unrecorded = begun.get("step") == step.name and step.output.exists()
+        earlier = begun if unrecorded else done.get(step.name)
+        if earlier is not None and earlier["fingerprint"] != fingerprint:
             raise InputError(
                 f"{root}: the recipe was changed after step `{step.name}` had run with it. Give another `output`, undo "
                 "the change, or delete this folder."

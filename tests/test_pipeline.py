@@ -155,6 +155,25 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
     assert not (root / "broken" / "post_pretrain.training").exists()
 
 
+def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monkeypatch):
+    recipe = replace(recipe, output=str(root / "died"), test={})
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "check_frozen", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(recipe)
+    kept = weights(root / "died" / "post_pretrain")
+    with pytest.raises(InputError, match="changed after step `post_pretrain` had run"):
+        run_recipe(replace(recipe, post_pretrain=replace(recipe.post_pretrain, balance=0.5)))
+    trained, train = [], pipeline.train_stage
+    monkeypatch.setattr(pipeline, "train_stage", lambda *rest: trained.append(rest[1].name) or train(*rest))
+    said = []
+    run_recipe(recipe, said.append)
+    assert trained == ["review"]
+    assert any("post_pretrain: 6 steps; " in line and "byte-identical" in line for line in said)
+    assert weights(root / "died" / "post_pretrain") == kept
+    assert "begun" not in json.loads((root / "died" / "steps.json").read_text())
+
+
 def test_two_ranks_run_a_recipe_together(recipe, root):
     recipe = replace(recipe, output=str(root / "ranks"))
     (root / "recipe.yaml").write_text(yaml.safe_dump(asdict(recipe)))
