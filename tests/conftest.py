@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import cli
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES
+from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
@@ -90,6 +91,11 @@ def invoke(*arguments) -> str:
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
+
+
+def checkpointed(wanted: bool = True, reentrant: bool = False) -> dict:
+    """Gradient checkpointing in the words of the `TrainingArguments` at hand."""
+    return {CHECKPOINTING: wanted, f"{CHECKPOINTING}_kwargs": {"use_reentrant": reentrant}}
 
 
 def run_fresh(code: str, *arguments: str) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 
 import torch
-from conftest import byte_tokenizer, save_dense
+from conftest import byte_tokenizer, checkpointed, save_dense
 from datasets import Dataset, disable_progress_bars
 from one_step import build
 from peft import LoraConfig
@@ -45,7 +45,7 @@ def settings(folder, kind=SFTConfig, **changes):
     fixed = {
         "max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", "max_length": 64, "use_cpu": True,
-        "bf16": False, "activation_checkpointing": False, "report_to": "none", "save_strategy": "no",
+        "bf16": False, **checkpointed(False), "report_to": "none", "save_strategy": "no",
         "logging_steps": 1, "disable_tqdm": True,
     }  # fmt: skip
     return kind(output_dir=str(folder), **{**fixed, **changes})

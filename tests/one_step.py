@@ -6,7 +6,7 @@ import os
 import sys
 
 import torch
-from conftest import tiny_config
+from conftest import checkpointed, tiny_config
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
@@ -69,9 +69,7 @@ def train(
         output_dir=folder, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True,
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
-        activation_checkpointing=checkpointing,
-        activation_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
-        train_sampling_strategy="sequential",
+        train_sampling_strategy="sequential", **checkpointed(checkpointing),
     )  # fmt: skip
     kind = ReviewTrainer if stage == "review" else PostPretrainTrainer
     trainer = kind(

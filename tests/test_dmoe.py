@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COMMON_BACKBONES, run_fresh, save_dense, write_texts
+from conftest import COMMON_BACKBONES, checkpointed, run_fresh, save_dense, write_texts
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -116,7 +116,7 @@ def group_step(model, rows, tmp_path, batch=4, steps=1, weight=1.28, checkpointi
     arguments = TrainingArguments(
         output_dir=tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, max_steps=1,
         learning_rate=1.0, lr_scheduler_type="constant", optim="sgd", max_grad_norm=0.0, use_cpu=True,
-        report_to="none", save_strategy="no", disable_tqdm=True, activation_checkpointing=checkpointing,
+        report_to="none", save_strategy="no", disable_tqdm=True, **checkpointed(checkpointing),
     )  # fmt: skip
     trainer = GroupTrainer(
         model, args=arguments, train_dataset=rows, data_collator=collate_blocks, language_classes=[0, 0, 1, 2, 2],

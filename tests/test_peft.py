@@ -152,7 +152,7 @@ print(sorted(type(m).__name__ for m in (merged, reloaded)))
 
 def test_a_wrapped_routers_lost_gradient_is_noticed(tmp_path):
     one = trainer(tmp_path, balance=1.0, adapter=lora(**NEW_EXPERTS, modules_to_save=["router"]))
-    one.model.get_base_model().activation_checkpointing_enable({"use_reentrant": True})
+    one.model.get_base_model().gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="router logits carry no gradient although the routers train"):
         one.train()
 

@@ -9,6 +9,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.pipeline import validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.settings import GraftSettings, PlanSettings, PostPretrainSettings, ReviewSettings, from_mapping
+from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 GOOD = """
 base: {root}/base
@@ -86,7 +87,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "label_smoothing_factor: 0.1", "label_smoothing_factor is not supported"),
         (
             "learning_rate: 5e-5",
-            "activation_checkpointing: true, activation_checkpointing_kwargs: {use_reentrant: true}",
+            f"{CHECKPOINTING}: true, {CHECKPOINTING}_kwargs: {{use_reentrant: true}}",
             "reentrant gradient checkpointing silently drops",
         ),
         ("post_pretrain: {block_size: 32", "post_pretrain: {block_size: 128", "is 128, but the base takes 64"),

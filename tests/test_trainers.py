@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import HERE, run_ranks, tiny_config
+from conftest import HERE, checkpointed, run_ranks, tiny_config
 from datasets import Dataset
 from one_step import build, rows, train
 from transformers import Trainer, TrainingArguments
@@ -164,9 +164,7 @@ def test_the_mixin_on_a_plain_trainer_and_its_evaluation(tmp_path):
 
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"Reentrant gradient checkpointing .*use_reentrant"):
-        plain_trainer(
-            tmp_path, model(), activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True}
-        )
+        plain_trainer(tmp_path, model(), **checkpointed(reentrant=True))
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         plain_trainer(tmp_path, model(), label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="need language_classes"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from conftest import HERE, byte_tokenizer, run_ranks
+from conftest import HERE, byte_tokenizer, checkpointed, run_ranks
 from datasets import Dataset
 from one_sft_step import LANGUAGES, NEW_EXPERTS, ROWS, lora, save_expanded, settings, train, trainer
 from one_step import build
@@ -101,7 +101,7 @@ def whole_step(tmp_path_factory):
     [
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+        checkpointed(),
         {"pad_to_multiple_of": 64},
     ],
     ids=str,
@@ -298,9 +298,7 @@ def test_refusals_say_what_to_set(tmp_path, expanded):
     with pytest.raises(ValueError, match="need language_classes"):
         build_trainer([{"input_ids": [1, 2], "language_ids": [0, 1]}])
     with pytest.raises(ValueError, match="Reentrant gradient checkpointing"):
-        trainer(
-            tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": True}, prior=0.1
-        )
+        trainer(tmp_path, **checkpointed(reentrant=True), prior=0.1)
     with pytest.raises(InputError, match="group loss needs the group of each code of the column `language`: pass"):
         MoESFTTrainer(
             str(expanded), settings(tmp_path), train_dataset=Dataset.from_list(LETTERS),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from .losses import (
     OLD,
@@ -26,6 +27,13 @@ _NEEDS_LANGUAGES = (
     "The language-prior, classifier, group and localized balance losses need language_classes (for each language id "
     "its class: 0 = old and 1 = new, or its language group) and batches with language_ids, the language id of each "
     "token."
+)
+
+# What `TrainingArguments` calls it: before transformers 5.23, `gradient_checkpointing`.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
 )
 
 
@@ -139,10 +147,11 @@ class RouterLossMixin:
 
     def _check_arguments(self) -> None:
         training: Any = self.args  # type: ignore[attr-defined]
-        if training.activation_checkpointing and (training.activation_checkpointing_kwargs or {}).get("use_reentrant"):
+        options = getattr(training, f"{CHECKPOINTING}_kwargs") or {}
+        if getattr(training, CHECKPOINTING) and options.get("use_reentrant"):
             raise ValueError(
                 "Reentrant gradient checkpointing silently drops the gradient of the router losses: set "
-                'activation_checkpointing_kwargs={"use_reentrant": False}.'
+                f'{CHECKPOINTING}_kwargs={{"use_reentrant": False}}.'
             )
         if training.label_smoothing_factor:
             raise ValueError(
@@ -239,7 +248,7 @@ class RouterLossMixin:
         if routers_train and not any(layer.router_logits.requires_grad for layer in routing):
             raise ValueError(
                 "The router logits carry no gradient although the routers train. Reentrant gradient checkpointing does "
-                'this: set activation_checkpointing_kwargs={"use_reentrant": False}.'
+                f'this: set {CHECKPOINTING}_kwargs={{"use_reentrant": False}}.'
             )
 
     def _step_scale(self, model: Any, num_items_in_batch: Any) -> float | None:
