@@ -6,13 +6,17 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo test lint format clean
+.PHONY: demo test oldest lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
 
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "wide or not wide"
+
+# The suite with the oldest transformers that passes it: the floor in pyproject.toml.
+oldest: $(VENV)-oldest/.installed
+	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadgroup
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -28,5 +32,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)-oldest/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-oldest
+	grep -v '^transformers=' constraints.txt > $(VENV)-oldest/constraints.txt
+	sed -n 's/.*"\(transformers\)>=\(.*\)".*/\1==\2/p' pyproject.toml >> $(VENV)-oldest/constraints.txt
+	$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt torch
+	$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VENV)-oldest build *.egg-info

@@ -13,7 +13,7 @@ from .checkpoint.source import load_base_config, resolve_checkpoint
 from .errors import InputError
 from .inspection import Inspection, inspect_config
 from .planning.plan import Plan
-from .trainers import Stage
+from .trainers import Stage, freeze
 
 # Float32 master weights, their gradients, and AdamW's two moments.
 _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8
@@ -47,7 +47,13 @@ class Forecast:
 
         Args:
             tokens: to train on, for hours of one device at `tflops`, its 10^12 operations a second in practice.
+
+        Raises:
+            InputError: a number is not above 0.
         """
+        for name, number in (("tokens", tokens), ("tflops", tflops)):
+            if number is not None and not number > 0:
+                raise InputError(f"{name} is {number:g}: must be above 0.")
         lines = self.model.lines()[:4]
         total = self.model.total
         lines.append(f"checkpoint          {_gigabytes(2 * total)} in bfloat16, {_gigabytes(4 * total)} in float32")
@@ -65,6 +71,11 @@ class Forecast:
             "memory: float32 weights, gradients and AdamW on one device, without activations; sharding (FSDP, ZeRO-3) "
             "divides it"
         )
+        if hours:
+            lines.append(
+                f"hours: of one device at {tflops:g} TFLOP/s, if the stage trains on {tokens:,.0f} tokens"
+                + ("" if "group" in [stage.name for stage in self.stages] else "; a review needs few of them")
+            )
         return lines
 
 
@@ -90,22 +101,25 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
     tied = bool(config.tie_word_embeddings)
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
     met = found.active - looked_up
-    trained = dict.fromkeys((Stage.POST_PRETRAIN, Stage.REVIEW), 0.0)
-    for ffn in network.expanded_ffns().values():
-        routing = sum(p.numel() for name, p in ffn.named_parameters() if not name.startswith("experts."))
-        expert = sum(p.numel() for p in ffn.experts[0].parameters())
-        count = len(ffn.experts)
-        trained[Stage.REVIEW] += routing
-        trained[Stage.POST_PRETRAIN] += routing + ffn.top_k * expert * (count - 1) / count
     stages = []
     if plan.groups:  # DMoE: everything trains
         for name, used in (("group", met - _second_expert(network)), ("normal", met)):
             stages.append(_cost(name, found.total, found.total, used, used))
     else:
-        for stage, active in trained.items():
-            stages.append(_cost(str(stage), found.trainable[str(stage)], found.total, met, active))
+        for stage in (Stage.POST_PRETRAIN, Stage.REVIEW):
+            trainable = freeze(network, stage).trainable
+            stages.append(_cost(str(stage), trainable, found.total, met, _met_and_trained(network)))
     stages.append(_cost("full fine-tuning of the base", found.base, found.base, *[found.base - looked_up] * 2))
     return Forecast(found, stages)
+
+
+def _met_and_trained(network: Any) -> float:
+    """Of the weights that train, what a token meets under even routing: K of a layer's N experts."""
+    trained = float(sum(p.numel() for p in network.parameters() if p.requires_grad))
+    for ffn in network.expanded_ffns().values():
+        experts = sum(p.numel() for p in ffn.experts.parameters() if p.requires_grad)
+        trained -= experts * (1 - ffn.top_k / len(ffn.experts))
+    return trained
 
 
 def _second_expert(network: Any) -> int:

@@ -1,25 +1,79 @@
-"""The guides' commands and recipes run, one after the other, with a tiny model in the place of the real one."""
+"""The guides' commands, recipes and Python run, one after the other, with a tiny model in the place of the real one."""
 
+import argparse
+import ast
+import importlib
+import json
 import re
 import shlex
+import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
-from conftest import invoke, save_dense, write_texts
+from accelerate.commands.launch import launch_command_parser
+from conftest import DATA, invoke, save_dense, tiny_config, write_texts
+from transformers import AutoModel, AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_moe_expand import Plan, expand_checkpoint, hub
+from hf_moe_expand.checkpoint.export import NATIVE_FORMS
+from hf_moe_expand.modeling import SUPPORTED_BACKBONES, LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipes import packaged_files
+from hf_moe_expand.recipes import find_recipe, packaged_files
+from hf_moe_expand.training import check_training_arguments
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 STAGES = ("post_pretrain", "review", "group", "normal")
+LAUNCH = re.compile(r"^accelerate launch ((?:--\S+ \S+ )*)\$\(which hf-moe-expand\)")
 # What a tiny model on little text needs besides the guide's own options.
 EXTRA = {
     "analyze similarity": ["--tokens", "300", "--block-size", "32"],
     "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
+    "analyze routing": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
+}
+# The test that runs each guide's blocks of a kind. Of the scripts of benchmarks/ the options are read
+# (test_benchmarks_take_the_options_that_the_guides_give); test_benchmarks.py runs them.
+TESTED = {
+    ("README.md", ""): "test_docs.py::test_the_readmes_file_tree_is_the_repository",
+    ("README.md", "bash"): "test_cli.py::test_every_command_of_the_readme_runs",
+    ("README.md", "python"): "test_cli.py::test_the_readmes_python_runs",
+    ("README.md", "yaml"): "test_docs.py::test_the_distributed_guide",
+    ("delta_moe.md", "bash"): "test_docs.py::test_the_delta_moe_guide",
+    ("delta_moe.md", "yaml"): "test_docs.py::test_the_delta_moe_guide",
+    ("distributed.md", "bash"): "test_docs.py::test_the_distributed_guide",
+    ("distributed.md", "yaml"): "test_docs.py::test_the_distributed_guide",
+    ("dmoe.md", "bash"): "test_docs.py::test_the_dmoe_guide",
+    ("dmoe.md", "yaml"): "test_docs.py::test_the_dmoe_guide",
+    ("evaluation.md", "bash"): "test_docs.py::test_the_evaluation_guide",
+    ("lifelong.md", "bash"): "test_docs.py::test_the_lifelong_guide",
+    ("lifelong.md", "yaml"): "test_docs.py::test_the_lifelong_guide",
+    ("lora_experts.md", "bash"): "test_docs.py::test_the_lora_guide",
+    ("lora_experts.md", "yaml"): "test_docs.py::test_the_lora_guide",
+    ("low_resource.md", "bash"): "test_docs.py::test_the_guide_to_little_text",
+    ("low_resource.md", "yaml"): "test_docs.py::test_the_guide_to_little_text",
+    ("moe_lpr_layermoe.md", "bash"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
+    ("moe_lpr_layermoe.md", "yaml"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
+    ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
+    ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
+    ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
+    ("real_text.md", "bash"): "test_docs.py::test_the_commands_of_the_results",
+    ("recipes.md", "bash"): "test_docs.py::test_the_recipes_guide",
+    ("recipes.md", "yaml"): "test_docs.py::test_the_recipes_guide",
+    ("serving.md", "bash"): "test_docs.py::test_the_serving_guide",
+    ("serving.md", "python"): "test_docs.py::test_the_serving_guide",
+    ("speed.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
+    ("trl_and_peft.md", "python"): "test_trl.py::test_the_documents_python_runs",
 }
 
 
@@ -27,27 +81,32 @@ def blocks(guide: str, kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", (DOCS / guide).read_text("utf-8"), re.DOTALL)
 
 
+def bash_lines(guide: str) -> list[str]:
+    return [line for block in blocks(guide, "bash") for line in block.splitlines()]
+
+
 def commands(guide: str) -> list[list[str]]:
-    lines = [line for block in blocks(guide, "bash") for line in block.splitlines()]
-    lines = [line.replace("accelerate launch $(which hf-moe-expand)", "hf-moe-expand") for line in lines]
+    lines = [LAUNCH.sub("hf-moe-expand", line) for line in bash_lines(guide)]
     return [shlex.split(line)[1:] for line in lines if line.startswith("hf-moe-expand")]
 
 
-def small(settings: dict) -> dict:
+def small(settings: dict, steps: int = 1) -> dict:
     """A stage's settings at the size of a test."""
-    training = {**settings["training"], "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
-    training.pop("num_train_epochs", None)
-    training.pop("gradient_accumulation_steps", None)
-    return {**settings, "block_size": 32, "training": training}
+    training = {**settings["training"], "max_steps": steps, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    for name in ("num_train_epochs", "gradient_accumulation_steps", *(["max_steps"] * ("curriculum" in settings))):
+        training.pop(name, None)
+    kept = {name: value for name, value in settings.items() if name != "old_documents"}
+    if "validation" in kept:
+        kept["validation"] = {**kept["validation"], "every": 1}
+    return {**kept, "block_size": 32, "training": training}
 
 
-def small_file(text: str) -> dict:
+def small_file(text: str, steps: int = 1) -> dict:
     settings = yaml.safe_load(text)
     if "base" not in settings:
-        settings.pop("old_documents", None)
-        return small(settings)
+        return small(settings, steps)
     for part in (settings, *settings.get("expansions", ())):
-        part |= {name: small(part[name]) for name in STAGES if name in part}
+        part |= {name: small(part[name], steps) for name in STAGES if name in part}
         if "plan" in part and part["plan"]["method"] == "layer-moe":
             part["plan"]["similarity_floor"] = 0.01
     settings["analysis"] = {"tokens": 300, "block_size": 32}
@@ -60,15 +119,15 @@ def workplace(tmp_path, monkeypatch, help_text):
     """The folder that the guides speak of: a base model, text, and the settings files of guide and README."""
     monkeypatch.chdir(tmp_path)
     save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=8)
-    for code in ("en", "el", "hu", "tr", "hi"):
+    for code in ("en", "es", "el", "hu", "tr", "hi"):
         write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 20)])
         write_texts(tmp_path / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
 
-    def prepare(guide: str) -> None:
+    def prepare(guide: str, steps: int = 1) -> None:
         for source in (guide, "../README.md"):
             for text in blocks(source, "yaml"):
-                name = re.match(r"# (\S+)\n", text).group(1)
-                (tmp_path / name).write_text(yaml.safe_dump(small_file(text)))
+                if named := re.match(r"# (\S+)\n", text):
+                    (tmp_path / named.group(1)).write_text(yaml.safe_dump(small_file(text, steps)))
 
     return prepare
 
@@ -79,6 +138,233 @@ def run(guide: str) -> dict[str, str]:
         verb = " ".join(words[:2])
         said[verb] = invoke(*words, *EXTRA.get(verb, []))
     return said
+
+
+def expanded(folder: str, counts: Sequence[int], classifiers: Sequence[int] = (), new: str = "el") -> None:
+    plan = Plan("layer-moe", list(counts), list(classifiers), old=["en"], new=[new])
+    expand_checkpoint("Qwen/Qwen2.5-0.5B", folder, plan)
+
+
+def plain(name: str) -> str:
+    """`GPT-Neo` and `gpt_neo` alike."""
+    return re.sub(r"[^a-z0-9]|text$", "", name.lower())
+
+
+def test_every_block_runs_somewhere():
+    found = set()
+    for guide in GUIDES:
+        fences = re.findall(r"^ *```(.*)$", guide.read_text("utf-8"), re.MULTILINE)
+        assert fences[1::2] == [""] * (len(fences) // 2), guide.name
+        found |= {(guide.name, kind) for kind in fences[::2]}
+    assert found == set(TESTED)
+    for place in TESTED.values():
+        file, name = place.split("::")
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text("utf-8")
+
+
+@pytest.mark.parametrize("guide", [guide.name for guide in GUIDES])
+def test_every_line_of_bash_is_of_a_kind_that_runs(guide):
+    guide = "../README.md" if guide == "README.md" else guide
+    for line in bash_lines(guide):
+        if line.startswith("make "):
+            target = line.split()[1]
+            assert f"\n{target}: " in (ROOT / "Makefile").read_text("utf-8")
+        else:
+            assert line.startswith(("hf-moe-expand ", "python benchmarks/")) or LAUNCH.match(line), line
+
+
+def test_the_readmes_file_tree_is_the_repository():
+    (tree,) = re.findall(r"```\n(modeling/.*?)```", GUIDES[0].read_text("utf-8"), re.DOTALL)
+    named = set(re.findall(r"\w+\.py", tree))
+    shipped = {file.name for room in ("hf_moe_expand", "modeling", "trainers") for file in (ROOT / room).rglob("*.py")}
+    others = {file.name for room in ("benchmarks", "tests") for file in (ROOT / room).glob("*.py")}
+    assert shipped - {"__init__.py"} <= named <= shipped | others
+
+
+def test_links_lead_somewhere():
+    for guide in GUIDES:
+        for target in re.findall(r"\]\(([^)]+)\)", guide.read_text("utf-8")):
+            if target.startswith("http"):
+                continue
+            file, _, anchor = target.partition("#")
+            there = guide if not file else guide.parent / file
+            assert there.exists(), f"{guide.name}: {target}"
+            headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.MULTILINE) if anchor else []
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert not anchor or anchor in anchors, f"{guide.name}: {target}"
+
+
+class OptionsReadError(Exception):
+    """Carries what a script's parser made of its command line."""
+
+
+def test_benchmarks_take_the_options_that_the_guides_give(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parse = argparse.ArgumentParser.parse_args
+
+    def read(parser, given=None, namespace=None):
+        raise OptionsReadError(parse(parser, given, namespace))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read)
+    lines = [line for guide in GUIDES[1:] for line in bash_lines(guide.name) if line.startswith("python ")]
+    assert len(lines) >= 11
+    for line in lines:
+        _, script, *options = shlex.split(line)
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        with pytest.raises(OptionsReadError):
+            importlib.import_module(Path(script).stem).main()
+
+
+def test_the_moe_lpr_and_layermoe_guide(workplace):
+    workplace("moe_lpr_layermoe.md")
+    said = run("moe_lpr_layermoe.md")  # `diff` would exit with 1 if a tensor differed
+    assert "(total 72)" in said["plan random"]
+    assert "classifier layers  1, 2, 3, 4, 5, 6, 7" in said["plan layer-moe"]
+    assert "full fine-tuning of the base" in said["inspect Qwen/Qwen2.5-0.5B"]
+    assert "mean of old" in said["evaluate Qwen/Qwen2.5-0.5B"]
+    assert "frozen tensors are byte-identical" in said["train review"]
+    assert "random experts" in said["analyze routing"]
+    assert "el-hu.yaml: ok" in said["validate el-hu.yaml"]
+    assert Path("runs/qwen-el-hu/report.html").is_file()
+    for name, stage in (("one-stage", "post-pretrain"), ("everything", "everything")):
+        history = json.loads(Path(f"qwen-{name}/config.json").read_text("utf-8"))["expansions"][-1]["stages"]
+        assert [entry["stage"] for entry in history] == [stage]
+
+
+def test_the_planning_guide_prints_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (expected,), (config,) = blocks("planning.md", "text"), blocks("planning.md", "json")
+    Path("Qwen/Qwen2.5-7B").mkdir(parents=True)
+    Path("Qwen/Qwen2.5-7B/config.json").write_text(config)
+    said = run("planning.md")
+    assert said["inspect Qwen/Qwen2.5-7B"] == expected
+    assert "24,725,632,512" in expected
+
+
+def test_the_serving_guide(workplace, monkeypatch):
+    expanded("qwen-el-2", [3, 2, 2, 2, 2, 2, 2, 4], [1])
+    expanded("qwen-moe-lpr-2", [3] * 8)
+    Path("me").mkdir()
+    Path("me/qwen-el").symlink_to(Path("qwen-el-2").resolve())
+    pushed = []
+    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
+    said = run("serving.md")
+    assert [where for where, _ in pushed] == [("qwen-el-2", "me/qwen-el")]
+    assert pushed[0][1]["expansion_only"]
+    assert pushed[0][1]["dry_run"]
+    assert said["export qwen-moe-lpr-2"].strip().endswith(": Qwen2MoeForCausalLM")
+    assert said["export qwen-el-2"].strip().endswith(": Qwen2ForCausalLM")
+    served = []
+    vllm = SimpleNamespace(LLM=lambda model, **options: served.append((model, options)))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)  # which is not installed: the block alone is looked at
+    namespace = {}
+    for block in blocks("serving.md", "python"):
+        exec(block, namespace)
+    assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
+    assert [name for name, _ in served] == ["qwen-el-2"]
+    assert AutoTokenizer.from_pretrained("qwen-el-2", trust_remote_code=True).padding_side == "right"
+
+
+def test_native_forms_are_those_of_the_serving_guide():
+    rows = re.findall(r"^\| ([^|]+) \| (?:Mixtral|Qwen|Granite|Flex)", (DOCS / "serving.md").read_text("utf-8"), re.M)
+    assert {plain(name) for row in rows for name in row.split(", ")} == {plain(name) for name in NATIVE_FORMS}
+
+
+def test_what_serving_back_ends_ask_for_holds_where_the_guide_says_so(workplace, monkeypatch):
+    expanded("model", [2] * 8, [1])
+    auto_map = json.loads(Path("model/config.json").read_text("utf-8"))["auto_map"]
+    assert {"AutoConfig", "AutoModel"} <= set(auto_map)
+    assert get_class_from_dynamic_module(auto_map["AutoModel"], "model").is_backend_compatible()
+    sdpa, asked = ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def attention(module, query, key, value, *_, attention_instances=None, scaling=None, **__):
+        asked.append(attention_instances)
+        return sdpa(module, query, key, value, None, scaling=scaling)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attention)
+    ids, ready, planned = torch.arange(12)[None], set(), set()
+    for backbone in SUPPORTED_BACKBONES:
+        config = LayerMoEConfig.from_dense(tiny_config(backbone), num_experts_per_layer=[3, 1, 2])
+        assert config.get_text_config() is config
+        fields = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+        assert not any(hasattr(config, name) for name in fields)
+        config._attn_implementation = "vllm"
+        instances: dict = {}
+        asked.clear()
+        try:
+            model = AutoModel.from_config(config).eval()
+            model(ids, position_ids=ids, use_cache=False, attention_instances=instances, return_dict=False)
+        except (AttributeError, KeyError):  # attention that is none of the interface's
+            continue
+        if model.is_backend_compatible() and [given is instances for given in asked] == [True] * 3:
+            ready.add(plain(backbone))
+            if any("experts" in rule for rule in model.tp_plan):
+                planned.add(plain(backbone))
+    row = re.search(r"the backbone's own: (.*?)\. Not (.*?) \|", (DOCS / "serving.md").read_text("utf-8"))
+    named, others = ({plain(name) for name in group.split(", ")} for group in row.groups())
+    assert ready == named
+    assert named | others == {plain(name) for name in SUPPORTED_BACKBONES}
+    assert named - planned == {"gpt2"}
+
+
+def raised_messages() -> set[str]:
+    """Every message that the package raises, with … for what is filled in."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.BinOp):
+            return text(node.left) + text(node.right)
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+
+    files = [file for room in ("hf_moe_expand", "modeling", "trainers") for file in (ROOT / room).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
+    calls = [node.exc for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    return {text(call.args[0]) for call in calls if call.args}
+
+
+def test_the_troubleshooting_guide_quotes_what_the_code_says():
+    quoted = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
+    assert 12 <= len(quoted) <= 24
+    assert len(re.findall(r"^### ", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)) == len(quoted)
+    assert set(quoted) <= raised_messages()
+
+
+def test_the_guide_to_little_text(workplace):
+    workplace("low_resource.md", steps=4)
+    said = run("low_resource.md")
+    assert json.loads(Path("curriculum.json").read_text("utf-8"))["steps"] == 4
+    assert json.loads(Path("counts.json").read_text("utf-8"))["steps"] == 2000
+    assert "frozen tensors are byte-identical" in said["train post-pretrain"]
+    scored = json.loads(Path("qwen-el-hi-1/validation.json").read_text("utf-8"))
+    assert all(code in json.dumps(scored) for code in ('"el"', '"hi"', '"en"'))
+    masked, gated = (yaml.safe_load(Path(f"{name}.yaml").read_text("utf-8")) for name in ("masked", "gated"))
+    history = json.loads(Path("qwen-el-hi-4/config.json").read_text("utf-8"))["expansions"][-1]["stages"]
+    assert history[-1]["settings"]["masking"]["expert_output"] == masked["masking"]["expert_output"]
+    log = json.loads(Path("qwen-el-hi-3/trainer_state.json").read_text("utf-8"))["log_history"]
+    assert any({"budget_loss", "gate"} <= set(entry) for entry in log)
+    assert gated["budget"] == 0.1
+
+
+def test_the_distributed_guide(workplace):
+    workplace("distributed.md")
+    expanded("qwen-el", [3, 2, 2, 2, 2, 2, 2, 4])
+    launches = [LAUNCH.match(line).group(1) for line in bash_lines("distributed.md")]
+    for options in launches:
+        asked = launch_command_parser().parse_args([*shlex.split(options), "script"])
+        assert asked.config_file is None or (ROOT / "hf_moe_expand/accelerate_configs" / asked.config_file).is_file()
+    for text in blocks("distributed.md", "yaml"):
+        check_training_arguments(yaml.safe_load(text)["training"], "training")
+    said = run("distributed.md")
+    assert "final checkpoint: runs/qwen-el/review" in said["run recipe.yaml"]
+
+
+def test_the_commands_of_the_results(workplace, help_text):
+    expanded("runs/real_text/LayerMoE-0/review", [3, 2, 2, 2, 2, 2, 2, 4], [1], new="hu")
+    Path("DIR").mkdir()
+    for code in ("en", "hu"):
+        write_texts(Path(f"DIR/{code}.test.jsonl"), [text[:300] for text in help_text(code, "test", 3)])
+    assert "wrote routing.json" in run("real_text.md")["analyze routing"]
+    assert json.loads(Path("routing.json").read_text("utf-8"))
 
 
 def test_the_dmoe_guide(workplace):
@@ -99,6 +385,57 @@ def test_the_delta_moe_guide(workplace):
     assert "expert 0" not in said["diff qwen-hu-tr-chat-0"]
     assert "FFNs" in said["diff qwen-hu-tr-chat-0"]
     assert "frozen tensors are byte-identical" in said["train dense"]
+
+
+def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
+    """Every task that the guide names is one of lm_eval's; what runs is a stand-in of the same name."""
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    if not (DATA / "flores").is_dir():
+        pytest.skip(f"FLORES is not at {DATA / 'flores'}")
+    import lm_eval.tasks
+
+    own = Path(lm_eval.tasks.__file__).parent
+    places = ["arc", "arc_mt", "belebele", "cmmlu", "global_mmlu/full/el", "global_mmlu/full/tr", "hellaswag", "okapi"]
+    manager = partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    known = {name for place in places for name in manager(include_path=str(own / place)).all_tasks}
+    text = (DOCS / "evaluation.md").read_text("utf-8")
+    named = {name for part in re.findall(r"--tasks (\S+)", text) for name in re.sub(r"@\d+", "", part).split(",")}
+    assert named | set(re.findall(r"`((?:arc|m_mmlu|hellaswag|belebele|global|cmmlu)\w*)`", text)) <= known
+    assert f"lm_eval {lm_eval.__version__} has" in text
+    assert not {"hellaswag_zh", "hellaswag_el", "hellaswag_tr", "arc_el", "arc_tr", "m_mmlu_el", "m_mmlu_tr"} & known
+    for split, count in (("test", 1), ("train", 25)):
+        row = '{"question": "a", "choices": ["b", "c"], "label": 0}\n'
+        (tmp_path / f"{split}.jsonl").write_text(row * count)
+    (tmp_path / "tasks").mkdir()
+    for name in named:
+        task = {
+            "task": name, "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
+            "dataset_kwargs": {"data_files": {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}},
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}", "metric_list": [{"metric": "acc"}],
+            "fewshot_config": {"sampler": "first_n"}, "fewshot_split": "train",
+        }  # fmt: skip
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path: manager(include_path=str(tmp_path / "tasks")))
+    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=2, max_position_embeddings=2048)
+    for name in ("qwen-g1", "qwen-g2"):
+        plan = Plan("layer-moe", [2, 2], [0], old=["en", "zh", "es"], new=["el", "hu", "tr"])
+        expand_checkpoint("Qwen/Qwen2.5-0.5B", name, plan)
+    (tmp_path / "flores").mkdir()
+    for code in ("en", "el"):
+        lines = (DATA / "flores" / f"{code}.dev.jsonl").read_text("utf-8").splitlines()[:10]
+        write_texts(tmp_path / "flores" / f"{code}.jsonl", [json.loads(line)["text"][:20] for line in lines])
+    small_options = {"analyze": EXTRA["analyze routing"], "evaluate-translation": ["--max-new-tokens", "4"]}
+    for words in commands("evaluation.md"):
+        assert "wrote" in invoke(*words, *small_options.get(words[0], []))
+    expected = {"arc": 25, "m_mmlu": 5, "global": 5, "hellaswag": 10, "belebele": 5}
+    for model, count in (("g1", 20), ("g2", 23)):
+        scores = json.loads(Path(f"{model}.json").read_text())["tasks"][f"qwen-{model}"]
+        assert len(scores) == count
+        for name, score in scores.items():
+            assert score["shots"] == next(shots for start, shots in expected.items() if name.startswith(start))
+    assert list(json.loads(Path("translation.json").read_text())["models"]["qwen-g1"]) == ["en-el", "el-en"]
+    assert Path("routing.json").is_file()
 
 
 def test_the_lora_guide(workplace):
@@ -126,8 +463,9 @@ def test_the_recipes_guide(workplace):
     workplace("recipes.md")
     save_dense(Path("Qwen/Qwen2.5-0.5B-Instruct"), num_hidden_layers=8)
     told = commands("recipes.md")
-    assert [words[0] for words in told] == ["recipes", "recipes", "validate", "recipes"]
+    assert [words[0] for words in told] == ["recipes", "recipes", "validate", "run", "recipes"]
     for words in told:
+        assert words[0] != "run" or Recipe.load(find_recipe(words[1]), unset_ok=True).old
         assert words[-1] != "ls" or "layermoe-qwen1.5-1.8b-g1 " in invoke(*words)
         assert words[0] != "validate" or invoke(*words).endswith(": ok\n")
         assert "show" not in words or "base: Qwen/Qwen1.5-1.8B" in invoke(*words[:3])

@@ -27,7 +27,7 @@ pytest.importorskip("language_data", reason="the extra `eval` is not installed")
 
 PROMPTS = ["one", "a longer prompt than the others\nof two lines", "two and three", "έξι", "7"]
 END = 256
-AMOUNT = 2.0  # of the likelihood of an end: some texts end within 12 tokens, some do not
+AMOUNTS = {"newline": 1.0, "end of text": 1.5}  # of an end's likelihood: some texts end within 12 tokens, some do not
 
 
 def newline_id() -> int:
@@ -65,7 +65,7 @@ def letters_until(token: int, amount: float):
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_batches_give_what_one_token_after_the_other_gives(ending, batch_size):
     tokenizer = byte_tokenizer()
-    model = letters_until(newline_id() if ending == "newline" else END, AMOUNT)
+    model = letters_until(newline_id() if ending == "newline" else END, AMOUNTS[ending])
     expected = [slow_continuation(model, tokenizer, prompt, 12) for prompt in PROMPTS]
     assert len({text for text, _ in expected}) > 2
     assert 0 < sum(cut for _, cut in expected) < len(PROMPTS)  # both kinds of end occur
@@ -74,8 +74,15 @@ def test_batches_give_what_one_token_after_the_other_gives(ending, batch_size):
     assert cut == sum(cut for _, cut in expected)
 
 
+def test_it_stops_where_every_line_has_ended():
+    model, passes = letters_until(newline_id(), 1e3), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    assert translate(model, byte_tokenizer(), PROMPTS, 5, 12) == ([""] * 5, 0)
+    assert len(passes) == 1
+
+
 def test_the_checkpoints_own_generation_settings_do_not_count():
-    tokenizer, model = byte_tokenizer(), letters_until(END, AMOUNT)
+    tokenizer, model = byte_tokenizer(), letters_until(END, AMOUNTS["end of text"])
     plain, _ = translate(model, tokenizer, PROMPTS, 2, 12)
     own = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=3.0, num_beams=2, eos_token_id=END)
     model.generation_config = own

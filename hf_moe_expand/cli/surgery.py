@@ -328,6 +328,8 @@ def inspect(
     """
     from ..inspection import inspect_checkpoint
 
+    if plan is None and tokens is not None:
+        raise InputError("--tokens belongs to --plan, which is not given.")
     if plan is not None:
         from ..forecast import forecast
         from ..planning.plan import Plan

@@ -184,7 +184,7 @@ def change_chart(changes: Sequence[Change], description: str, x_label: str) -> s
     left = 10 + max(len(_short(change.label)) for change in changes if change.values) * _LETTER
     right = WIDTH - 8 - max(len(change.note) for change in changes) * _LETTER
     x = _Scale(*_widened(min(values), max(values)), left + 6, right - 6)
-    for tick in x.ticks():
+    for tick in x.ticks(5):
         canvas.line(x(tick), 4, x(tick), height - 32, "grid")
         canvas.text(x(tick), height - 18, _tick(tick), "small", "middle")
     canvas.text((left + right) / 2, height - 3, x_label, "small", "middle")
@@ -246,7 +246,7 @@ def heat_map(
             x = left + wide * j
             canvas.shape("rect", "cell", x=x, y=y, width=wide - 1, height=high - 1, fill_opacity=f"{share:.2f}")
             if numbered:
-                number = f"{100 * value:.0f}" if percent else f"{value:.2f}"
+                number = f"{100 * value:.0f}" if percent else f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
                 canvas.text(x + (wide - 1) / 2, y + high / 2 + 3.5, number, "on" if share > 0.55 else "off", "middle")
     for j, label in enumerate(columns):
         canvas.text(left + wide * (j + 0.5), top + high * len(rows) + _LINE - 1, _short(label), size, "middle")

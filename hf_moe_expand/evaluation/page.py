@@ -36,7 +36,7 @@ _STAGE_NAMES = {
 }
 _METHODS = {"layer-moe": "LayerMoE", "uniform": "MoE-LPR", "mola": "MoLA", "random": "random counts", "dmoe": "DMoE"}
 _SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
-_PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
+_PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Part:
 
 
 def make_page(run: str | Path) -> str:
-    """The page of a run folder: evaluation, recipe, plan, training, routing, what was frozen, versions.
+    """The page of a run folder: evaluation, tasks, recipe, plan, training, routing, what was frozen, versions.
 
     It loads nothing: styles and figures are in it. Of local paths only the last part is shown. The same folder gives
     the same text.
@@ -95,11 +95,14 @@ def make_page(run: str | Path) -> str:
             "`hf-moe-expand run` has run."
         )
     steps: dict[str, Any] = read_json(root / "steps.json", "the record of a run") if _has(root, "steps.json") else {}
-    history = next((found for part in reversed(parts) if (found := part.expansions())), [])
+    steps.pop("begun", None)  # the step at work
+    history = next((made for part in reversed(parts) if (made := part.expansions())), [])
+    found = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
     facts = {
         "name": root.resolve().name,
         "summary": _summary(parts, history),
-        "scores": _scores(root, history),
+        "scores": _scores(found, history) if found and found.models else None,
+        "tasks": found.task_rows() if found and found.tasks else None,
         "recipe": without_paths((root / "recipe.yaml").read_text("utf-8")) if _has(root, "recipe.yaml") else None,
         "plans": [plan for part in parts if (plan := _plan(part))],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
@@ -180,17 +183,14 @@ def _summary(parts: Sequence[_Part], history: Sequence[Mapping[str, Any]]) -> di
 # --- languages -----------------------------------------------------------------------------------------------------
 
 
-def _scores(root: Path, history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    if not _has(root, "evaluation.json"):
-        return None
-    found = Evaluation.from_json(root / "evaluation.json")
-    if not found.models:
-        return None
+def _scores(found: Evaluation, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(history) > 1 and not found.expansions:
         found.expansions = [list(entry["new_languages"]) for entry in history]
     names = list(found.models)
     scored = [(kind, [c for c in codes if any(c in found.models[n] for n in names)]) for kind, codes in found.groups()]
     groups = [_score_group(found, kind, codes, names) for kind, codes in scored if codes]
+    if len(groups) == 1 and not groups[0]["old"]:
+        groups[0]["title"] = "all languages"
     changes = []
     for group in groups:
         changes.append(Change(group["title"]))
@@ -237,7 +237,8 @@ def _score_row(found: Evaluation, codes: Sequence[str], names: Sequence[str]) ->
 
 
 def _signed_percent(share: float) -> str:
-    return f"{100 * share:+.1f} %".replace("-", "−")
+    text = f"{100 * share:+.1f} %".replace("-", "−")
+    return "0.0 %" if text in ("+0.0 %", "−0.0 %") else text
 
 
 # --- plan ----------------------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ def _training_figures(
     for key in ("classifier_accuracy", "group_accuracy", "gate"):
         if key in known:
             words = key.replace("_", " ")
-            yield figure(words if key != "gate" else "gate: share of tokens it lets through", [curve(key, words)])
+            yield figure(words if key != "gate" else "gate: mean weight of the routed experts", [curve(key, words)])
     kinds_scored = [kind for kind in ("old", "new") if f"expert_0_score_{kind}" in known]
     homes = [curve(f"expert_0_score_{kind}", kind, kind) for kind in kinds_scored]
     if homes:
@@ -385,7 +386,7 @@ def _training_figures(
     shares = sorted((int(key.split("_")[1]), key) for key in known if re.fullmatch(r"expert_\d+_share", key))
     if shares:
         lines = [curve(key, str(expert), "old" if expert == 0 else "new") for expert, key in shares]
-        yield figure("share of tokens of each expert, mean over the layers that have it", lines)
+        yield figure("share of the routers' choices by expert (0: the original), over the layers that have it", lines)
 
 
 def _validation_figure(curves: ValidationCurves, old: Sequence[str]) -> dict[str, Any]:
@@ -425,6 +426,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
     svg = line_chart(lines, f"Router's score of expert 0, mean over layers: {ends}.", "layer", (0, 1))
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
+        "both": bool(old and new),
         "maps": maps,
         "expert_0": Markup(svg),
         "table": found.rows(),

@@ -1,0 +1,222 @@
+"""Tasks of lm-evaluation-harness: own tasks on tiny models, against likelihoods computed one by one."""
+
+import functools
+import json
+
+import pytest
+import torch
+import yaml
+from conftest import byte_tokenizer, invoke, save_dense, write_texts
+
+from hf_moe_expand import Plan, expand_checkpoint, models
+from hf_moe_expand.card import make_card
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import extra
+from hf_moe_expand.evaluation.report import Evaluation
+
+pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+
+import lm_eval.tasks
+from lm_eval.models.huggingface import HFLM
+
+from hf_moe_expand.evaluation.harness import HarnessTasks
+
+QUESTIONS = {
+    "el": [("Η γάτα πίνει", ["γάλα", "ουρανό"], 0), ("Ο ήλιος είναι", ["κρύος", "ζεστός", "βιβλίο"], 1)] * 3,
+    "hu": [("A macska", ["iszik", "tejet a napon"], 0), ("A nap", ["hideg", "meleg"], 1)] * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A base model, its expansion, and a folder of tasks: two, and a group of both."""
+    root = tmp_path_factory.mktemp("harness")
+    save_dense(root / "base", max_position_embeddings=512)
+    expand_checkpoint(root / "base", root / "moe", Plan("uniform", [2, 2, 2], old=["en"], new=["el", "hu"]))
+    (root / "tasks").mkdir()
+    for code, questions in QUESTIONS.items():
+        for split, rows in (("test", questions), ("train", questions[:2])):
+            lines = [json.dumps({"question": q, "choices": c, "label": label}) for q, c, label in rows]
+            (root / f"{code}.{split}.jsonl").write_text("\n".join(lines))
+        task = {
+            "task": f"pick_{code}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {s: str(root / f"{code}.{s}.jsonl") for s in ("train", "test")}},
+            "output_type": "multiple_choice",
+            "test_split": "test",
+            "fewshot_split": "train",
+            "fewshot_config": {"sampler": "first_n"},
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{label}}",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+            "metadata": {"version": 1.0},
+        }
+        (root / "tasks" / f"{code}.yaml").write_text(yaml.safe_dump(task))
+    group = {
+        "group": "pick", "task": ["pick_el", "pick_hu"], "metadata": {"version": 2.0},
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }  # fmt: skip
+    (root / "tasks" / "pick.yaml").write_text(yaml.safe_dump(group))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def own_tasks(monkeypatch):
+    """The harness's own thousands of tasks take it half a minute to list."""
+    manager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
+
+
+def likelihood(model, tokenizer, context, continuation):
+    ids, tail = tokenizer(context).input_ids, tokenizer(continuation).input_ids
+    with torch.no_grad():
+        logs = model(torch.tensor([ids + tail])).logits[0].log_softmax(-1)
+    return sum(logs[len(ids) + i - 1, token].item() for i, token in enumerate(tail))
+
+
+def examples(code, shots):
+    return "".join(f"{question} {choices[label]}\n\n" for question, choices, label in QUESTIONS[code][:shots])
+
+
+def slow_accuracy(model, tokenizer, code, shots):
+    questions, shown, right = QUESTIONS[code], examples(code, shots), 0
+    for question, choices, label in questions:
+        scores = [likelihood(model, tokenizer, shown + question, f" {choice}") for choice in choices]
+        right += max(range(len(scores)), key=scores.__getitem__) == label
+    return right / len(questions)
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_accuracy_is_that_of_likelihoods_one_by_one(root, shots, monkeypatch):
+    model, tokenizer = models.load_for_inference(root / "moe")
+    asked, score_all = [], HFLM.loglikelihood
+    monkeypatch.setattr(
+        HFLM, "loglikelihood", lambda self, requests: (asked.extend(requests), score_all(self, requests))[1]
+    )
+    found = HarnessTasks([f"pick_el@{shots}", "pick_hu"], num_fewshot=1, include_path=root / "tasks").evaluate(
+        model, tokenizer, batch_size=4
+    )
+    assert list(found) == ["pick_el", "pick_hu"]
+    prompts = [examples(code, count) + question + f"| {choice}" for code, count in (("el", shots), ("hu", 1))
+               for question, choices, _ in QUESTIONS[code] for choice in choices]  # fmt: skip
+    assert sorted("|".join(request.args) for request in asked) == sorted(prompts)
+    expected = {"pick_el": (slow_accuracy(model, tokenizer, "el", shots), shots, 6),
+                "pick_hu": (slow_accuracy(model, tokenizer, "hu", 1), 1, 4)}  # fmt: skip
+    for name, (accuracy, count, documents) in expected.items():
+        score = found[name]
+        assert 0 < accuracy < 1
+        assert (score.metrics["acc"].value, score.shots) == (pytest.approx(accuracy), count)
+        assert (score.samples, score.total, score.group) == (documents, documents, None)
+        # The sample's own deviation over the root of its size.
+        error = (accuracy * (1 - accuracy) / (documents - 1)) ** 0.5
+        assert score.metrics["acc"].stderr == pytest.approx(error)
+        assert score.metrics["acc"].higher_is_better
+        assert (score.version, score.harness) == ("1.0", lm_eval.__version__)
+
+
+def test_a_group_and_its_parts(root):
+    model, tokenizer = models.load_for_inference(root / "moe")
+    found = HarnessTasks(["pick"], limit=3, include_path=root / "tasks").evaluate(model, tokenizer)
+    assert {name: score.group for name, score in found.items()} == {"pick": None, "pick_el": "pick", "pick_hu": "pick"}
+    assert [(found[name].samples, found[name].total) for name in ("pick", "pick_el", "pick_hu")] == [
+        (6, 10),
+        (3, 6),
+        (3, 4),
+    ]
+    mean = sum(found[name].metrics["acc"].value for name in ("pick_el", "pick_hu")) / 2
+    assert found["pick"].metrics["acc"].value == pytest.approx(mean)
+    assert found["pick"].version == "2.0"
+    table = Evaluation([], [], tasks={"moe": found})
+    assert [row[0] for row in table.task_rows()[1]] == ["pick (0-shot, 6 of 10)"]  # a group speaks for its parts
+
+
+def test_the_command_loads_each_checkpoint_once_and_the_card_says_what_came_out(root, monkeypatch):
+    loaded = []
+    load = models.load_for_inference
+    monkeypatch.setattr(models, "load_for_inference", lambda name: (loaded.append(str(name)), load(name))[1])
+    for code in ("en", "el", "hu"):
+        write_texts(root / f"{code}.text.jsonl", ["one two three", "ένα δύο τρία"])
+    data = [word for code in ("en", "el", "hu") for word in ("--data", f"{code}={root / code}.text.jsonl")]
+    said = invoke(
+        "evaluate", root / "base", root / "moe", *data, "--tasks", "pick_el@2,pick_hu", "--num-fewshot", 1,
+        "--limit", 5, "--include-path", root / "tasks", "--block-size", 32, "--out", root / "evaluation.json",
+    )  # fmt: skip
+    assert loaded == [str(root / "base"), str(root / "moe")]
+    assert "tasks" in said.splitlines()
+    written = json.loads((root / "evaluation.json").read_text())
+    assert list(written["models"]["moe"]) == ["en", "el", "hu"]
+    assert written["tasks"]["moe"] == written["tasks"]["base"]  # right after expansion: the same model
+    model, tokenizer = load(root / "base")
+    score = written["tasks"]["moe"]["pick_hu"]
+    assert (score["shots"], score["samples"], score["total"]) == (1, 4, 4)
+    assert score["metrics"]["acc"]["value"] == pytest.approx(slow_accuracy(model, tokenizer, "hu", 1))
+    assert written["tasks"]["moe"]["pick_el"]["samples"] == 5
+    again = Evaluation.from_json(root / "evaluation.json")
+    assert again.tasks["moe"]["pick_hu"].metrics["acc"].value == score["metrics"]["acc"]["value"]
+    again.to_json(root / "again.json")
+    assert (root / "again.json").read_bytes() == (root / "evaluation.json").read_bytes()
+    card = make_card(root / "moe", "me/moe", evaluation=root / "evaluation.json")
+    value, error = score["metrics"]["acc"]["value"], score["metrics"]["acc"]["stderr"]
+    assert f"| pick_hu (1-shot) | acc | {value:.4f} ± {error:.4f} | {value:.4f} ± {error:.4f} | +0.0000 |" in str(card)
+    assert "| pick_el (2-shot, 5 of 6) |" in str(card)
+    results = [result for result in card.data.eval_results if result.dataset_type == "pick_hu"]
+    assert [(result.metric_type, result.metric_value) for result in results] == [("acc", round(value, 4))]
+
+
+def test_tasks_alone(root):
+    out = root / "alone.json"
+    invoke("evaluate", root / "moe", "--tasks", "pick_hu", "--include-path", root / "tasks", "--out", out)
+    written = json.loads(out.read_text())
+    assert written["models"] == {"moe": {}}
+    assert list(written["tasks"]["moe"]) == ["pick_hu"]
+
+
+def test_bad_input(root, tmp_path, monkeypatch):
+    here = {"include_path": root / "tasks"}
+    for arguments, options, message in [
+        (["pick_eu"], here, r"'pick_eu' is no task of lm_eval \S+ or of --include-path; did you mean pick"),
+        (["zzzz*"], here, "'zzzz\\*' is no task"),
+        (["pick_el", "pick_el@2"], here, "pick_el: given twice"),
+        (["pick", "pick_hu@1"], here, "pick_hu: given twice"),
+        (["pick_el@few"], here, "'pick_el@few' is not TASK@EXAMPLES"),
+        (["@5"], here, "'@5' is not TASK@EXAMPLES"),
+        (["pick_el"], {**here, "limit": 0}, "must be at least 0 and 1"),
+        (["pick_el"], {**here, "num_fewshot": -1}, "must be at least 0 and 1"),
+        (["pick_el"], {"include_path": tmp_path / "none"}, "none: no such folder"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            HarnessTasks(arguments, **options)
+    lost = yaml.safe_load((root / "tasks" / "el.yaml").read_text()) | {
+        "task": "lost", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "lost.jsonl")}}
+    }  # fmt: skip
+    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(lost))
+    with pytest.raises(InputError, match="lost: its data cannot be had"):
+        HarnessTasks(["lost"], include_path=tmp_path)
+    out = ["--out", tmp_path / "out.json"]
+    with pytest.raises(InputError, match="give text with --data, tasks with --tasks"):
+        invoke("evaluate", root / "moe", *out)
+    with pytest.raises(InputError, match="belong to --tasks, which is not given"):
+        invoke("evaluate", root / "moe", "--data", f"en={root / 'el.test.jsonl'}", "--limit", 3, *out)
+    with pytest.raises(InputError, match="--ensemble scores text"):
+        invoke("evaluate", root / "moe", "--tasks", "pick_el", "--ensemble", 1, *out)
+
+    def absent(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name="lm_eval")
+
+    monkeypatch.setattr(extra, "import_module", absent)
+    with pytest.raises(InputError, match=r"lm_eval is not installed: pip install 'hf-moe-expand\[eval\]'"):
+        invoke("evaluate", root / "moe", "--tasks", "pick_el", *out)
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_what_is_wrong_shows_before_a_model_is_loaded(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_for_inference", lambda name: pytest.fail("loaded"))
+    with pytest.raises(InputError, match="is no task"):
+        invoke("evaluate", root / "moe", "--tasks", "nothing", "--out", tmp_path / "out.json")
+
+
+def test_the_tokenizer_makes_one_token_a_byte():
+    """What `likelihood` relies on: the parts of a text have the tokens of the whole."""
+    tokenizer = byte_tokenizer()
+    assert tokenizer("ένα δύο").input_ids == tokenizer("ένα").input_ids + tokenizer(" δύο").input_ids

@@ -1,0 +1,441 @@
+"""The page of a run: what is there is shown, what is shown is what the files say, and nothing is fetched."""
+
+import json
+import math
+import shutil
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import invoke, save_dense
+from safetensors import safe_open
+
+from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
+from hf_moe_expand.analysis.result import DeviationResult, RoutingResult, SimilarityResult
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.charts import Change, Line, allocation_chart, change_chart, heat_map, line_chart
+from hf_moe_expand.evaluation.harness import Metric, TaskScore
+from hf_moe_expand.evaluation.page import make_page, without_paths
+from hf_moe_expand.evaluation.perplexity import LanguageScore
+from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.evaluation.validation import ValidationCurves
+from hf_moe_expand.jsonfile import read_json, write_json
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+OLD, NEW = ["en", "zh"], ["el", "hu"]
+SIMILARITY = [0.1, 0.3, 0.2]
+SECTIONS = ["languages", "tasks", "recipe", "plan", "training", "routing", "frozen", "steps", "versions"]
+RECIPE = "base: org/tiny\noutput: $OUT/run\nold: {en: $DATA/en.jsonl}\n"
+
+
+class Page(HTMLParser):
+    """A page taken apart. Refuses tags that are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.text, self.rows, self.row = [], [], "", {}, None
+        self.table = None
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        assert len(attributes) == len(attrs), f"{tag}: an attribute is given twice"
+        self.elements.append((tag, attributes))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.table = attributes.get("id")
+        if tag == "tr":
+            self.row = []
+            self.rows.setdefault(self.table, []).append(self.row)
+        if tag in ("td", "th"):
+            self.row.append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" in self.open:
+            return
+        self.text += data
+        if "td" in self.open or "th" in self.open:
+            self.row[-1] += data
+
+    @property
+    def sections(self):
+        return [attributes["id"] for tag, attributes in self.elements if tag == "section"]
+
+
+def page_of(run):
+    return Page(make_page(run))
+
+
+def scores(languages, models, first=2.0):
+    """Different for each language and model."""
+    made = {}
+    for m, model in enumerate(models):
+        made[model] = {
+            code: LanguageScore(10.0 + i + m, first + 0.1 * i + 0.037 * m * (-1) ** i, 100, 200)
+            for i, code in enumerate(languages)
+        }
+    return made
+
+
+def stage_of(run, checkpoint, name, stage, logs=(), tokens=None, settings=None):
+    """A stage's folder as training leaves it, without weights."""
+    folder = run / name
+    folder.mkdir(parents=True)
+    config = read_json(checkpoint / "config.json", "")
+    entry = {"stage": stage, "steps": 20, "documents": tokens or {"el": 7}, "tokens": tokens or {"el": 1234}, "seed": 0}
+    config["expansions"][-1]["stages"].append(entry | {"settings": settings or {}})
+    write_json(folder / "config.json", config)
+    write_json(folder / "trainer_state.json", {"log_history": [*logs, {"step": 20, "train_loss": 3.0}]})
+
+
+def logs(**values):
+    return [{"step": 10 * (i + 1), **{key: pair[i] for key, pair in values.items()}} for i in range(2)]
+
+
+def record(run, *names):
+    done = {name: {"fingerprint": "x", "seconds": 75.0, "summary": f"{name} said so"} for name in names}
+    for name in done:
+        if name.endswith("review"):
+            done[name]["summary"] = "20 steps; 17 frozen tensors are byte-identical"
+    write_json(run / "steps.json", done)
+
+
+def routing():
+    codes = OLD + NEW
+    share = {code: [[0.25, 0.75] if i % 2 else [0.875, 0.125] for _ in range(3)] for i, code in enumerate(codes)}
+    return RoutingResult(
+        {"en": 0, "zh": 0, "el": 1, "hu": 1}, 100, [0, 1, 2], share, share, {c: [0.9, 0.5, 0.1] for c in codes},
+        {c: [1, 1, 1] for c in codes}, {c: [0.9, None, None] for c in codes}, [[[1.0] * 4] * 4] * 3, [0.5, None],
+        dict.fromkeys(codes, 12.5), dict.fromkeys(codes, 99.25), [0],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run folder of each kind; `layer-moe` has everything that a page can show."""
+    root = tmp_path_factory.mktemp("runs")
+    save_dense(root / "tiny")
+    plan = Plan("layer-moe", [3, 2, 2], [1], old=OLD, new=NEW, settings={"similarity": SIMILARITY})
+    run = root / "layer-moe"
+    plan.save(run / "plan.json")
+    SimilarityResult(OLD, NEW, 100, {}, SIMILARITY, SIMILARITY, SIMILARITY).to_json(run / "analysis.json")
+    expand_checkpoint(root / "tiny", run / "expanded", plan)
+    losses = {"loss": (4.0, 3.5), "next_token_loss": (3.9, 3.4), "balance_loss": (1.2, 1.1)}
+    shares = {"expert_0_share": (0.6, 0.5), "expert_1_share": (0.4, 0.5)}
+    stage_of(
+        run, run / "expanded", "post_pretrain", "post-pretrain", logs(**losses, **shares), settings={"balance": 0.01}
+    )
+    curves = ValidationCurves(NEW, 20, [0, 20], {}, {}, {"el": [3.0, 2.0], "en": [1.0, 1.5]})
+    curves.save(run / "post_pretrain" / "validation.json")
+    review = {"language_prior_loss": (0.8, 0.3), "classifier_loss": (0.6, 0.2), "classifier_accuracy": (0.7, 0.9)}
+    settings = {
+        "language_prior": 0.1,
+        "classifier": 0.1,
+        "balance": 0.0,
+        "training": {"deepspeed": "/home/me/zero.json"},
+    }
+    stage_of(run, run / "post_pretrain", "review", "review", logs(**losses, **review), settings=settings)
+    names = ["base", "post-pretrained", "reviewed"]
+    tasks = {name: {"arc_hu": TaskScore({"acc": Metric(0.25 + i / 8, 0.01)}, 25, 50, 100, "1", "0.4")}
+             for i, name in enumerate(names)}  # fmt: skip
+    Evaluation(OLD, NEW, scores(OLD + NEW, names), tasks=tasks).to_json(run / "evaluation.json")
+    routing().to_json(run / "routing.json")
+    (run / "recipe.yaml").write_text(RECIPE)
+    record(run, "analyze", "plan", "expand", "post_pretrain", "review", "evaluate")
+
+    run = root / "lifelong"
+    first = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
+    first.save(run / "1" / "plan.json")
+    expand_checkpoint(root / "tiny", run / "1" / "expanded", first)
+    stage_of(run / "1", run / "1" / "expanded", "review", "review", logs(**losses))
+    shutil.copyfile(run / "1" / "expanded" / "model.safetensors", run / "1" / "review" / "model.safetensors")
+    second = Plan("uniform", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    second.save(run / "2" / "plan.json")
+    grow_checkpoint(run / "1" / "review", run / "2" / "expanded", second)
+    stage_of(run / "2", run / "2" / "expanded", "review", "review", logs(**losses))
+    names = ["base", "after expansion 1", "after expansion 2"]
+    Evaluation(["en"], ["el", "tr"], scores(["en", "el", "tr"], names)).to_json(run / "evaluation.json")
+    record(run, "1: plan", "1: expand", "1: review", "2: plan", "2: expand", "2: review", "evaluate")
+
+    run = root / "dmoe"
+    plan = Plan("dmoe", [1, 2, 2], new=NEW, groups=[["el"], ["hu"]])
+    plan.save(run / "plan.json")
+    alike = [[1.0, 0.25], [0.25, 1.0]]
+    DeviationResult(NEW, [0.1, 0.2, 0.3], {}, alike, [2], 1, 1e-3, 1, 1, 0).to_json(run / "analysis.json")
+    expand_checkpoint(root / "tiny", run / "expanded", plan)
+    group = {"group_loss": (0.7, 0.1), "language_prior_loss": (0.2, 0.1), "group_accuracy": (0.5, 1.0)}
+    stage_of(run, run / "expanded", "group", "group", logs(**losses, **group), settings={"group": 1.28, "balance": 0.0})
+    stage_of(run, run / "group", "normal", "normal", logs(**losses), settings={"balance": 0.02})
+    record(run, "analyze", "plan", "expand", "group", "normal")
+    return root
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return Path(shutil.copytree(made / "layer-moe", tmp_path / "runs" / "qwen-el"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("layer-moe", []),
+        ("lifelong", ["tasks", "recipe", "routing"]),
+        ("dmoe", ["languages", "tasks", "recipe", "routing"]),
+    ],
+)
+def test_each_kind_of_run_has_its_sections_and_links_to_them(made, kind, missing):
+    page = page_of(made / kind)
+    assert page.sections == [name for name in SECTIONS if name not in missing]
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
+    assert links == [f"#{name}" for name in page.sections]
+
+
+@pytest.mark.parametrize(
+    ("files", "gone"),
+    [
+        (["evaluation.json"], {"languages", "tasks"}),
+        (["recipe.yaml"], {"recipe"}),
+        (["plan.json"], {"plan"}),
+        (["routing.json"], {"routing"}),
+        (["steps.json"], {"steps"}),
+        (["post_pretrain", "review"], {"training", "frozen"}),
+        (["post_pretrain", "review", "expanded", "steps.json"], {"training", "frozen", "steps", "versions"}),
+    ],
+)
+def test_a_section_is_left_out_where_its_files_are_not_there(run, files, gone):
+    for name in files:
+        shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
+    assert page_of(run).sections == [name for name in SECTIONS if name not in gone]
+
+
+def test_the_table_has_the_numbers_of_evaluation_json_old_languages_first(run):
+    found = json.loads((run / "evaluation.json").read_text())["models"]
+    expected = []
+    for title, codes, marks in (
+        ("old languages", OLD, [" ▼ worst", " ▲ best", ""]),
+        ("new languages", NEW, [" ▼ worst", " ▲ best", ""]),
+    ):
+        expected.append([title])
+        columns = {name: [found[name][code]["bits_per_byte"] for code in codes] for name in found}
+        for i, code in enumerate([*codes, "mean"]):
+            row = [code + marks[i]]
+            base = None
+            for name, values in columns.items():
+                value = values[i] if code != "mean" else sum(values) / len(values)
+                base = base or value
+                change = f"{100 * (value - base) / base:+.1f} %".replace("-", "−") if name != "base" else ""
+                row.append(f"{value:.3f}" + change.replace("+0.0", "0.0").replace("−0.0", "0.0"))
+            expected.append(row)
+    header, *rows = page_of(run).rows["bits-per-byte"]
+    assert header == ["language", "base", "post-pretrained", "reviewed"]
+    assert rows == expected
+
+
+def test_languages_of_a_lifelong_run_are_grouped_by_expansion(made):
+    rows = page_of(made / "lifelong").rows["bits-per-byte"]
+    languages = ["old languages", "en", "new in expansion 1", "el", "new in expansion 2", "tr"]
+    assert [row[0] for row in rows[1:]] == languages
+
+
+def test_languages_of_which_none_is_old_are_not_called_new(run):
+    Evaluation([], NEW, scores(NEW, ["base", "trained normally"])).to_json(run / "evaluation.json")
+    page = page_of(run)
+    assert page.rows["bits-per-byte"][1] == ["all languages"]
+    assert "new languages, bits per byte" not in page.text
+
+
+def test_tasks_and_their_change(run):
+    rows = [row for row in page_of(run).rows[None] if row[0].startswith("arc_hu")]
+    assert rows == [["arc_hu (25-shot, 50 of 100)", "acc", "0.2500 ± 0.0100", "0.3750 ± 0.0100", "0.5000 ± 0.0100",
+                     "+0.2500"]]  # fmt: skip
+    found = Evaluation.from_json(run / "evaluation.json")
+    Evaluation(OLD, NEW, tasks=found.tasks).to_json(run / "evaluation.json")
+    assert page_of(run).sections[:2] == ["tasks", "recipe"]
+
+
+def test_a_long_recipe_is_folded(run):
+    assert [attributes for tag, attributes in page_of(run).elements if tag == "details" and "open" in attributes]
+    (run / "recipe.yaml").write_text(RECIPE + "# more\n" * 50)
+    page = page_of(run)
+    assert not [attributes for tag, attributes in page.elements if tag == "details" and "open" in attributes]
+    assert page.text.count("# more") == 50
+
+
+def test_what_was_frozen_is_what_the_stages_may_not_touch(run):
+    with safe_open(run / "expanded" / "model.safetensors", "pt") as weights:
+        sizes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    count = {name: math.prod(shape) for name, shape in sizes.items()}
+    routers = sum(size for name, size in count.items() if "router" in name)
+    classifiers = sum(size for name, size in count.items() if "classifier" in name)
+    page = page_of(run)
+    (review,) = [row for row in page.rows[None] if row[0] == "Review"]
+    assert review[2] == f"{routers + classifiers:,}"
+    assert review[3] == f"routers {routers:,}, classifiers {classifiers:,}"
+    assert review[1].startswith(f"{sum(count.values()) - routers - classifiers:,}")
+    assert review[4] == "17"
+
+
+def test_losses_are_shown_that_the_stage_weighs(made):
+    page = page_of(made / "layer-moe")
+    assert "balance loss, weight 0.01" in page.text
+    assert "language-prior loss, weight 0.1" in page.text
+    assert page.text.count("balance loss") == 1  # of the review stage it is no part
+    dmoe = page_of(made / "dmoe").text
+    assert "group loss, weight 1.28" in dmoe
+    assert "language-prior loss" not in dmoe
+
+
+def test_it_is_well_formed_fetches_nothing_and_its_figures_have_words(made):
+    for kind in ("layer-moe", "lifelong", "dmoe"):
+        page = page_of(made / kind)
+        tags = {tag for tag, _ in page.elements}
+        assert not tags & {"script", "link", "img", "iframe", "image", "use", "object"}
+        for tag, attributes in page.elements:
+            assert not {"src", "srcset", "style"} & set(attributes), tag
+            assert not any(name.startswith("on") for name in attributes), tag
+            assert attributes.get("href", "#").startswith("#")
+        figures = [attributes for tag, attributes in page.elements if tag == "svg"]
+        assert figures
+        assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in figures)
+        assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
+        text = make_page(made / kind)
+        assert "url(" not in text
+        assert "@import" not in text
+        assert "prefers-color-scheme: dark" in text
+
+
+def test_hostile_names_and_recipes_stay_text(run):
+    hostile = '<script>alert("1")</script>'
+    found = Evaluation(["en", hostile], NEW, scores(["en", hostile, *NEW], ["base", "<b onload=x>"]))
+    found.to_json(run / "evaluation.json")
+    (run / "recipe.yaml").write_text("# <pre><img src=https://example.org/x.png>\nbase: '<i>&amp;'\n")
+    steps = read_json(run / "steps.json", "")
+    steps["plan"]["summary"] = "</table><iframe>"
+    write_json(run / "steps.json", steps)
+    plan = read_json(run / "plan.json", "")
+    write_json(run / "plan.json", plan | {"old": ["en", hostile]})
+    page = page_of(run)
+    assert not {"script", "img", "b", "i", "iframe"} & {tag for tag, _ in page.elements if tag != "b"}
+    assert hostile in page.text
+    assert "<pre><img src=https://example.org/x.png>" in page.text
+    assert "'<i>&amp;'" in page.text
+    assert "</table><iframe>" in page.text
+
+
+def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):
+    shutil.copyfile(run / "routing.json", run / "review" / "routing.json")
+    first = make_page(run)
+    assert "<h3>review</h3>" in first  # where the second routing analysis lies
+    other = shutil.copytree(run, tmp_path / "elsewhere" / run.name)
+    assert make_page(other) == first
+    assert str(tmp_path) not in first
+
+
+def test_of_paths_the_last_part_is_shown(run):
+    (run / "recipe.yaml").write_text(
+        "# from /home/me/notes.txt, see https://example.org/a/b\n"
+        "base: /data/models/tiny\n"
+        'old: {en: "/home/some body/en.jsonl", es: ~/es.jsonl, zh: file:///srv/zh.jsonl}\n'
+        "new: {el: $DATA/el.jsonl, hu: C:\\me\\hu.jsonl, tr: '\\\\server\\share\\tr.jsonl'}\n"
+        "test: {en: hub:org/name:en:test, el: texts/el.jsonl}\n"
+    )
+    shown = without_paths((run / "recipe.yaml").read_text())
+    assert shown == (
+        "# from notes.txt, see https://example.org/a/b\n"
+        "base: tiny\n"
+        'old: {en: "en.jsonl", es: es.jsonl, zh: zh.jsonl}\n'
+        "new: {el: $DATA/el.jsonl, hu: hu.jsonl, tr: 'tr.jsonl'}\n"
+        "test: {en: hub:org/name:en:test, el: texts/el.jsonl}\n"
+    )
+    page = page_of(run)
+    assert shown in page.text
+    assert "deepspeed: zero.json" in page.text
+
+
+def test_an_access_token_in_the_recipe_is_refused(run):
+    (run / "recipe.yaml").write_text(f"base: org/tiny  # hf_{'a' * 30}\n")
+    with pytest.raises(InputError, match="holds an access token"):
+        make_page(run)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no such folder; give the `output` of a recipe"):
+        make_page(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(InputError, match="nothing of a run is in it"):
+        make_page(tmp_path)
+
+
+def test_the_command_writes_it_and_overwrites_only_when_told(run, tmp_path):
+    assert f"wrote {run / 'report.html'}" in invoke("report", run)
+    text = (run / "report.html").read_text("utf-8")
+    assert text == make_page(run)
+    with pytest.raises(InputError, match="exists already"):
+        invoke("report", run)
+    (run / "report.html").write_text("old")
+    invoke("report", run, "--overwrite")
+    assert (run / "report.html").read_text("utf-8") == text
+    invoke("report", run, "--out", tmp_path / "new" / "page.html")
+    assert (tmp_path / "new" / "page.html").read_text("utf-8") == text
+
+
+# --- charts --------------------------------------------------------------------------------------------------------
+
+
+def shapes(svg, name, kind=""):
+    return [e for e in ET.fromstring(svg).iter(name) if set(kind.split()) <= set(e.get("class", "").split())]
+
+
+def test_bars_are_as_high_as_the_experts_and_split_where_the_model_grew():
+    svg = allocation_chart([4, 2, 3], "d", SIMILARITY, "similarity", classifiers=[1], before=[2, 2, 2])
+    heights = [float(bar.get("height")) for bar in shapes(svg, "rect", "bar")]
+    assert [height / heights[0] for height in heights] == pytest.approx([1, 1, 1, 1, 0.5], abs=0.01)
+    assert len(shapes(svg, "rect", "before")) == 3
+    assert len(shapes(svg, "rect", "classified")) == 1
+    line = [float(dot.get("cy")) for dot in shapes(svg, "circle", "dot")]
+    assert sorted(range(3), key=lambda layer: -line[layer]) == [0, 2, 1]  # down is small
+
+
+def test_a_long_log_is_thinned_to_means_and_what_is_not_finite_is_left_out():
+    line = Line("x", range(1001), [float(i) for i in range(1000)] + [float("nan")])
+    parts = [list(range(i, i + 5)) for i in range(0, 1000, 5)]
+    assert line.points == [(part[-1], sum(part) / 5) for part in parts]
+    assert Line("x", [1, 2], [3.0, float("inf")]).points == [(1, 3.0)]
+
+
+def test_labels_at_line_ends_do_not_overlap():
+    svg = line_chart([Line(str(i), [0, 1], [1.0, 2.0 + 0.001 * i]) for i in range(12)], "d", "step")
+    ends = sorted(float(e.get("y")) for e in shapes(svg, "text", "new"))
+    assert len(ends) == 12
+    assert min(b - a for a, b in pairwise(ends)) >= 12.9
+    height = float(ET.fromstring(svg).get("viewBox").split()[3])
+    assert ends[0] >= 0
+    assert ends[-1] <= height
+
+
+def test_heat_map_cells_are_as_dark_as_their_values():
+    svg = heat_map(["a", "b"], ["0", "1"], [[0.25, 0.5], [None, 1.0]], "d", percent=True, most=1.0, blocks=[1, 1])
+    assert [cell.get("fill-opacity") for cell in shapes(svg, "rect", "cell")] == ["0.25", "0.50", "1.00"]
+    assert [e.text for kind in ("off", "on") for e in shapes(svg, "text", kind)] == ["25", "50", "100"]
+    assert len(shapes(svg, "rect", "frame")) == 2
+    many = heat_map([str(i) for i in range(30)], ["0"], [[0.5]] * 30, "d")
+    assert not shapes(many, "text", "off")
+
+
+def test_a_change_runs_from_its_ring_to_its_dot():
+    svg = change_chart([Change("old languages"), Change("en", [2.0, 3.0, 2.5], "old", "+25%")], "d", "bits per byte")
+    (ring,), (small, dot) = shapes(svg, "circle", "ring"), shapes(svg, "circle", "dot")
+    begin, middle, end = (float(e.get("cx")) for e in (ring, small, dot))
+    assert begin < end < middle
+    assert (end - begin) / (middle - begin) == pytest.approx(0.5, abs=0.01)
