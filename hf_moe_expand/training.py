@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -44,10 +45,12 @@ from .trainers import (
     Stage,
     freeze,
 )
+from .trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 
 StageSettings = PostPretrainSettings | ReviewSettings | GroupSettings | NormalSettings | AdaptSettings
 
 _DEFAULTS = {"report_to": "none", "logging_steps": 10, "save_total_limit": 1}
+_CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 STARTED_WITH = "started_with.json"
 # Ours to set: where things go, and what the losses rely on.
 _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
@@ -56,7 +59,7 @@ _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_
 def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
     """Refuses keys that `TrainingArguments` does not have, and those that are ours to set."""
     known = [f.name for f in fields(TrainingArguments) if f.init]
-    for key in training:
+    for key in _in_words_at_hand(training):
         if key in _RESERVED:
             raise InputError(f"{where}: `{key}` is set by hf-moe-expand; leave it out.")
         if key not in [*known, SHARDING]:
@@ -72,9 +75,14 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
         raise InputError(f"{where}: label_smoothing_factor is not supported; set it to 0.")
 
 
+def _in_words_at_hand(training: Mapping[str, Any]) -> dict[str, Any]:
+    """Gradient checkpointing under the name that the installed transformers gives it."""
+    return {_CHECKPOINTING.sub(CHECKPOINTING, name): value for name, value in training.items()}
+
+
 def training_arguments(training: Mapping[str, Any], work: Path, seed: int) -> TrainingArguments:
     """`training` and what is ours to set."""
-    own = {name: value for name, value in training.items() if name != SHARDING}
+    own = {name: value for name, value in _in_words_at_hand(training).items() if name != SHARDING}
     defaults = {**_DEFAULTS, **({"save_strategy": "no"} if SHARDING in training else {})}
     return TrainingArguments(
         **{**defaults, "use_cpu": not torch.accelerator.is_available(), **own},

@@ -98,6 +98,10 @@ def checkpointed(wanted: bool = True, reentrant: bool = False) -> dict:
     return {CHECKPOINTING: wanted, f"{CHECKPOINTING}_kwargs": {"use_reentrant": reentrant}}
 
 
+def enable_checkpointing(model, reentrant: bool = False) -> None:
+    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
+
+
 def run_fresh(code: str, *arguments: str) -> str:
     """Runs code in a new interpreter in which `hf_moe_expand` cannot be imported; returns what it prints."""
     program = "import sys; sys.modules['hf_moe_expand'] = None\n" + code

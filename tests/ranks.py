@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import DistributedType, PartialState
+from conftest import enable_checkpointing
 from one_step import build, full, in_halves, rows, train
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
@@ -112,7 +113,7 @@ def fsdp_by_hand(folder):
             for one in (whole, model):
                 freeze(one, Stage.REVIEW if checkpointing else Stage.EVERYTHING)
                 if checkpointing:
-                    one.gradient_checkpointing_enable({"use_reentrant": False})
+                    enable_checkpointing(one)
             halves = [loss_of(whole, ids[part], languages[part]) for part in (slice(0, 4), slice(4, 8))]
             (sum(halves) / 2).backward()
             for layer in model.get_submodule("transformer.h" if backbone == "bloom" else "model.layers"):

@@ -27,7 +27,7 @@ def commands(group=None, path=()):
             yield [*path, name]
 
 
-@pytest.mark.parametrize("verb", commands(), ids=" ".join)
+@pytest.mark.parametrize("verb", [*commands()], ids=" ".join)
 def test_every_verb_has_help_with_an_example(verb):
     text = invoke(*verb, "--help")
     assert f"Example: hf-moe-expand {' '.join(verb)}" in " ".join(text.split()) or "accelerate launch" in text

@@ -7,7 +7,17 @@ import pickle
 import one_step
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, run_fresh, run_ranks, save_dense, tiny_config, tiny_dense, write_texts
+from conftest import (
+    byte_tokenizer,
+    enable_checkpointing,
+    invoke,
+    run_fresh,
+    run_ranks,
+    save_dense,
+    tiny_config,
+    tiny_dense,
+    write_texts,
+)
 from one_step import rows
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -312,7 +322,7 @@ def test_checkpointing_offloading_and_compiling_change_nothing(tmp_path):
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model)
         model.zero_grad()
         model.train()(IDS, labels=IDS, use_cache=False).loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
+from conftest import byte_tokenizer, enable_checkpointing, invoke, save_dense, tiny_config, tiny_dense, write_texts
 from test_expanded_ffn import HIDDEN, PlainFFN, ResidualFFN
 from transformers import AutoModelForCausalLM
 
@@ -129,7 +129,7 @@ def test_recomputation_under_checkpointing_draws_the_same(conditional):
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model)
         model.zero_grad()
         torch.manual_seed(7)
         model(ids, labels=ids).loss.backward()

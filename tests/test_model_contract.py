@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_dense
+from conftest import enable_checkpointing, tiny_config, tiny_dense
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
@@ -120,7 +120,7 @@ def test_gradients_under_checkpointing_are_equal(model, ids):
 
     model.train()
     plain = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model)
     recomputed = gradients()
     assert plain.keys() == recomputed.keys()
     assert any("router" in name for name in plain)

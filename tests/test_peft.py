@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from conftest import byte_tokenizer, run_fresh
+from conftest import byte_tokenizer, enable_checkpointing, run_fresh
 from one_sft_step import NEW_EXPERTS, ROWS, lora, save_expanded, trainer
 from one_step import build
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -152,7 +152,7 @@ print(sorted(type(m).__name__ for m in (merged, reloaded)))
 
 def test_a_wrapped_routers_lost_gradient_is_noticed(tmp_path):
     one = trainer(tmp_path, balance=1.0, adapter=lora(**NEW_EXPERTS, modules_to_save=["router"]))
-    one.model.get_base_model().gradient_checkpointing_enable({"use_reentrant": True})
+    enable_checkpointing(one.model.get_base_model(), reentrant=True)
     with pytest.raises(ValueError, match="router logits carry no gradient although the routers train"):
         one.train()
 

@@ -10,6 +10,7 @@ from hf_moe_expand.pipeline import validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.settings import GraftSettings, PlanSettings, PostPretrainSettings, ReviewSettings, from_mapping
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
+from hf_moe_expand.training import training_arguments
 
 GOOD = """
 base: {root}/base
@@ -84,10 +85,15 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("classifier_layers: 1", "classifier_layers: 4", "4 classifier layers were asked for, but 3"),
         ("learning_rate", "learning_rat", "post_pretrain.training: .*`learning_rat`; did you mean `learning_rate`"),
         ("learning_rate: 5e-5", "output_dir: x", "`output_dir` is set by hf-moe-expand"),
+        (
+            "learning_rate: 5e-5",
+            "gradient_checkpointing: true, gradient_checkpointing_kwargs: {use_reentrant: true}",
+            "reentrant gradient checkpointing silently drops",
+        ),
         ("learning_rate: 5e-5", "label_smoothing_factor: 0.1", "label_smoothing_factor is not supported"),
         (
             "learning_rate: 5e-5",
-            f"{CHECKPOINTING}: true, {CHECKPOINTING}_kwargs: {{use_reentrant: true}}",
+            "activation_checkpointing: true, activation_checkpointing_kwargs: {use_reentrant: true}",
             "reentrant gradient checkpointing silently drops",
         ),
         ("post_pretrain: {block_size: 32", "post_pretrain: {block_size: 128", "is 128, but the base takes 64"),
@@ -177,3 +183,10 @@ def test_settings_from_mappings():
         from_mapping(PostPretrainSettings, ["x"], "stage1.yaml")
     with pytest.raises(InputError, match="known: block_size, tokens_per_language"):
         from_mapping(PostPretrainSettings, {"zzz": 1}, "stage1.yaml")
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_by_either_name(tmp_path, name):
+    arguments = training_arguments({name: True, f"{name}_kwargs": {"use_reentrant": False}}, tmp_path, 0)
+    assert getattr(arguments, CHECKPOINTING) is True
+    assert getattr(arguments, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}

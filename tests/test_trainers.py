@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import HERE, checkpointed, run_ranks, tiny_config
+from conftest import HERE, checkpointed, enable_checkpointing, run_ranks, tiny_config
 from datasets import Dataset
 from one_step import build, rows, train
 from transformers import Trainer, TrainingArguments
@@ -185,7 +185,7 @@ def test_refusals(tmp_path):
 def test_reentrant_checkpointing_behind_the_trainers_back_is_noticed(tmp_path):
     network = model()
     trainer = plain_trainer(tmp_path, network)
-    network.gradient_checkpointing_enable({"use_reentrant": True})
+    enable_checkpointing(network, reentrant=True)
     with pytest.raises(ValueError, match="router logits carry no gradient"):
         trainer.train()
 

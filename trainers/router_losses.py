@@ -29,12 +29,9 @@ _NEEDS_LANGUAGES = (
     "token."
 )
 
-# What `TrainingArguments` calls it: before transformers 5.23, `gradient_checkpointing`.
-CHECKPOINTING = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if name in TrainingArguments.__dataclass_fields__
-)
+# The later name came with transformers 5.23; an earlier one has the older alone.
+CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in TrainingArguments.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
