@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,9 +120,16 @@ def run_ranks(*command: str, count: int = 2, configuration: Path | None = None) 
     if configuration:
         options = ["--num_processes", str(count), "--main_process_port", "0"]
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *options]
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, cwd=HERE, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    ranks = subprocess.Popen(
+        [*launch, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE, start_new_session=True
+    )
+    try:
+        out, errors = ranks.communicate(timeout=900)
+    except subprocess.TimeoutExpired:
+        os.killpg(ranks.pid, signal.SIGKILL)  # the ranks too, which would go on without their launcher
+        raise
+    assert ranks.returncode == 0, errors
+    return out
 
 
 # One backbone of each kind of FFN call, of head and of key names; the others are in the wide matrix.

@@ -14,7 +14,6 @@ from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.settings import ReviewSettings
 
-pytestmark = pytest.mark.xdist_group("ranks")  # one launch serves many tests
 CHECKS = ("ddp", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native")
 
 
