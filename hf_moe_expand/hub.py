@@ -147,7 +147,8 @@ def _evaluation(
     if run is not None:
         found.append((run / EVALUATION, [_name_in_run(folder.resolve(), run)]))
     if given is not None:
-        found = [(Path(given), [repo_id, folder.name])]
+        own = [name for file, (name, *_) in found[1:] if file.resolve() == Path(given).resolve()]
+        found = [(Path(given), [repo_id, folder.name, *own])]
     for file, names in found:
         if not file.is_file() and given is None:
             continue

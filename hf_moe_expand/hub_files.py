@@ -104,7 +104,14 @@ def refuse_private(files: dict[str, Path | bytes]) -> None:
             data = content if isinstance(content, bytes) else content.read_bytes()
             text = data.decode("utf-8", errors="ignore")
         for found, what in _private(name, text):
-            raise InputError(f"{name}: holds {what} ({found}), which must not be published: take it out.")
+            raise InputError(
+                f"{name}: holds {what} ({found}), which must not be published: take it out."
+                + (
+                    " In a recipe, write a variable for it, such as $DATA/el.jsonl, before `run`."
+                    if name.endswith(".yaml")
+                    else ""
+                )
+            )
 
 
 def _private(name: str, text: str) -> Iterator[tuple[str, str]]:

@@ -73,7 +73,8 @@ def token_batches(
             break
     if left:
         raise InputError(
-            f"has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a smaller --tokens"
+            f"has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a smaller --tokens "
+            "(`analysis: {tokens: ...}` in a recipe)."
         )
     if blocks:
         yield _padded(blocks)

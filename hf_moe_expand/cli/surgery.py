@@ -324,6 +324,7 @@ def inspect(
     """Layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
 
     Example: hf-moe-expand inspect qwen-el-2
+
     Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json --tokens 6e9 --tflops 200
     """
     from ..inspection import inspect_checkpoint

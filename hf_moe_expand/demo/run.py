@@ -31,7 +31,7 @@ BASE = BaseSettings(
 )
 
 RECIPE = """\
-# What the demo runs. Every key that is left out has the value of the papers; see the README.
+# What the demo runs. Keys that are left out have their defaults.
 base: {out}/base
 output: {out}/run
 seed: {seed}
