@@ -74,7 +74,7 @@ def token_batches(
     if left:
         raise InputError(
             f"has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a smaller --tokens "
-            "(`analysis: {tokens: ...}` in a recipe)."
+            "(`analysis: {tokens: ...}` in a recipe)"
         )
     if blocks:
         yield _padded(blocks)
