@@ -107,7 +107,7 @@ def run_fresh(code: str, *arguments: str) -> str:
     """Runs code in a new interpreter in which `hf_moe_expand` cannot be imported; returns what it prints."""
     program = "import sys; sys.modules['hf_moe_expand'] = None\n" + code
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd="/", timeout=300, check=False
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd="/", timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
