@@ -134,6 +134,7 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
             if offline and (unset := unset_variable(source.source)):
                 found.append(f"skipped: {kind} {source.language}: {source.source}: {unset} is not set")
                 continue
+            source.check()
             files = source.files()
             where = f"{len(files)} file(s)" if files else "on the hub"
             found.append(f"{kind} {source.language}: {source.source}, {where}")

@@ -103,6 +103,16 @@ def enable_checkpointing(model, reentrant: bool = False) -> None:
     getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
 
 
+def load_offloaded(folder: Path):
+    """A float32 checkpoint, two thirds of it on disk."""
+    sizes = {"cpu": sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 3}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, device_map="auto", max_memory=sizes, offload_folder=folder / "offload"
+    ).eval()
+    assert "disk" in model.hf_device_map.values()
+    return model
+
+
 def run_fresh(code: str, *arguments: str) -> str:
     """Runs code in a new interpreter in which `hf_moe_expand` cannot be imported; returns what it prints."""
     program = "import sys; sys.modules['hf_moe_expand'] = None\n" + code

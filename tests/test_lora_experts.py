@@ -11,6 +11,7 @@ from conftest import (
     byte_tokenizer,
     enable_checkpointing,
     invoke,
+    load_offloaded,
     run_fresh,
     run_ranks,
     save_dense,
@@ -313,11 +314,7 @@ def test_checkpointing_offloading_and_compiling_change_nothing(tmp_path):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     model.save_pretrained(tmp_path / "model")
-    sizes = {"cpu": sum(p.numel() * 4 for p in model.parameters()) // 3}
-    offloaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map="auto", max_memory=sizes, offload_folder=tmp_path / "offload"
-    ).eval()
-    assert "disk" in offloaded.hf_device_map.values()
+    offloaded = load_offloaded(tmp_path / "model")
     torch.testing.assert_close(offloaded(IDS).logits, expected, rtol=1e-4, atol=1e-5)
     found = []
     for checkpointing in (False, True):

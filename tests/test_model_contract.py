@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import enable_checkpointing, tiny_config, tiny_dense
+from conftest import enable_checkpointing, load_offloaded, tiny_config, tiny_dense
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
@@ -61,11 +61,7 @@ def test_built_on_the_meta_device_it_has_the_same_tensors(model):
 
 def test_offloaded_to_disk_it_computes_the_same(model, ids, tmp_path):
     model.save_pretrained(tmp_path / "model")
-    sizes = {"cpu": sum(p.numel() * 4 for p in model.parameters()) // 3}
-    offloaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map="auto", max_memory=sizes, offload_folder=tmp_path / "offload"
-    ).eval()
-    assert "disk" in offloaded.hf_device_map.values()
+    offloaded = load_offloaded(tmp_path / "model")
     close(offloaded(ids).logits, model(ids).logits)
 
 

@@ -106,6 +106,24 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
         validate_recipe(loaded)
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"text": "tekst", "language": "hu"}', "el.jsonl: no text in language 'el': where rows have a `language`"),
+        ('{"words": "tekst"}', r"el.jsonl:1: needs an object with a string under \"text\" \(keys: words\)"),
+        ("", "el.jsonl: the file is empty"),
+    ],
+)
+@pytest.mark.parametrize("part", ["new", "test"])
+def test_text_that_holds_none_is_found_before_anything_runs(root, part, lines, message):
+    loaded = recipe(root)
+    (root / "wrong").mkdir()
+    (root / "wrong" / "el.jsonl").write_text(lines, "utf-8")
+    loaded = replace(loaded, **{part: {"el": f"{root}/wrong/el.jsonl"}})
+    with pytest.raises(InputError, match=message):
+        validate_recipe(loaded)
+
+
 def test_a_graft_is_checked_before_anything_runs(root):
     """A fine-tune of another size is refused by `validate`, not after the days of stage 1."""
     save_dense(root / "instruct", seed=1)

@@ -51,8 +51,28 @@ class LanguageText:
         else:
             dataset = concatenate_datasets([self._load_file(path) for path in self.files()])
         if not len(dataset):
-            raise InputError(f"{self.source}: no text in language {self.language!r}.")
+            raise self._no_text()
         return dataset
+
+    def check(self) -> None:
+        """Refuses what `load` would refuse, as far as the first document shows; leaves the hub alone.
+
+        Raises:
+            InputError: as `load`.
+        """
+        files = self.files()
+        if files and not any(self._holds_text(path) for path in files):
+            raise self._no_text()
+
+    def _holds_text(self, path: Path) -> bool:
+        if path.suffix == ".parquet":
+            return len(self._load_file(path)) > 0
+        return next(read_documents(str(path), self.language), None) is not None
+
+    def _no_text(self) -> InputError:
+        return InputError(
+            f"{self.source}: no text in language {self.language!r}: where rows have a `language`, it must be this one."
+        )
 
     def files(self) -> list[Path]:
         """The local files of this source; empty for the hub.
