@@ -76,12 +76,15 @@ def make_card(
     )
     if scores is None:
         data.model_name = None  # it belongs to the results
+    stages = [stage for entry in config.expansions for stage in entry["stages"]]
     facts = {
         "metadata": data.to_yaml(),
         "name": location.rpartition("/")[2],
         "location": location,
         "expansion_only": expansion_only,
         "method": last["method"],
+        "grafted": any(stage["stage"] == "graft" for stage in stages),
+        "regularised": config.conditional_routing or any(map(_is_regularised, stages)),
         "groups": getattr(config, "language_groups", None),
         "base": origin.name,
         "base_on_hub": origin.hub_id is not None,
@@ -151,6 +154,11 @@ def _read(name: str) -> str:
 def _render(template: str, facts: dict[str, Any]) -> str:
     environment = jinja2.Environment(loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined)
     return environment.get_template(f"{template}.md").render(facts, bibtex=lambda name: _read(f"{name}.bib").rstrip())
+
+
+def _is_regularised(stage: dict[str, Any]) -> bool:
+    settings = stage.get("settings", {})
+    return bool(settings.get("curriculum") or any((settings.get("masking") or {}).values()))
 
 
 def _template(config: Any) -> str:

@@ -20,14 +20,19 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
     folder = resolve_checkpoint(name, revision)
     load_config(folder)
     CheckpointReader(folder)  # says more clearly than the loader what is wrong with the weights
-    tokenizer = _load_tokenizer(folder, name)
+    tokenizer = load_tokenizer(folder, name)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
     if torch.cuda.is_available():
         model = model.to("cuda")
     return model, tokenizer
 
 
-def _load_tokenizer(folder: os.PathLike, name: str | os.PathLike) -> Any:
+def load_tokenizer(folder: os.PathLike, name: str | os.PathLike) -> Any:
+    """The tokenizer in a checkpoint's folder; `name` is what messages call it.
+
+    Raises:
+        InputError: there is none.
+    """
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # Where there are no files the library may make a tokenizer without a vocabulary.

@@ -18,9 +18,9 @@ from .analysis.result import DeviationResult, SimilarityResult
 from .analysis.routing import nearest_experts
 from .analysis.similarity import measure_similarity
 from .checkpoint.expand import expand_checkpoint
-from .checkpoint.graft import check_fine_tune, graft_delta
+from .checkpoint.graft import graft_delta
 from .checkpoint.grow import grow_checkpoint
-from .checkpoint.source import base_config_at_hand, load_base_config, load_config, resolve_checkpoint
+from .checkpoint.source import load_config, resolve_checkpoint
 from .data.sources import LanguageText
 from .errors import InputError
 from .evaluation.perplexity import evaluate_model
@@ -29,11 +29,10 @@ from .jsonfile import read_json, write_json
 from .models import load_for_inference
 from .planning.make import make_plan
 from .planning.plan import Plan
-from .recipe import Expansion, Recipe, unset_variable
-from .training import check_frozen, check_training_arguments, train_stage
+from .recipe import Expansion, Recipe
+from .recipe_checks import validate_recipe
+from .training import check_frozen, train_stage
 
-# What follows on the expanded checkpoint, in order: of MoE-LPR and LayerMoE, and of DMoE. All train but the graft.
-STAGES = {False: ("post_pretrain", "graft", "review"), True: ("group", "normal", "graft")}
 # What the evaluation calls the checkpoint of each.
 PARTICIPLES = {
     "post_pretrain": "post-pretrained", "graft": "grafted", "review": "reviewed",
@@ -46,14 +45,23 @@ _BEGUN = "begun"
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run: what it makes (`output`), from which part of the recipe, and how; and `finish`, what is left
-    to do where an interruption came after the output."""
+    """One step of a run.
+
+    Attributes:
+        output: what it makes.
+        settings: the part of the recipe that it is made from.
+        work: makes it, and returns a summary.
+        every_rank: all ranks work, not the first alone.
+        repeatable: is done again where its settings changed: nothing follows from it.
+        finish: what is left to do where an interruption came after the output.
+    """
 
     name: str
     output: Path
     settings: Any
     work: Callable[[], str]
     every_rank: bool = False
+    repeatable: bool = False
     finish: Callable[[], str] | None = None
 
 
@@ -67,7 +75,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         The folder of the final checkpoint.
 
     Raises:
-        InputError: the recipe is wrong, or it was changed after one of its steps had run.
+        InputError: the recipe is wrong, or it was changed after one of its steps had run; what is evaluated may change.
     """
     # The other ranks wait while the first analyses and evaluates, which may take hours. Without `cpu`, accelerate takes
     # each rank of a machine without an accelerator for a run of its own.
@@ -87,7 +95,8 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     for number, step in enumerate(steps, start=1):
         fingerprint = _fingerprint(fingerprint, step.settings)
         label = f"[{number}/{len(steps)}] {step.name}"
-        if step.name in done and step.output.exists():
+        changed = step.repeatable and done.get(step.name, {}).get("fingerprint") != fingerprint
+        if step.name in done and step.output.exists() and not changed:
             say(f"{label}: done already ({done[step.name]['summary']})")
             continue
         say(f"{label} ...")
@@ -105,82 +114,10 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
             write_json(record, done)
             say(f"{label}: {summary} ({seconds:.0f} s)")
     if recipe.test:
+        say("bits per byte of held-out text, lower is better:")
         say(Evaluation.from_json(root / "evaluation.json").markdown())
     say(f"final checkpoint: {final}")
     return final
-
-
-def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
-    """Checks all that can be checked without loading weights; returns what was found to be right, one line each.
-
-    Args:
-        offline: download nothing, and leave out, with a line that says so, what needs a base that is not at hand or a
-            variable that is not set.
-
-    Raises:
-        InputError: the first mistake found.
-    """
-    found = []
-    if offline:
-        config = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
-    else:
-        config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
-    if config is None:
-        found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
-    else:
-        found.append(f"base: {recipe.base}, {config.model_type}, {config.num_hidden_layers} layers")
-    for kind, sources in (("training", recipe.training_sources), ("test", recipe.test_sources)):
-        for source in sources.values():
-            if offline and (unset := unset_variable(source.source)):
-                found.append(f"skipped: {kind} {source.language}: {source.source}: {unset} is not set")
-                continue
-            source.check()
-            files = source.files()
-            where = f"{len(files)} file(s)" if files else "on the hub"
-            found.append(f"{kind} {source.language}: {source.source}, {where}")
-    for expansion in recipe.rounds:
-        for name in STAGES[expansion.is_dmoe]:
-            settings = getattr(expansion, name)
-            if settings is not None and name != "graft":
-                check_training_arguments(settings.training, f"{name}.training")
-    found.append("training: settings are known to TrainingArguments")
-    if config is not None:
-        found += _check_plans(recipe, config)
-    if (graft := recipe.rounds[-1].graft) is not None:
-        if offline:
-            found.append(f"skipped: whether {graft.instruct} is a fine-tune of {recipe.base}")
-        else:
-            check_fine_tune(recipe.base, graft.instruct, graft.keep_tokenizer, recipe.revision)
-            found.append(f"graft: {graft.instruct}, of the base's shapes")
-    return found
-
-
-def _check_plans(recipe: Recipe, config: Any) -> list[str]:
-    """Plans and block sizes against the base's configuration."""
-    layers, found = config.num_hidden_layers, []
-    counts: list[int] = []
-    for number, expansion in enumerate(recipe.rounds, start=1):
-        # A plan from equal numbers has the real one's totals and layer counts; only which layers get them is unknown.
-        same = [1.0] * layers
-        codes = list(expansion.new)
-        similarity = SimilarityResult(list(recipe.old), codes, 0, {}, None, same, same)
-        falling = [1 - layer / layers for layer in range(layers)]
-        alike = [[float(a == b) for b in codes] for a in codes]
-        deviation = DeviationResult(codes, falling, dict.fromkeys(codes, falling), alike, [], 0, 0.0, 0, 0, 0)
-        plan = make_plan(
-            expansion.plan, layers, list(recipe.old), codes, similarity, recipe.seed, deviation, grows_from=counts
-        )
-        counts = plan.experts_per_layer
-        classifiers = f"{len(plan.classifier_layers)} classifiers"
-        found.append(f"expansion {number}: {plan.method}, {plan.total_experts} experts, {classifiers}")
-        for name in STAGES[expansion.is_dmoe]:
-            settings = getattr(expansion, name)
-            longest = getattr(config, "max_position_embeddings", None)
-            if settings is None or name == "graft" or longest is None:
-                continue
-            if settings.block_size > longest:
-                raise InputError(f"{name}.block_size is {settings.block_size}, but the base takes {longest} positions.")
-    return found
 
 
 def _steps(recipe: Recipe, root: Path) -> tuple[list[Step], Path]:
@@ -190,7 +127,7 @@ def _steps(recipe: Recipe, root: Path) -> tuple[list[Step], Path]:
     start, old = recipe.base, list(recipe.old)
     for number, expansion in enumerate(recipe.rounds, start=1):
         lifelong = len(recipe.rounds) > 1
-        prefix, folder = (f"{number}: ", root / str(number)) if lifelong else ("", root)
+        prefix, folder = (f"expansion {number}: ", root / str(number)) if lifelong else ("", root)
         work = _Round(recipe, expansion, folder, start, old, {code: sources[code] for code in (*old, *expansion.new)})
         made, stages = work.steps(prefix)
         steps += made
@@ -202,7 +139,8 @@ def _steps(recipe: Recipe, root: Path) -> tuple[list[Step], Path]:
         old = [*old, *expansion.new]
     if recipe.test:
         evaluation = {"settings": asdict(recipe.evaluation), "test": recipe.test}
-        steps.append(Step("evaluate", root / "evaluation.json", evaluation, lambda: _evaluate(recipe, root, models)))
+        output = root / "evaluation.json"
+        steps.append(Step("evaluate", output, evaluation, lambda: _evaluate(recipe, root, models), repeatable=True))
     return steps, Path(start)
 
 
@@ -218,9 +156,8 @@ class _Round:
     sources: dict[str, LanguageText]
 
     def steps(self, prefix: str) -> tuple[list[Step], dict[str, Path]]:
-        """The steps, and the checkpoint that each of `STAGES` leaves."""
+        """The steps, and the checkpoint that each stage leaves."""
         plan = self.expansion.plan
-        by_similarity = plan.classifier_choice == "similarity" and plan.classifier_layers > 0
         languages: dict[str, Any] = {"old": self.old, "new": list(self.expansion.new)}
         texts = {code: source.source for code, source in self.sources.items()}
         steps = []
@@ -228,7 +165,7 @@ class _Round:
         if self.expansion.is_dmoe:
             fingerprint = {"settings": asdict(self.expansion.deviation), "new": self.expansion.new}
             steps.append(Step(f"{prefix}analyze", self.folder / "analysis.json", fingerprint, self.deviation))
-        elif plan.method == "layer-moe" or by_similarity:
+        elif self.expansion.measures_similarity:
             fingerprint = {"settings": asdict(self.expansion.analysis), "texts": texts, **languages}
             steps.append(Step(f"{prefix}analyze", self.folder / "analysis.json", fingerprint, self.similarity))
         steps.append(
@@ -241,20 +178,17 @@ class _Round:
         steps.append(Step(f"{prefix}expand", expanded, fingerprint, self.expand))
         stages: dict[str, Path] = {}
         before = expanded
-        for name in STAGES[self.expansion.is_dmoe]:
-            settings = getattr(self.expansion, name)
-            if settings is not None:
-                stages[name] = self.folder / name
-                if name == "graft":
-                    steps.append(self.graft(prefix, before, stages[name]))
-                else:
-                    steps.append(self.training(prefix, name, before, stages[name], settings))
-                before = stages[name]
+        for name, settings in self.expansion.stages().items():
+            stages[name] = self.folder / name
+            if name == "graft":
+                steps.append(self.graft(prefix, before, stages[name]))
+            else:
+                steps.append(self.training(prefix, name, before, stages[name], settings))
+            before = stages[name]
         return steps, stages
 
     def training(self, prefix: str, name: str, before: Path, after: Path, settings: Any) -> Step:
-        new_only = self.expansion.is_dmoe or (name == "post_pretrain" and not settings.replay)
-        data = {code: text for code, text in self.sources.items() if not new_only or code in self.expansion.new}
+        data = {code: self.sources[code] for code in self.expansion.trained_languages(name, self.old)}
 
         def work() -> str:
             train_stage(before, after, data, settings, self.recipe.seed)
@@ -384,7 +318,7 @@ def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, r
         begun = done.get(_BEGUN, {})
         unrecorded = begun.get("step") == step.name and step.output.exists()
         earlier = begun if unrecorded else done.get(step.name)
-        if earlier is not None and earlier["fingerprint"] != fingerprint:
+        if earlier is not None and earlier["fingerprint"] != fingerprint and not step.repeatable:
             raise InputError(
                 f"{root}: the recipe was changed after step `{step.name}` had run with it. Give another `output`, undo "
                 "the change, or delete this folder."

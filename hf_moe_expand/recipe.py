@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,9 @@ from .settings import (
     from_mapping,
     read_yaml,
 )
+
+# What follows on an expanded checkpoint, in order: of MoE-LPR and LayerMoE, and of DMoE. All train but the graft.
+STAGES = {False: ("post_pretrain", "graft", "review"), True: ("group", "normal", "graft")}
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,31 @@ class Expansion:
     @property
     def is_dmoe(self) -> bool:
         return self.plan.method == "dmoe"
+
+    @property
+    def measures_similarity(self) -> bool:
+        """Whether the plan is made from the languages' similarity in each layer."""
+        by_similarity = self.plan.classifier_choice == "similarity" and self.plan.classifier_layers > 0
+        return not self.is_dmoe and (self.plan.method == "layer-moe" or by_similarity)
+
+    def stages(self) -> dict[str, Any]:
+        """The stages that run, in order, and their settings."""
+        return {name: getattr(self, name) for name in STAGES[self.is_dmoe] if getattr(self, name) is not None}
+
+    def training_stages(self) -> dict[str, Any]:
+        """Those that train."""
+        return {name: settings for name, settings in self.stages().items() if name != "graft"}
+
+    def trained_languages(self, stage: str, old: Iterable[str]) -> list[str]:
+        """Which languages a stage reads, `old` being those before this expansion."""
+        new_only = self.is_dmoe or (stage == "post_pretrain" and not self.post_pretrain.replay)
+        return [*(() if new_only else old), *self.new]
+
+    def analyzed_languages(self, old: Iterable[str]) -> list[str]:
+        """Which languages `analysis.tokens` are read of: for the similarity, or to find the nearest experts."""
+        if self.measures_similarity:
+            return [*old, *self.new]
+        return list(self.new) if self.expand.copy_from == "nearest" else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +161,7 @@ class Recipe(Expansion):
                 mapping[key] = _expanded(mapping[key], f"{path}: {key}", unset_ok)
         for kind in ("old", "new", "test"):
             _expand_sources(mapping, kind, str(path), unset_ok)
-        _expand_instruct(mapping, str(path), unset_ok)
+        _expand_stages(mapping, str(path), unset_ok)
         if isinstance(mapping.get("expansions"), list):
             shared = {f.name: mapping[f.name] for f in fields(Expansion) if f.name != "new" and f.name in mapping}
             graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
@@ -141,7 +169,7 @@ class Recipe(Expansion):
                 if isinstance(expansion, dict):
                     where = f"{path}: expansions[{number - 1}]"
                     _expand_sources(expansion, "new", where, unset_ok)
-                    _expand_instruct(expansion, where, unset_ok)
+                    _expand_stages(expansion, where, unset_ok)
                     last = graft if number == len(mapping["expansions"]) else {}
                     mapping["expansions"][number - 1] = {**shared, **last, **expansion}
         try:
@@ -154,15 +182,19 @@ class Recipe(Expansion):
     @property
     def training_sources(self) -> dict[str, LanguageText]:
         """Training text of every language, old and new."""
-        found = dict(self.old)
-        for expansion in self.rounds:
-            found |= expansion.new
-        return {code: LanguageText(code, source) for code, source in found.items()}
+        return {text.language: text for key, text in self.keyed_sources() if not key.startswith("test.")}
 
     @property
     def test_sources(self) -> dict[str, LanguageText]:
         """Held-out text."""
         return {code: LanguageText(code, source) for code, source in self.test.items()}
+
+    def keyed_sources(self) -> Iterator[tuple[str, LanguageText]]:
+        """Every text, with the key under which the recipe has it."""
+        parts = {"old": self.old}
+        parts |= {f"expansions[{i}].new": e.new for i, e in enumerate(self.expansions)} or {"new": self.new}
+        for part, sources in {**parts, "test": self.test}.items():
+            yield from ((f"{part}.{code}", LanguageText(code, source)) for code, source in sources.items())
 
 
 def unset_variable(text: str) -> str | None:
@@ -181,10 +213,17 @@ def _expand_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bo
         }
 
 
-def _expand_instruct(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
-    graft = mapping.get("graft")
-    if isinstance(graft, dict) and isinstance(graft.get("instruct"), str):
-        mapping["graft"] = {**graft, "instruct": _expanded(graft["instruct"], f"{where}: graft.instruct", unset_ok)}
+def _expand_stages(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
+    """Of every stage: the graft's model, curriculum and held-out text."""
+    for name in {name for stages in STAGES.values() for name in stages}:
+        stage = mapping.get(name)
+        if not isinstance(stage, dict):
+            continue
+        for key in ("instruct", "curriculum"):
+            if isinstance(stage.get(key), str):
+                stage[key] = _expanded(stage[key], f"{where}: {name}.{key}", unset_ok)
+        if isinstance(stage.get("validation"), dict):
+            _expand_sources(stage["validation"], "texts", f"{where}: {name}.validation", unset_ok)
 
 
 def _expanded(source: Any, where: str, unset_ok: bool) -> str:

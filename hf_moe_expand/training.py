@@ -199,8 +199,11 @@ def check_mix(settings: Any, languages: Sequence[str], where: str = "") -> Curri
     """
     prefix = f"{where}." if where else ""
     if getattr(settings, "validation", None) is not None:
-        for source in validation_sources(settings.validation).values():
-            source.files()
+        for code, source in validation_sources(settings.validation).items():
+            try:
+                source.check()
+            except InputError as error:
+                raise InputError(f"{prefix}validation.texts.{code}: {error}") from None
     temperature = getattr(settings, "temperature", 1.0)
     if not temperature > 0:
         raise InputError(f"{prefix}temperature is {temperature:g}: must be larger than 0; 1 leaves the data as it is.")

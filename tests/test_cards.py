@@ -172,6 +172,23 @@ def test_training_is_told_without_folders(checkpoint):
     assert "/home" not in text
 
 
+@pytest.mark.parametrize(
+    ("stage", "papers"),
+    [
+        (STAGE, set()),
+        ({"stage": "graft", "settings": {"scale": 1.0}}, {"zhou2026dataefficient"}),
+        ({**STAGE, "settings": {"masking": {"expert_output": 0.1}}}, {"elbayad2022fixing"}),
+        ({**STAGE, "settings": {"masking": {"expert_output": 0.0}, "curriculum": None}}, set()),
+        ({**STAGE, "settings": {"curriculum": {"steps": 9}}}, {"elbayad2022fixing"}),
+    ],
+)
+def test_every_method_that_was_used_is_cited(checkpoint, stage, papers):
+    edit(checkpoint, stages=[STAGE, stage])
+    text = str(make_card(checkpoint))
+    assert set(re.findall(r"^@\w+\{(\w+),", text, re.M)) == {"zhang2025lessbutbetter", "zhou2024moelpr", *papers}
+    assert text.count("```") % 2 == 0
+
+
 def test_an_access_token_in_the_settings_is_refused(checkpoint):
     edit(checkpoint, stages=[{**STAGE, "settings": {"training": {"hub_token": "hf_" + "x" * 30}}}])
     with pytest.raises(InputError, match="an access token"):

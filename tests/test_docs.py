@@ -24,8 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.checkpoint.export import NATIVE_FORMS
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES, LayerMoEConfig
-from hf_moe_expand.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.pipeline import run_recipe
 from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.recipe_checks import validate_recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
 from hf_moe_expand.training import check_training_arguments
 

@@ -166,7 +166,9 @@ def made(tmp_path_factory):
     stage_of(run / "2", run / "2" / "expanded", "review", "review", logs(**losses))
     names = ["base", "after expansion 1", "after expansion 2"]
     Evaluation(["en"], ["el", "tr"], scores(["en", "el", "tr"], names)).to_json(run / "evaluation.json")
-    record(run, "1: plan", "1: expand", "1: review", "2: plan", "2: expand", "2: review", "evaluate")
+    record(
+        run, *(f"expansion {number}: {step}" for number in (1, 2) for step in ("plan", "expand", "review")), "evaluate"
+    )
 
     run = root / "dmoe"
     plan = Plan("dmoe", [1, 2, 2], new=NEW, groups=[["el"], ["hu"]])

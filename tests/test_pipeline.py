@@ -19,8 +19,9 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.hub_files import published_files
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.models import load_for_inference
-from hf_moe_expand.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.pipeline import run_recipe
 from hf_moe_expand.recipe import Expansion, Recipe
+from hf_moe_expand.recipe_checks import validate_recipe
 from hf_moe_expand.settings import (
     AnalysisSettings,
     DeviationSettings,
@@ -93,6 +94,11 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     run_recipe(recipe, again.append)
     assert sum("done already" in line for line in again) == 6
     assert before == {path: path.stat().st_mtime_ns for path in (root / "run").rglob("*") if path.is_file()}
+    # What is evaluated may change: that step alone runs again.
+    fewer = []
+    run_recipe(replace(recipe, test={"el": recipe.test["el"]}), fewer.append)
+    assert sum("done already" in line for line in fewer) == 5
+    assert "[6/6] evaluate: 1 languages, 3 models" in "\n".join(fewer)
     # P8: the same seed elsewhere gives the same bytes; another seed does not.
     twin = run_recipe(replace(recipe, output=str(root / "twin"), test={}), said.append)
     assert weights(twin) == weights(final)
@@ -252,7 +258,7 @@ def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
     with pytest.raises(InputError, match="too few"):
         run_recipe(wrong)
     assert not (root / "nothing").exists()
-    assert pipeline.validate_recipe(recipe)
+    assert validate_recipe(recipe)
 
 
 def test_two_expansions_one_after_the_other(recipe, root):
@@ -273,7 +279,7 @@ def test_two_expansions_one_after_the_other(recipe, root):
     said = []
     final = run_recipe(recipe, said.append)
     assert final == root / "lifelong" / "2" / "review"
-    assert "[7/11] 2: plan ..." in said
+    assert "[7/11] expansion 2: plan ..." in said
     model = LayerMoEForCausalLM.from_pretrained(final)
     counts = json.loads((root / "lifelong" / "1" / "plan.json").read_text())["experts_per_layer"]
     assert model.config.earlier_experts_per_layer == [counts]

@@ -6,8 +6,8 @@ import pytest
 from conftest import save_dense, write_texts
 
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.pipeline import validate_recipe
 from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.recipe_checks import validate_recipe
 from hf_moe_expand.settings import GraftSettings, PlanSettings, PostPretrainSettings, ReviewSettings, from_mapping
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 from hf_moe_expand.training import training_arguments
@@ -17,6 +17,7 @@ base: {root}/base
 output: {root}/run
 old: {{en: {root}/en.jsonl}}
 new: {{el: {root}/el.jsonl}}
+analysis: {{tokens: 30}}
 plan: {{total_experts: 7, classifier_layers: 1}}
 post_pretrain: {{block_size: 32, training: {{max_steps: 2, learning_rate: 5e-5}}}}
 review: {{block_size: 32, training: {{max_steps: 2}}}}
@@ -44,7 +45,7 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
     loaded = recipe(root)
     assert loaded.post_pretrain.training["learning_rate"] == 5e-5
     assert loaded.review == ReviewSettings(block_size=32, training={"max_steps": 2})
-    assert any("7 experts, 1 classifiers" in line for line in validate_recipe(loaded))
+    assert any("7 experts, 1 classifier" in line for line in validate_recipe(loaded))
     assert recipe(root, a=("review: {block_size: 32, training: {max_steps: 2}}", "review: null")).review is None
 
 
@@ -107,6 +108,51 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("tokens: 30", "tokens: 31", "Language 'en' has 30 tokens, but 31 were asked for"),
+        ("review: {", "review: {old_documents: 3, ", "'el' has 5 documents, but the mix asks for 6: .* to 2 or fewer"),
+        ("review: {", "review: {validation: {texts: {en: no.txt}}, ", r"review.validation.texts.en: no.txt: no such"),
+        ("post_pretrain: {", "post_pretrain: {curriculum: no.json, ", "no.json: no such file"),
+        ("post_pretrain: {", "post_pretrain: {temperature: 0, ", "post_pretrain.temperature is 0: must be larger"),
+        ("el.jsonl", "gr.jsonl", r"new.el: .*gr.jsonl: no such file"),
+    ],
+)
+def test_too_little_text_is_found_before_anything_runs(root, old, new, message):
+    assert "analysis: en el have as much text as it reads" in validate_recipe(recipe(root))
+    enough = recipe(root, a=("review: {", "review: {old_documents: 2, "))
+    assert validate_recipe(enough)
+    with pytest.raises(InputError, match=message):
+        validate_recipe(recipe(root, a=(old, new)))
+
+
+LAYER_MOE = """analysis: {tokens: 30}
+plan: {total_experts: 7, classifier_layers: 1}
+post_pretrain: {block_size: 32}
+review: {block_size: 32}
+"""
+
+
+def test_of_several_expansions_each_ones_text_is_counted(root):
+    (root / "recipe.yaml").write_text(LIFELONG.format(root=root).replace("graft:", LAYER_MOE + "# "))
+    loaded = Recipe.load(root / "recipe.yaml")
+    found = validate_recipe(loaded)
+    assert f"expansions[1].new.tr: {root}/el.jsonl, 1 file(s)" in found
+    assert "analysis: en el tr have as much text as it reads" in found
+    write_texts(root / "tr.jsonl", ["kısa"])
+    (root / "recipe.yaml").write_text((root / "recipe.yaml").read_text().replace(f"tr: {root}/el", f"tr: {root}/tr"))
+    with pytest.raises(InputError, match="Language 'tr' has 5 tokens"):
+        validate_recipe(Recipe.load(root / "recipe.yaml"))
+
+
+def test_variables_are_filled_in_wherever_there_is_a_path(root, monkeypatch):
+    held_out = "validation: {{texts: {{el: $ROOT/el.jsonl}}}}, curriculum: $ROOT/curriculum.json"
+    monkeypatch.setenv("ROOT", str(root))
+    given = recipe(root, GOOD.replace("n: {{block_size: 32, training: {{m", f"n: {{{{{held_out}, training: {{{{m"))
+    assert given.post_pretrain.curriculum == f"{root}/curriculum.json"
+
+
+@pytest.mark.parametrize(
     ("lines", "message"),
     [
         ('{"text": "tekst", "language": "hu"}', "el.jsonl: no text in language 'el': where rows have a `language`"),
@@ -130,7 +176,8 @@ def test_a_graft_is_checked_before_anything_runs(root):
     graft = ("plan:", f"graft: {{instruct: {root}/instruct, scale: 0.5}}\nplan:")
     loaded = recipe(root, a=graft)
     assert loaded.graft == GraftSettings(f"{root}/instruct", 0.5)
-    assert any(line.startswith("graft: ") for line in validate_recipe(loaded))
+    with pytest.warns(UserWarning, match=r"instruct \(instruct\) look unrelated: the cosine"):
+        assert any(line.startswith("graft: ") for line in validate_recipe(loaded))
     save_dense(root / "instruct", intermediate_size=40)
     with pytest.raises(InputError, match="has shape"):
         validate_recipe(loaded)
@@ -167,8 +214,8 @@ def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
     loaded = Recipe.load(root / "recipe.yaml", unset_ok=True)
     found = validate_recipe(loaded, offline=True)
     assert "skipped: architecture, plans and block sizes: org/base is not on this machine" in found
-    assert "skipped: training el: $NOT_SET/el.jsonl: $NOT_SET is not set" in found
-    assert f"training en: {root}/en.jsonl, 1 file(s)" in found
+    assert "skipped: new.el: $NOT_SET/el.jsonl: $NOT_SET is not set" in found
+    assert f"old.en: {root}/en.jsonl, 1 file(s)" in found
     # What needs neither is checked.
     for change, message in (
         ({"old": {"en": str(root / "none.jsonl")}}, "no such file"),

@@ -10,8 +10,8 @@ import yaml
 from conftest import invoke, tiny_config
 
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.pipeline import validate_recipe
 from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.recipe_checks import validate_recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files, packaged_recipes
 
 NAMES = list(packaged_files())

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..modeling.expanded_ffn import experts_allowed
 from .result import RoutingResult
-from .similarity import token_batches
+from .similarity import padded_batches, token_blocks
 
 
 class ExpertUse:
@@ -273,13 +273,10 @@ def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
 def _batches(
     language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
-    try:
-        batches = list(token_batches(texts, tokenizer, tokens, block_size, batch_size))
-    except InputError as error:
-        raise InputError(f"Language {language!r} {error}.") from None
-    if not any(batch["attention_mask"][:, 1:].any() for batch in batches):
+    blocks = token_blocks(language, texts, tokenizer, tokens, block_size)
+    if max(map(len, blocks)) < 2:
         raise InputError(f"Language {language!r}: no token follows another within a document and block.")
-    return batches
+    return list(padded_batches(blocks, batch_size))
 
 
 def _perplexity(

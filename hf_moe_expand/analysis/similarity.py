@@ -52,10 +52,8 @@ def ffn_inputs(model: nn.Module, receive: Any) -> Iterator[None]:
             handle.remove()
 
 
-def token_batches(
-    texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches that hold exactly `tokens` tokens: texts cut to blocks, the last batch padded and masked.
+def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
+    """Exactly the first `tokens` tokens of the texts, each text cut to blocks.
 
     Raises:
         InputError: the texts hold fewer tokens.
@@ -66,21 +64,21 @@ def token_batches(
         ids = tokenizer(text, verbose=False).input_ids[:left]
         left -= len(ids)
         blocks += [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
-        while len(blocks) >= batch_size:
-            yield _padded(blocks[:batch_size])
-            blocks = blocks[batch_size:]
         if left == 0:
-            break
-    if left:
-        raise InputError(
-            f"has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a smaller --tokens "
-            "(`analysis: {tokens: ...}` in a recipe)"
-        )
-    if blocks:
-        yield _padded(blocks)
+            return blocks
+    raise InputError(
+        f"Language {language!r} has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a "
+        "smaller --tokens (`analysis: {tokens: ...}` in a recipe)."
+    )
 
 
-def _padded(blocks: list[list[int]]) -> dict[str, torch.Tensor]:
+def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of blocks, padded and masked."""
+    for start in range(0, len(blocks), batch_size):
+        yield _padded(blocks[start : start + batch_size])
+
+
+def _padded(blocks: Sequence[list[int]]) -> dict[str, torch.Tensor]:
     longest = max(map(len, blocks))
     mask = torch.tensor([[1] * len(block) + [0] * (longest - len(block)) for block in blocks])
     ids = torch.tensor([block + [0] * (longest - len(block)) for block in blocks])
@@ -113,22 +111,21 @@ def measure_similarity(
     base = getattr(model, "base_model", model)
     num_layers, hidden_size = len(decoder_ffns(model)), model.config.hidden_size
     block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
+    # All text is counted before the first pass: a language with too little stops nothing that has begun.
+    blocks = {code: token_blocks(code, texts[code], tokenizer, tokens, block_size) for code in (*old, *new)}
     means = {}
-    for language in tqdm([*old, *new], desc="similarity", unit="language"):
+    for language in tqdm(blocks, desc="similarity", unit="language"):
         directions = MeanDirections(num_layers, hidden_size)
         mask: Any = None
 
         def receive(layer: int, states: torch.Tensor, directions: MeanDirections = directions) -> None:
             directions.add(layer, states[mask])  # noqa: B023 the current batch's mask, by intent
 
-        try:
-            with ffn_inputs(model, receive):
-                for batch in token_batches(texts[language], tokenizer, tokens, block_size, batch_size):
-                    batch = {name: value.to(model.device) for name, value in batch.items()}
-                    mask = batch["attention_mask"].bool()
-                    base(**batch, use_cache=False)
-        except InputError as error:
-            raise InputError(f"Language {language!r} {error}.") from None
+        with ffn_inputs(model, receive):
+            for batch in padded_batches(blocks[language], batch_size):
+                batch = {name: value.to(model.device) for name, value in batch.items()}
+                mask = batch["attention_mask"].bool()
+                base(**batch, use_cache=False)
         means[language] = directions.means()
     names = [*combinations(new, 2), *((a, b) for a in new for b in old)]
     pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}

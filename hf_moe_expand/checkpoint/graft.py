@@ -100,7 +100,8 @@ def graft_delta(
 def check_fine_tune(
     base: str | os.PathLike, instruct: str | os.PathLike, keep_tokenizer: bool = False, revision: str | None = None
 ) -> None:
-    """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell.
+    """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns where
+    it would warn of one.
 
     Raises:
         InputError: it is no fine-tune of `base`, or has no tokenizer.
@@ -109,6 +110,9 @@ def check_fine_tune(
     _check_same_architecture(before, after)
     _new_rows(before, after)
     _check_tokenizer(after, keep_tokenizer)
+    _warn_of_unrelated(
+        before, f"instruct ({after.name})", _cosine(before, after, {n: n for n in _ffn_matrices(before)})
+    )
 
 
 def add_delta(
@@ -134,13 +138,8 @@ def add_delta(
     sample = _sampled(target, before, homes)
     instruct_cosine = _cosine(before, after, {home: home for home in sample})
     model_cosine = _cosine(before, target, sample)
-    for cosine, what in ((instruct_cosine, f"instruct ({after.name})"), (model_cosine, f"the model ({target.name})")):
-        if cosine < _RELATED:
-            warnings.warn(
-                f"base ({before.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, where a "
-                "fine-tune has nearly 1. Adding this delta will hardly give a working model.",
-                stacklevel=3,
-            )
+    _warn_of_unrelated(before, f"instruct ({after.name})", instruct_cosine)
+    _warn_of_unrelated(before, f"the model ({target.name})", model_cosine)
     config = target.config
     fields = _follow(config, before.config, after.config, () if not keep_tokenizer else _TOKEN_IDS)
     tensors = [
@@ -281,11 +280,24 @@ def _sampled(target: StoredModel, base: StoredModel, homes: dict[str, str | None
     """Of each layer's FFN the first matrix: its name in the dense model, and in the model's expert 0."""
     where = places(target.network)
     mine = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
-    sample = (
+    return {home: mine[home] for home in _ffn_matrices(base)}
+
+
+def _ffn_matrices(base: StoredModel) -> list[str]:
+    """Of each layer's FFN the first matrix."""
+    return [
         next(f"{prefix}.{name}" for name, value in ffn.named_parameters() if value.dim() > 1)
         for prefix, ffn in decoder_ffns(base.network)
-    )
-    return {home: mine[home] for home in sample}
+    ]
+
+
+def _warn_of_unrelated(base: StoredModel, what: str, cosine: float) -> None:
+    if cosine < _RELATED:
+        warnings.warn(
+            f"base ({base.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, where a "
+            "fine-tune has nearly 1. Adding this delta will hardly give a working model.",
+            stacklevel=4,
+        )
 
 
 def _cosine(base: StoredModel, other: StoredModel, names: dict[str, str]) -> float:

@@ -24,8 +24,8 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
-    from ..pipeline import validate_recipe
     from ..recipe import Recipe
+    from ..recipe_checks import validate_recipe
     from ..recipes import find_recipe
 
     for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
@@ -81,6 +81,11 @@ def demo(
 
     Example: hf-moe-expand demo
     """
+    from datasets import disable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
     from ..demo.run import run_demo
 
+    disable_progress_bars()  # what reads and writes takes no time here
+    disable_progress_bar()
     run_demo(out, seed)

@@ -60,14 +60,20 @@ class LanguageText:
         Raises:
             InputError: as `load`.
         """
-        files = self.files()
-        if files and not any(self._holds_text(path) for path in files):
+        if self.files() and next(self.documents(), None) is None:
             raise self._no_text()
 
-    def _holds_text(self, path: Path) -> bool:
-        if path.suffix == ".parquet":
-            return len(self._load_file(path)) > 0
-        return next(read_documents(str(path), self.language), None) is not None
+    def documents(self) -> Iterator[str]:
+        """The documents of the local files one by one, read as they are asked for; none of the hub's.
+
+        Raises:
+            InputError: as `load`.
+        """
+        for path in self.files():
+            if path.suffix == ".parquet":
+                yield from self._load_file(path)["text"]
+            else:
+                yield from (row["text"] for row in read_documents(str(path), self.language))
 
     def _no_text(self) -> InputError:
         return InputError(

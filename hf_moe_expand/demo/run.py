@@ -60,6 +60,10 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
     out = Path(out)
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
+    print(
+        f"Everything lies in {out}: a little text in six languages; a small model made from it, mostly in "
+        f"{', '.join(OLD)}; and a run that teaches that model {', '.join(NEW)}."
+    )
     sources: dict[str, dict[str, Path]] = {"train": {}, "test": {}}
     for code in (*OLD, *NEW):
         for split, count in (("train", TRAIN_DOCUMENTS), ("test", TEST_DOCUMENTS)):
@@ -69,7 +73,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
                 lines = documents(code, count, seed * 2 + (split == "test"))
                 path.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in lines), "utf-8")
     if not (out / "base").exists():
-        print(f"making a small dense base model in {out / 'base'} ...")
+        print(f"making the base model in {out / 'base'}, {BASE.steps} training steps ...")
         texts = {code: LanguageText(code, str(path)).load() for code, path in sources["train"].items()}
         make_base(out / "base", texts, SHARES, BASE, seed)
     recipe = out / "recipe.yaml"
@@ -83,6 +87,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
         ),
         "utf-8",
     )
+    print(f"hf-moe-expand run {recipe}")
     try:
         final = run_recipe(Recipe.load(recipe))
     except InputError as error:

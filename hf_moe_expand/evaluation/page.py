@@ -18,8 +18,8 @@ from ..checkpoint.source import load_expanded_config
 from ..errors import InputError
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
-from ..pipeline import STAGES
 from ..planning.plan import Plan
+from ..recipe import STAGES
 from ..trainers import Stage, freeze
 from .charts import Change, Line, allocation_chart, change_chart, heat_map, line_chart
 from .report import Evaluation
@@ -49,7 +49,7 @@ class _Part:
     @property
     def prefix(self) -> str:
         """Of its steps in steps.json."""
-        return f"{self.number}: " if self.number else ""
+        return f"expansion {self.number}: " if self.number else ""
 
     @property
     def title(self) -> str:
