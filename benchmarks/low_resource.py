@@ -138,6 +138,11 @@ def draw(curves: Mapping[str, ValidationCurves], path: Path) -> None:
             curves.items(), ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1))), strict=False
         ):
             panel.plot(found.steps[1:], found.bits_per_byte[code][1:], linestyle=style, label=name)
+        # A language that has not entered yet scores far above; the panel ends a little above the others.
+        every = [value for found in curves.values() for value in found.bits_per_byte[code][1:]]
+        first = next(iter(curves.values())).bits_per_byte[code][1:]
+        margin = 0.1 * (max(first) - min(first))
+        panel.set_ylim(min(every) - margin, min(max(every), max(first) + 4 * margin) + margin)
         panel.set_title(code)
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
