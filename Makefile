@@ -12,11 +12,11 @@ demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
 
 test: $(VENV)/.installed lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "wide or not wide"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "wide or not wide"
 
 # The suite with the oldest transformers that passes it: the floor in pyproject.toml.
 oldest: $(VENV)-oldest/.installed
-	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
+	$(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

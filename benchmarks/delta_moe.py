@@ -38,6 +38,7 @@ from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.pipeline import run_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.settings import DenseSettings, GraftSettings
+from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 # A third of the rate that made the base: a dense model has nothing frozen to come back to.
 DENSE_LEARNING_RATE = 1e-3
@@ -153,8 +154,8 @@ class Work:
             settings = SFTConfig(
                 scratch, seed=options.seed, max_steps=options.sft_steps, per_device_train_batch_size=SFT_BATCH,
                 learning_rate=SFT_LEARNING_RATE, lr_scheduler_type="cosine", warmup_steps=20, bf16=True,
-                activation_checkpointing=False, use_cpu=not torch.accelerator.is_available(), save_strategy="no",
-                report_to="none", logging_steps=50,
+                use_cpu=not torch.accelerator.is_available(), save_strategy="no",
+                report_to="none", logging_steps=50, **{CHECKPOINTING: False},
             )  # fmt: skip
             SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer).train()
         with new_folder(out) as partial:

@@ -18,6 +18,9 @@ from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
+# One thread here and in the processes that tests start: with more than there are cores they wait for one another.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
 DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
 FIGURES = DATA.parent / "reference" / "published_figures.json"

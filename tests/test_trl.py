@@ -21,7 +21,6 @@ from trl import DPOConfig, DPOTrainer
 from hf_moe_expand import MoESFTTrainer, RouterLossMixin, RouterLossWeights
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.trainers import load_balance_loss
-from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 pytestmark = [
     pytest.mark.filterwarnings("error::DeprecationWarning"),
@@ -418,14 +417,7 @@ def test_the_documents_python_runs(tmp_path, monkeypatch, expanded):
     small = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none", "max_length": 64}
     for name in ("SFTConfig", "DPOConfig"):
         real = getattr(trl, name)
-
-        def config(folder, real=real, **given):
-            given = {
-                CHECKPOINTING if option == "activation_checkpointing" else option: given[option] for option in given
-            }
-            return real(folder, **{**given, **small})
-
-        monkeypatch.setattr(trl, name, config)
+        monkeypatch.setattr(trl, name, lambda folder, real=real, **given: real(folder, **{**given, **small}))
     namespace = {}
     found = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
     assert len(found) == 4

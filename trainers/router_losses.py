@@ -164,7 +164,9 @@ class RouterLossMixin:
         if not getattr(model, "is_distributed_loading_by_transformers", False):
             return
         tied_and_trained = model.all_tied_weights_keys and model.get_input_embeddings().weight.requires_grad
-        if model.config.distributed_config.dp_size > 1 and tied_and_trained:
+        split = model.config.distributed_config
+        replicas = getattr(split, "dp_size", split.fsdp_size)  # `dp_size` came with transformers 5.23
+        if replicas > 1 and tied_and_trained:
             raise ValueError(
                 "The embeddings train and are tied to the head, which under transformers' own FSDP "
                 "(DistributedConfig(fsdp_size=...)) goes on with their old values after the first step. Let accelerate "
