@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from .checkpoint.expand import versions
@@ -13,6 +14,7 @@ from .checkpoint.grow import add_experts
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.writer import check_output
 from .data.sources import LanguageText
+from .distributed import launched
 from .errors import InputError
 from .evaluation.perplexity import evaluate_model
 from .models import load_for_inference
@@ -83,10 +85,14 @@ def adapt_language(
     for number, group in enumerate(groups):
         if language in group:
             raise InputError(f"{folder}: knows {language!r} already (expert {number}: {', '.join(group)}).")
-    network, tokenizer = load_for_inference(folder)
-    texts = source.load().shuffle(seed=seed)["text"]
-    found = expert_perplexities(network, tokenizer, language, texts, settings.block_size, settings.sample_tokens)
-    del network
+    state = launched()
+    found: list[float] = []
+    if state.is_main_process:
+        network, tokenizer = load_for_inference(folder)
+        texts = source.load().shuffle(seed=seed)["text"]
+        found = expert_perplexities(network, tokenizer, language, texts, settings.block_size, settings.sample_tokens)
+        del network
+    (found,) = broadcast_object_list([found])
     nearest = min(range(len(found)), key=found.__getitem__)
     expanded = {layer: [nearest] for layer, count in enumerate(config.num_experts_per_layer) if count > 1}
     known = [code for group in groups for code in group]
@@ -99,8 +105,12 @@ def adapt_language(
     }  # fmt: skip
     grown = Path(out).with_name(f"{out.name}.grown")
     changes = {"language_groups": [*groups, [language]]}
-    add_experts(folder, grown, expanded, entry, copy_router_rows=True, config_changes=changes, overwrite=True)
+    if state.is_main_process:
+        add_experts(folder, grown, expanded, entry, copy_router_rows=True, config_changes=changes, overwrite=True)
+    state.wait_for_everyone()
     stage = train_stage(grown, out, {language: source}, settings, seed, overwrite)
     frozen = check_frozen(grown, out, stage["stage"])
-    shutil.rmtree(grown)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        shutil.rmtree(grown)
     return Adaptation(found, nearest, len(groups), stage, frozen)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from importlib.resources import files
 from itertools import groupby
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_downloa
 
 from . import __version__
 from .checkpoint.expansion_only import BaseModel, base_of
+from .checkpoint.history import without_folders
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation
@@ -247,18 +248,16 @@ def _start_of_experts(entry: dict[str, Any], added: list[int]) -> str:
 
 
 def _stage(stage: dict[str, Any]) -> dict[str, Any]:
-    settings = _names_only(stage.get("settings") or {})
+    settings = _without_nothing(without_folders(stage.get("settings") or {}))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip() if settings else ""
     return {"tokens": {}, "documents": {}, **stage, "settings": text}
 
 
-def _names_only(value: Any) -> Any:
-    """Settings without folders: of a path the last part stays."""
+def _without_nothing(value: Any) -> Any:
+    """Settings without those that are None."""
     if isinstance(value, dict):
-        return {name: _names_only(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_names_only(item) for item in value]
-    return PureWindowsPath(value).name if isinstance(value, str) and value else value
+        return {name: _without_nothing(item) for name, item in value.items() if item is not None}
+    return value
 
 
 def _eval_results(scores: Evaluation) -> list[EvalResult]:

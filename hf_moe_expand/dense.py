@@ -1,28 +1,30 @@
 """Continued pre-training of a dense checkpoint: the plain baselines (all parameters, LoRA, LLaMA-Pro's new blocks)."""
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
 from .checkpoint.compare import compare_checkpoints
 from .checkpoint.depth import layer_list
 from .checkpoint.folder import copy_companions
-from .checkpoint.history import record
+from .checkpoint.history import record, without_folders
 from .checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from .checkpoint.stored import StoredModel
 from .checkpoint.writer import check_output, new_folder
 from .data.packing import collate_without_languages, pack_texts
 from .data.sources import LanguageText
+from .distributed import check_deepspeed, save_whole, sharding, whole_weights
 from .errors import InputError
 from .jsonfile import write_json
 from .settings import DenseSettings, LoraSettings
-from .training import STARTED_WITH, check_training_arguments, training_arguments, unfinished_run
+from .training import STARTED_WITH, beginning, check_training_arguments, training_arguments, unfinished_run
 
 METHODS = ("full", "lora", "new-blocks")
 
@@ -59,8 +61,8 @@ def train_dense(
     _check_settings(settings, config, data)
     work = out.with_name(f"{out.name}.training")
     arguments = training_arguments(settings.training, work, seed)
-    started_with = {"settings": asdict(settings), "seed": seed, "data": {code: data[code].source for code in data}}
-    resume = unfinished_run(work, json.loads(json.dumps(started_with)))
+    started_with = beginning(folder, asdict(settings), data, seed)
+    resume = unfinished_run(work, started_with)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with arguments.main_process_first(desc="pack"):  # the others find its result in the cache
         texts = {code: source.load() for code, source in data.items()}
@@ -68,30 +70,32 @@ def train_dense(
             texts, tokenizer, settings.block_size, seed, tokens_per_language=settings.tokens_per_language
         )
     # Master weights in float32: a step of 5e-5 would round away in bfloat16.
-    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **sharding(settings.training))
     if settings.method == "lora":
+        set_seed(seed)  # adapters start at random
         network = _with_adapters(network, settings.lora)
     elif settings.method == "new-blocks":
         _freeze_all_but(network, config.new_layers)
     trainer = Trainer(network, arguments, train_dataset=packed.dataset, data_collator=collate_without_languages)
+    check_deepspeed(trainer, config)
     if trainer.is_world_process_zero():
         write_json(work / STARTED_WITH, started_with)
     result = trainer.train(resume_from_checkpoint=resume)
-    if settings.method == "lora":
-        network = network.merge_and_unload()
     entry = {
         "stage": f"dense {settings.method}",
         "steps": result.global_step,
         "documents": packed.documents,
         "tokens": packed.tokens,
         "seed": seed,
-        "settings": asdict(settings),
+        "settings": without_folders(asdict(settings)),
     }
-    network.to(config.dtype or torch.float32)
-    record(network.config, entry)
+    record(config, entry)
+    weights = whole_weights(trainer)
     if trainer.is_world_process_zero():
+        if settings.method == "lora":
+            weights = _merged(folder, settings.lora, weights)
         with new_folder(out, overwrite) as partial:
-            network.save_pretrained(partial)
+            save_whole(weights, config, partial, StoredModel(folder))
             copy_companions(folder, partial, TOKENIZER_FILES)
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
         shutil.rmtree(work, ignore_errors=True)
@@ -136,6 +140,13 @@ def _with_adapters(network: Any, lora: LoraSettings) -> Any:
         )
     except ValueError as error:
         raise InputError(f"lora: {error}") from None
+
+
+def _merged(folder: Path, lora: LoraSettings, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights with the trained adapters in them; of the launch's model nothing is needed but these."""
+    network = _with_adapters(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora)
+    network.load_state_dict({name: value.cpu() for name, value in trained.items() if "lora_" in name}, strict=False)
+    return network.merge_and_unload().state_dict()
 
 
 def _freeze_all_but(network: Any, layers: list[int]) -> None:

@@ -2,19 +2,32 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations import unset_hf_deepspeed_config
 
+from .checkpoint.reader import TORCH_DTYPES
+from .checkpoint.stored import StoredModel
 from .errors import InputError
 from .settings import unknown_key
 
 SHARDING = "distributed_config"  # the one key of a stage's `training` that goes to `from_pretrained`
 _DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def launched() -> PartialState:
+    """The launch that this process belongs to, made where no training has made it yet.
+
+    The other ranks wait while the first does what is one process's work, which may take hours. Without `cpu`,
+    accelerate takes each rank of a machine without an accelerator for a run of its own.
+    """
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
 
 
 def check_sharding(training: Mapping[str, Any], where: str) -> None:
@@ -81,14 +94,13 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     return trainer.accelerator.get_state_dict(trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
 
 
-def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path) -> None:
-    """Writes a checkpoint of `config`, in its type, from whole weights of any type."""
+def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, start: StoredModel) -> None:
+    """Writes a checkpoint of `config` from whole weights of any type, each in the type in which `start` stores it."""
     with torch.device("meta"):  # not the trained model, whose class and configuration the launch may have changed
         model = AutoModelForCausalLM.from_config(config)
-    dtype = config.dtype or torch.float32
-    kept = {
-        name: weight.to("cpu", dtype if weight.is_floating_point() else None)
-        for name, weight in weights.items()
-        if name not in model.all_tied_weights_keys
-    }
+    kept = {}
+    for name, weight in weights.items():
+        if name not in model.all_tied_weights_keys:
+            info = start.info(name)
+            kept[name] = weight.to("cpu", TORCH_DTYPES.get(info.dtype) if info else None)
     model.save_pretrained(folder, state_dict=kept)

@@ -6,11 +6,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 
 from .analysis.deviation import measure_deviation
@@ -22,6 +20,7 @@ from .checkpoint.graft import graft_delta
 from .checkpoint.grow import grow_checkpoint
 from .checkpoint.source import load_config, resolve_checkpoint
 from .data.sources import LanguageText
+from .distributed import launched
 from .errors import InputError
 from .evaluation.perplexity import evaluate_model
 from .evaluation.report import Evaluation
@@ -77,9 +76,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     Raises:
         InputError: the recipe is wrong, or it was changed after one of its steps had run; what is evaluated may change.
     """
-    # The other ranks wait while the first analyses and evaluates, which may take hours. Without `cpu`, accelerate takes
-    # each rank of a machine without an accelerator for a run of its own.
-    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+    state = launched()
     if not state.is_main_process:
         say = _say_nothing
     validate_recipe(recipe)

@@ -269,7 +269,7 @@ def from_mapping(cls: type[T], mapping: Any, where: str) -> T:
     for key, value in mapping.items():
         if key not in known:
             raise InputError(f"{where}: {unknown_key(str(key), known)}")
-        values[key] = _checked(value, hints[key], f"{where}.{key}" if where else str(key))
+        values[key] = checked(value, hints[key], f"{where}.{key}" if where else str(key))
     for name, f in known.items():
         if name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise InputError(f"{where}: `{name}` is missing.")
@@ -283,7 +283,13 @@ def unknown_key(key: str, known: Any) -> str:
     return f"unknown key `{key}`; {hint}"
 
 
-def _checked(value: Any, hint: Any, where: str) -> Any:
+def checked(value: Any, hint: Any, where: str) -> Any:
+    """A value in the type that `hint` asks for: a whole float where that is `int`, a mapping where it is a settings
+    class.
+
+    Raises:
+        InputError: it is of another type.
+    """
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if value is None and type(None) in options:
         return None

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.integrations import get_reporting_integration_callbacks
 
 from .checkpoint.compare import compare_checkpoints
 from .checkpoint.folder import copy_companions
+from .checkpoint.history import without_folders
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
+from .checkpoint.stored import StoredModel
 from .checkpoint.writer import check_output, new_folder
 from .data.curriculum import Curriculum
 from .data.mixing import review_documents
@@ -32,6 +35,7 @@ from .settings import (
     NormalSettings,
     PostPretrainSettings,
     ReviewSettings,
+    checked,
     unknown_key,
 )
 from .trainers import (
@@ -54,6 +58,9 @@ _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 STARTED_WITH = "started_with.json"
 # Ours to set: where things go, and what the losses rely on.
 _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
+_SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
+_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
@@ -62,6 +69,10 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
     for key in _in_words_at_hand(training):
         if key in _RESERVED:
             raise InputError(f"{where}: `{key}` is set by hf-moe-expand; leave it out.")
+        if key in _SCORED:
+            raise InputError(f"{where}: leave `{key}` out; held-out text is scored by `validation`, beside `training`.")
+        if key in _PUBLISHED:
+            raise InputError(f"{where}: leave `{key}` out; `hf-moe-expand push` publishes the finished checkpoint.")
         if key not in [*known, SHARDING]:
             raise InputError(f"{where}: {unknown_key(key, known)}")
     check_sharding(training, where)
@@ -81,16 +92,31 @@ def _in_words_at_hand(training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def training_arguments(training: Mapping[str, Any], work: Path, seed: int) -> TrainingArguments:
-    """`training` and what is ours to set."""
+    """`training` and what is ours to set.
+
+    Raises:
+        InputError: a value is of another type than `TrainingArguments` wants, or one that it refuses.
+    """
     own = {name: value for name, value in _in_words_at_hand(training).items() if name != SHARDING}
+    hints = typing.get_type_hints(TrainingArguments)
+    for name, value in own.items():
+        if all(option in _PLAIN for option in typing.get_args(hints[name]) or [hints[name]]):
+            own[name] = checked(value, hints[name], f"training.{name}")
     defaults = {**_DEFAULTS, **({"save_strategy": "no"} if SHARDING in training else {})}
-    return TrainingArguments(
-        **{**defaults, "use_cpu": not torch.accelerator.is_available(), **own},
-        output_dir=str(work),
-        seed=seed,
-        data_seed=seed,
-        remove_unused_columns=True,
-    )
+    try:
+        arguments = TrainingArguments(
+            **{**defaults, "use_cpu": not torch.accelerator.is_available(), **own},
+            output_dir=str(work),
+            seed=seed,
+            data_seed=seed,
+            remove_unused_columns=True,
+        )
+        get_reporting_integration_callbacks(arguments.report_to)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise InputError(f"training: {error}") from None
+    if arguments.per_device_train_batch_size < 1:
+        raise InputError("training.per_device_train_batch_size must be at least 1.")
+    return arguments
 
 
 def train_stage(
@@ -129,8 +155,8 @@ def train_stage(
     training = settings.training if curriculum is None else {**settings.training, "max_steps": curriculum.steps}
     arguments = training_arguments(training, work, seed)
     recorded = asdict(settings) | ({} if curriculum is None else {"curriculum": curriculum.to_dict()})
-    started_with = {"settings": recorded, "seed": seed, "data": {code: data[code].source for code in data}}
-    resume = unfinished_run(work, json.loads(json.dumps(started_with)))
+    started_with = beginning(folder, recorded, data, seed)
+    resume = unfinished_run(work, started_with)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     validation = getattr(settings, "validation", None)
     callbacks: list[Any] = []
@@ -158,13 +184,13 @@ def train_stage(
         "tokens": packed.tokens,
         "seed": seed,
         # Validation leaves no trace in the weights, nor here.
-        "settings": {name: value for name, value in recorded.items() if name != "validation"},
+        "settings": without_folders({name: value for name, value in recorded.items() if name != "validation"}),
     }
     config.expansions[-1]["stages"].append(entry)
     weights = whole_weights(trainer)
     if trainer.is_world_process_zero():
         with new_folder(out, overwrite) as partial:
-            save_whole(weights, config, partial)
+            save_whole(weights, config, partial, StoredModel(folder))
             copy_companions(folder, partial)
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
             if callbacks:
@@ -174,17 +200,35 @@ def train_stage(
     return entry
 
 
+def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:
+    """What a run is begun with, and must be gone on with: JSON."""
+    sources = {code: [text.source, *text.stamps()] for code, text in data.items()}
+    found = {"model": CheckpointReader(folder).fingerprint(), "settings": settings, "seed": seed, "data": sources}
+    return json.loads(json.dumps(found))
+
+
 def unfinished_run(work: Path, started_with: dict[str, Any]) -> str | None:
-    """The last training checkpoint of an interrupted run with the same settings, if there is one."""
+    """The last whole training checkpoint of an interrupted run that began as this one, if there is one."""
     record = work / STARTED_WITH
-    if not record.is_file():
+    # Written last: without it the process was killed while it saved.
+    whole = [path.parent for path in work.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
+    if not record.is_file() or not whole:
         return None
-    if read_json(record, "the record of a training run") != started_with:
+    before = read_json(record, "the record of a training run")
+    if changed := [name for name in started_with if before.get(name) != started_with[name]]:
         raise InputError(
-            f"{work}: holds an interrupted run with other settings, seed or data. Delete the folder to start anew, or "
+            f"{work}: holds an interrupted run with other {', '.join(changed)}. Delete the folder to start anew, or "
             "undo the change to go on."
         )
-    return get_last_checkpoint(str(work))
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
 
 
 def check_mix(settings: Any, languages: Sequence[str], where: str = "") -> Curriculum | None:
@@ -407,7 +451,7 @@ def _trainer(
         return NormalTrainer(network, router_losses=RouterLossWeights(settings.balance), **common)
     common["language_classes"] = _language_classes(config, packed.languages)
     if isinstance(settings, ReviewSettings):
-        losses = RouterLossWeights(settings.balance, settings.language_prior, settings.classifier)
+        losses = RouterLossWeights(settings.balance, settings.language_prior, settings.classifier, budget=0.0)
         return ReviewTrainer(network, router_losses=losses, **common)
     losses = RouterLossWeights(
         settings.balance, settings.language_prior, budget=settings.budget, gate_budget=settings.gate_budget,

@@ -1,10 +1,12 @@
 """Dense baselines: what trains, what is written, and resuming."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from conftest import save_dense, write_texts
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
@@ -152,16 +154,41 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
             return super().train(resume_from_checkpoint=resume_from_checkpoint)
 
     monkeypatch.setattr(dense, "Trainer", Stopped)
+    torch.manual_seed(123)  # the seed is the run's own
     with pytest.raises(KeyboardInterrupt):
         train_dense(root / "base", tmp_path / "out", data, chosen)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(dense, "Trainer", Watched)
-    with pytest.raises(InputError, match="interrupted run with other settings"):
+    with pytest.raises(InputError, match="interrupted run with other seed"):
         train_dense(root / "base", tmp_path / "out", data, chosen, seed=1)
+    other = save_dense(tmp_path / "other", seed=1)
+    with pytest.raises(InputError, match="interrupted run with other model"):
+        train_dense(other, tmp_path / "out", data, chosen)
+    # Killed while it saved: the folder is there, but not whole.
+    shutil.copytree(tmp_path / "out.training" / "checkpoint-2", tmp_path / "out.training" / "checkpoint-4")
+    (tmp_path / "out.training" / "checkpoint-4" / "trainer_state.json").write_text('{"epoch"')
     train_dense(root / "base", tmp_path / "out", data, chosen)
     assert resumed[0].endswith("checkpoint-2")
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     assert not (tmp_path / "out.training").exists()
+
+
+def test_what_failed_before_its_first_checkpoint_can_be_corrected(root, data, tmp_path):
+    (tmp_path / "out.training").mkdir()
+    (tmp_path / "out.training" / "started_with.json").write_text('{"seed": 7}')
+    assert train_dense(root / "base", tmp_path / "out", data, settings())["steps"] == 3
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_every_tensor_keeps_the_type_in_which_it_is_stored(root, data, tmp_path, method):
+    shutil.copytree(root / "bf16", tmp_path / "mixed")
+    mixed = load_file(tmp_path / "mixed" / "model.safetensors")
+    mixed = {name: value.float() if "norm" in name else value for name, value in mixed.items()}
+    save_file(mixed, tmp_path / "mixed" / "model.safetensors", {"format": "pt"})
+    train_dense(tmp_path / "mixed", tmp_path / "out", data, settings(method=method))
+    after = tensors(tmp_path / "out")
+    assert {name: value.dtype for name, value in after.items()} == {n: v.dtype for n, v in mixed.items()}
+    assert any(not torch.equal(after[name], mixed[name]) for name in mixed if "proj" in name)
 
 
 def test_refusals_name_what_is_wrong(root, data, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from conftest import byte_tokenizer, run_fresh, run_ranks, save_dense, write_texts
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_moe_expand import DMoEForCausalLM, LayerMoEForCausalLM, pipeline, training
@@ -190,11 +191,18 @@ def test_two_ranks_run_a_recipe_together(recipe, root):
     assert [stage["steps"] for stage in stages] == [6, 4]
 
 
-def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root):
+@pytest.mark.parametrize("norms", ["BF16", "F32"])
+def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root, norms):
+    shutil.rmtree(root / "bf16-run", ignore_errors=True)
     base = save_dense(root / "bf16", dtype=torch.bfloat16)
+    if norms == "F32":
+        stored = load_file(base / "model.safetensors")
+        stored = {name: value.float() if "norm" in name else value for name, value in stored.items()}
+        save_file(stored, base / "model.safetensors", {"format": "pt"})
     final = run_recipe(replace(recipe, base=str(base), output=str(root / "bf16-run"), test={}), lambda line: None)
-    reader = CheckpointReader(final)
-    assert {info.dtype for info in reader.tensors.values()} == {"BF16"}
+    found = {name: info.dtype for name, info in CheckpointReader(final).tensors.items()}
+    assert {dtype for name, dtype in found.items() if "norm" in name} == {norms}
+    assert {dtype for name, dtype in found.items() if "norm" not in name} == {"BF16"}
     assert check_frozen(root / "bf16-run" / "expanded", root / "bf16-run" / "post_pretrain", "post-pretrain") > 0
 
 

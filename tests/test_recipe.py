@@ -94,6 +94,12 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "label_smoothing_factor: 0.1", "label_smoothing_factor is not supported"),
         (
             "learning_rate: 5e-5",
+            "hub_token: hf_secret",
+            "training: leave `hub_token` out; `hf-moe-expand push` publishes",
+        ),
+        ("max_steps: 2, learning_rate: 5e-5", "eval_strategy: steps", "held-out text is scored by `validation`"),
+        (
+            "max_steps: 2, learning_rate: 5e-5",
             "activation_checkpointing: true, activation_checkpointing_kwargs: {use_reentrant: true}",
             "reentrant gradient checkpointing silently drops",
         ),

@@ -1,8 +1,18 @@
 """What was done to a checkpoint, written into its configuration."""
 
+from pathlib import PureWindowsPath
 from typing import Any
 
 from ..modeling import ExpandedConfig
+
+
+def without_folders(value: Any) -> Any:
+    """Settings as they may be published: of a path the last part stays."""
+    if isinstance(value, dict):
+        return {name: without_folders(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    return PureWindowsPath(value).name if isinstance(value, str) and value else value
 
 
 def record(config: Any, entry: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Reads safetensors checkpoints tensor by tensor, a few megabytes in memory at a time."""
 
+import hashlib
 import json
 import struct
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ ITEM_BITS = {
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CHUNK = 16 << 20
 _PIECE = 1 << 18
+_SAMPLE = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ class CheckpointReader:
         stem = ADDED if (self.folder / RECORD).is_file() else "model"
         weights, index = self.folder / f"{stem}.safetensors", self.folder / f"{stem}.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            where = read_json(index, "the index of a checkpoint's shards").get("weight_map")
+            if not isinstance(where, dict):
+                raise InputError(f"{index}: not the index of a checkpoint's shards: weight_map is missing.")
+            names = sorted(set(where.values()))
             files = [self.folder / name for name in names]
             if missing := [file.name for file in files if not file.is_file()]:
                 raise InputError(f"{self.folder}: the index names {', '.join(missing)}, which is not there.")
@@ -87,6 +92,16 @@ class CheckpointReader:
             " It holds pickled weights, which are not read: save it once more with save_pretrained." if pickled else ""
         )
         raise InputError(f"{self.folder}: no {weights.name} and no {index.name}: not a safetensors checkpoint.{hint}")
+
+    def fingerprint(self) -> str:
+        """Of config.json, and of each tensor's name, type, shape and first elements: another checkpoint has another."""
+        found = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for name, info in sorted(self.tensors.items()):
+            found.update(f"{name} {info.dtype} {info.shape}".encode())
+            with open(info.file, "rb") as file:
+                file.seek(info.start)
+                found.update(file.read(min(_SAMPLE, info.nbytes)))
+        return found.hexdigest()
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor, in pieces."""

@@ -63,6 +63,11 @@ class LanguageText:
         if self.files() and next(self.documents(), None) is None:
             raise self._no_text()
 
+    def stamps(self) -> list[list[int]]:
+        """Size and time of change of each local file."""
+        found = (path.stat() for path in self.files())
+        return [[stat.st_size, stat.st_mtime_ns] for stat in found]
+
     def documents(self) -> Iterator[str]:
         """The documents of the local files one by one, read as they are asked for; none of the hub's.
 
