@@ -10,6 +10,13 @@ from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_config, resolve_checkpoint
 from .errors import InputError
 
+_POSITIONS = ("max_position_embeddings", "max_seq_len")  # the latter is MPT's
+
+
+def longest_block(config: Any) -> int | None:
+    """How many positions a model takes; None where it sets no limit."""
+    return next((found for name in _POSITIONS if (found := getattr(config, name, None)) is not None), None)
+
 
 def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> tuple[Any, Any]:
     """A model, in its own dtype, and its tokenizer; on the GPU if there is one. Runs no code of the checkpoint.

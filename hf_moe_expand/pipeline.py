@@ -86,13 +86,15 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     fingerprint = _fingerprint("start", {"base": recipe.base, "revision": recipe.revision, "seed": recipe.seed})
     steps, final = _steps(recipe, root)
     _refuse_changed(done, steps, fingerprint, root)
+    _refuse_out_of_order(done, steps)
     state.wait_for_everyone()  # all have read the record before the first writes to it
     if state.is_main_process:
         _keep_text(recipe, root)
+    made_anew = False
     for number, step in enumerate(steps, start=1):
         fingerprint = _fingerprint(fingerprint, step.settings)
         label = f"[{number}/{len(steps)}] {step.name}"
-        changed = step.repeatable and done.get(step.name, {}).get("fingerprint") != fingerprint
+        changed = step.repeatable and (made_anew or done.get(step.name, {}).get("fingerprint") != fingerprint)
         if step.name in done and step.output.exists() and not changed:
             say(f"{label}: done already ({done[step.name]['summary']})")
             continue
@@ -102,6 +104,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         if state.is_main_process:
             write_json(record, {**done, _BEGUN: {"step": step.name, "fingerprint": fingerprint}})
         started = time.time()
+        made_anew = True
         summary = work() if step.every_rank or state.is_main_process else ""
         state.wait_for_everyone()
         done.pop(_BEGUN, None)
@@ -320,6 +323,19 @@ def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, r
                 f"{root}: the recipe was changed after step `{step.name}` had run with it. Give another `output`, undo "
                 "the change, or delete this folder."
             )
+
+
+def _refuse_out_of_order(done: dict[str, Any], steps: list[Step]) -> None:
+    """Refuses to make a step anew while what was made from its earlier result is still there."""
+    missing: Step | None = None
+    for step in steps:
+        there = step.output.exists() and (step.name in done or done.get(_BEGUN, {}).get("step") == step.name)
+        if missing is not None and there and not step.repeatable:
+            raise InputError(
+                f"{step.output}: was made from {missing.output}, which is no longer there: delete it too, or put that "
+                "back."
+            )
+        missing = missing or (None if there else step)
 
 
 def _keep_text(recipe: Recipe, root: Path) -> None:

@@ -1,19 +1,29 @@
 """What can be known of a recipe before the first GPU hour: `validate`."""
 
+from collections.abc import Callable, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from .analysis.result import DeviationResult, SimilarityResult
 from .analysis.similarity import token_blocks
+from .checkpoint.expand import check_kinds
 from .checkpoint.graft import check_fine_tune
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
+from .checkpoint.writer import check_shard_size
 from .data.mixing import review_documents
 from .data.sources import LanguageText
 from .errors import InputError
-from .models import load_tokenizer
+from .models import load_tokenizer, longest_block
 from .planning.make import make_plan
-from .recipe import Recipe, unset_variable
-from .training import check_mix, check_training_arguments
+from .recipe import Expansion, Recipe, unset_variable
+from .training import (
+    check_masking,
+    check_mix,
+    check_post_pretraining_data,
+    check_training_arguments,
+    training_arguments,
+)
 
 
 def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
@@ -41,10 +51,7 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
         if offline and (unset := unset_variable(source.source)):
             found.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
-        try:
-            source.check()
-        except InputError as error:
-            raise InputError(f"{key}: {error}") from None
+        _named(key, source.check)
         files = source.files()
         found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     found += _check_stages(recipe, offline)
@@ -61,12 +68,28 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     return found
 
 
+def _named(key: str, check: Callable[..., object], *arguments: Any) -> None:
+    """Runs a check whose refusal says under which key of the recipe the mistake is."""
+    try:
+        check(*arguments)
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from None
+
+
 def _check_stages(recipe: Recipe, offline: bool) -> list[str]:
     """Training arguments, curricula and validation texts."""
     found, old = [], list(recipe.old)
     for expansion in recipe.rounds:
+        expand = expansion.expand
+        _named("expand", check_kinds, expand.expert_init, expand.expert_kind)
+        _named("expand", check_shard_size, expand.max_shard_size)
         for name, settings in expansion.training_stages().items():
             check_training_arguments(settings.training, f"{name}.training")
+            _named(name, training_arguments, settings.training, Path(recipe.output), recipe.seed)
+            check_masking(settings, recipe.rounds[0].expand.conditional_routing, name)
+            if name == "post_pretrain":
+                given = dict.fromkeys(expansion.trained_languages(name, old))
+                _named(name, check_post_pretraining_data, given, old, list(expansion.new), settings)
             files = [*settings.validation.texts.values(), getattr(settings, "curriculum", None)]
             if offline and (unset := next(filter(None, map(unset_variable, filter(None, files))), None)):
                 found.append(f"skipped: {name}: {unset} is not set")
@@ -80,7 +103,13 @@ def _check_plans(recipe: Recipe, config: Any) -> list[str]:
     """Plans and block sizes against the base's configuration."""
     layers, found = config.num_hidden_layers, []
     counts: list[int] = []
+    least = 0  # experts that every layer is sure to have
     for number, expansion in enumerate(recipe.rounds, start=1):
+        copied = expansion.expand.copy_from
+        if counts and isinstance(copied, int) and copied >= least:
+            raise InputError(
+                f"expansion {number}: expand.copy_from is {copied}, but a layer may have experts 0..{least - 1} only."
+            )
         # A plan from equal numbers has the real one's totals and layer counts; only which layers get them is unknown.
         same = [1.0] * layers
         codes = list(expansion.new)
@@ -92,12 +121,14 @@ def _check_plans(recipe: Recipe, config: Any) -> list[str]:
             expansion.plan, layers, list(recipe.old), codes, similarity, recipe.seed, deviation, grows_from=counts
         )
         counts = plan.experts_per_layer
+        fixed = expansion.plan.method in ("uniform", "mola")
+        least = min(counts) if fixed else least + (expansion.plan.minimum or (1 if least else 2))
         with_classifier = len(plan.classifier_layers)
         found.append(
             f"expansion {number}: {plan.method}, {plan.total_experts} experts, "
             f"{with_classifier} classifier{'' if with_classifier == 1 else 's'}"
         )
-        longest = getattr(config, "max_position_embeddings", None)
+        longest = longest_block(config)
         for name, settings in expansion.training_stages().items():
             if longest is not None and settings.block_size > longest:
                 raise InputError(f"{name}.block_size is {settings.block_size}, but the base takes {longest} positions.")
@@ -124,8 +155,28 @@ def _check_amounts(recipe: Recipe) -> list[str]:
             wanted |= dict.fromkeys(new, max(1, round(review.old_documents * review.new_per_old)))
             available = {code: _count(sources[code], count) for code, count in wanted.items()}
             review_documents(available, old, new, review.old_documents, review.new_per_old)
+        if expansion.is_dmoe:
+            _check_deviation_text(expansion, sources)
         old += new
     return [f"analysis: {' '.join(counted)} have as much text as it reads"] if counted else []
+
+
+def _check_deviation_text(expansion: Expansion, sources: Mapping[str, LanguageText]) -> None:
+    """Refuses text that is too little however it is cut: a token has a byte at least. The analysis counts tokens."""
+    settings = expansion.deviation
+    needed = settings.steps * settings.batch_size * settings.block_size
+    for code in expansion.new:
+        size = 0
+        for text in sources[code].documents():
+            size += len(text.encode()) + 1
+            if size >= needed:
+                break
+        if sources[code].files() and size < needed:
+            raise InputError(
+                f"Language {code!r} has {size:,} bytes of text, but the deviation analysis reads {needed:,} tokens "
+                "(steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., batch_size: "
+                "...}`."
+            )
 
 
 def _count(source: LanguageText, most: int) -> int:

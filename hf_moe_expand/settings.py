@@ -16,6 +16,14 @@ from .errors import InputError
 T = TypeVar("T")
 
 
+def _at_least(settings: Any, **least: float) -> None:
+    """Refuses a number below its least; a field that is None passes."""
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= low:
+            raise InputError(f"{name} is {value}: must be at least {low}.")
+
+
 @dataclass(frozen=True)
 class AnalysisSettings:
     """`analyze similarity`: tokens a language (Q), and how they are batched."""
@@ -23,6 +31,9 @@ class AnalysisSettings:
     tokens: int = 100_000
     block_size: int = 1024
     batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least(self, tokens=1, block_size=1, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,9 @@ class DeviationSettings:
     block_size: int = 512
     micro_batch_size: int = 8
     last_layers: int = 3
+
+    def __post_init__(self) -> None:
+        _at_least(self, steps=1, batch_size=1, block_size=2, micro_batch_size=1, last_layers=1)
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,9 @@ class PlanSettings:
     ratio: float | None = None
     threshold: float | None = None
 
+    def __post_init__(self) -> None:
+        _at_least(self, total_experts=1, minimum=1, experts=1, classifier_layers=0, top_k=1)
+
 
 @dataclass(frozen=True)
 class ExpandSettings:
@@ -79,6 +96,9 @@ class ExpandSettings:
     lora_alpha: float = 16.0
     max_shard_size: str = "5GB"
 
+    def __post_init__(self) -> None:
+        _at_least(self, lora_rank=1)
+
 
 @dataclass(frozen=True)
 class MaskingSettings:
@@ -94,7 +114,7 @@ class MaskingSettings:
         for f in fields(self):
             value = getattr(self, f.name)
             if not 0 <= value < 1:
-                raise InputError(f"masking.{f.name} is {value}: a probability is at least 0 and less than 1.")
+                raise InputError(f"{f.name} is {value}: a probability is at least 0 and less than 1.")
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,9 @@ class ValidationSettings:
     texts: dict[str, str] = field(default_factory=dict)
     every: int = 50
     max_tokens: int | None = 20_000
+
+    def __post_init__(self) -> None:
+        _at_least(self, every=1, max_tokens=2)
 
 
 @dataclass(frozen=True)
@@ -133,6 +156,9 @@ class PostPretrainSettings:
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _at_least(self, block_size=2, tokens_per_language=1, balance=0, language_prior=0, budget=0, localized_balance=0)
+
 
 @dataclass(frozen=True)
 class ReviewSettings:
@@ -146,6 +172,11 @@ class ReviewSettings:
     balance: float = 0.0
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _at_least(self, block_size=2, old_documents=1, language_prior=0, classifier=0, balance=0)
+        if not self.new_per_old > 0:
+            raise InputError(f"new_per_old is {self.new_per_old:g}: must be larger than 0.")
 
 
 @dataclass(frozen=True)
@@ -174,6 +205,9 @@ class GroupSettings:
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _at_least(self, block_size=2, tokens_per_language=1, group=0, balance=0)
+
 
 @dataclass(frozen=True)
 class NormalSettings:
@@ -188,6 +222,9 @@ class NormalSettings:
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _at_least(self, block_size=2, tokens_per_language=1, balance=0)
+
 
 @dataclass(frozen=True)
 class AdaptSettings:
@@ -198,6 +235,9 @@ class AdaptSettings:
     sample_tokens: int = 100_000
     training: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _at_least(self, block_size=2, tokens_per_language=1, sample_tokens=2)
+
 
 @dataclass(frozen=True)
 class LoraSettings:
@@ -206,6 +246,9 @@ class LoraSettings:
     r: int = 16
     alpha: int = 32
     target_modules: str | list[str] = "all-linear"
+
+    def __post_init__(self) -> None:
+        _at_least(self, r=1)
 
 
 @dataclass(frozen=True)
@@ -219,6 +262,9 @@ class DenseSettings:
     lora: LoraSettings = field(default_factory=LoraSettings)
     training: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _at_least(self, block_size=2, tokens_per_language=1)
+
 
 @dataclass(frozen=True)
 class EvaluationSettings:
@@ -228,9 +274,18 @@ class EvaluationSettings:
     batch_size: int = 8
     max_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        _at_least(self, block_size=1, batch_size=1, max_tokens=2)
+
 
 class _Loader(yaml.SafeLoader):
-    """Reads 5e-5 as a number, as YAML 1.2 does; PyYAML's YAML 1.1 takes it for text."""
+    """Reads 5e-5 as a number, as YAML 1.2 does; PyYAML's YAML 1.1 takes it for text. Refuses a key that comes twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        if twice := [str(key) for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"`{twice[0]}` is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -273,7 +328,10 @@ def from_mapping(cls: type[T], mapping: Any, where: str) -> T:
     for name, f in known.items():
         if name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise InputError(f"{where}: `{name}` is missing.")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}" if where else str(error)) from None
 
 
 def unknown_key(key: str, known: Any) -> str:

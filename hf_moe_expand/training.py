@@ -288,15 +288,26 @@ def _set_masking(config: Any, settings: StageSettings) -> None:
     masking = getattr(settings, "masking", None)
     if masking is None:
         return
-    if masking.conditional_routing and not config.conditional_routing:
-        raise InputError(
-            "masking.conditional_routing masks a gate, and the checkpoint has none: expand with --conditional-routing "
-            "(`expand: {conditional_routing: true}` in a recipe)."
-        )
+    check_masking(settings, config.conditional_routing)
     config.expert_output_masking = masking.expert_output
     config.final_output_masking = masking.final_output
     config.conditional_routing_masking = masking.conditional_routing
     config.gating_dropout = masking.gating_dropout
+
+
+def check_masking(settings: Any, has_gates: bool, where: str = "") -> None:
+    """Refuses to mask gates where there are none.
+
+    Raises:
+        InputError: that.
+    """
+    masking = getattr(settings, "masking", None)
+    if masking is not None and masking.conditional_routing and not has_gates:
+        prefix = f"{where}." if where else ""
+        raise InputError(
+            f"{prefix}masking.conditional_routing masks a gate, and the checkpoint has none: expand with "
+            "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
+        )
 
 
 def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str) -> int:
@@ -356,14 +367,19 @@ def _check_data(data: Mapping[str, Any], config: Any, settings: StageSettings) -
         if missing := [code for code in [*old, *new] if code not in data]:
             raise InputError(f"{', '.join(missing)}: review needs text of every old and new language.")
     elif isinstance(settings, PostPretrainSettings):
-        _check_post_pretraining_data(data, old, new, settings)
+        check_post_pretraining_data(data, old, new, settings)
     elif not data:
         raise InputError("No text was given.")
 
 
-def _check_post_pretraining_data(
+def check_post_pretraining_data(
     data: Mapping[str, Any], old: list[str], new: list[str], settings: PostPretrainSettings
 ) -> None:
+    """Refuses text, by language, that does not go with the settings of stage 1.
+
+    Raises:
+        InputError: that.
+    """
     if missing := [code for code in new if code not in data]:
         raise InputError(f"{', '.join(missing)}: no text was given for a language that this expansion adds.")
     given_old = [code for code in old if code in data]
@@ -451,7 +467,7 @@ def _trainer(
         return NormalTrainer(network, router_losses=RouterLossWeights(settings.balance), **common)
     common["language_classes"] = _language_classes(config, packed.languages)
     if isinstance(settings, ReviewSettings):
-        losses = RouterLossWeights(settings.balance, settings.language_prior, settings.classifier, budget=0.0)
+        losses = RouterLossWeights(settings.balance, settings.language_prior, settings.classifier)
         return ReviewTrainer(network, router_losses=losses, **common)
     losses = RouterLossWeights(
         settings.balance, settings.language_prior, budget=settings.budget, gate_budget=settings.gate_budget,

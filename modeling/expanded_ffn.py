@@ -64,6 +64,7 @@ class RoutingControl:
         self.expansion: int | None = None
         # For analyses: router logits `[T, N]` and K in, the logits to route by out; classifiers then have no say.
         self.change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+        self.local = False  # whether gating dropout took this batch
 
     def __deepcopy__(self, memo: dict) -> "RoutingControl":
         memo[id(self)] = new = RoutingControl()
@@ -243,6 +244,7 @@ class ExpandedFFN(nn.Module):
 
     Attributes:
         experts_of_class: experts that existed before any expansion (1), and after each.
+        draws_for_all: gating dropout, which takes whole batches, is drawn here: in a model, in its first layer.
     """
 
     def __init__(
@@ -269,6 +271,7 @@ class ExpandedFFN(nn.Module):
         self.masking = masking
         self.layer_index = layer_index
         self.control = control
+        self.draws_for_all = True
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., h] -> [..., h]`. BLOOM's FFN adds the residual itself: then it is passed, and added once."""
@@ -312,7 +315,10 @@ class ExpandedFFN(nn.Module):
         masking = self.masking if self.training else None
         routed_TN = logits_TN[:, int(conditional) :]
         routed_limit_T = (limit_T - 1).clamp(min=1) if conditional and limit_T is not None else limit_T
-        if masking is not None and masking.gating_dropout and torch.rand(()).item() < masking.gating_dropout:
+        if masking is not None and self.draws_for_all:
+            # Recomputed with the same random numbers, it comes out the same again.
+            self.control.local = bool(masking.gating_dropout) and torch.rand(()).item() < masking.gating_dropout
+        if masking is not None and self.control.local:
             weights_TK, index_TK = local_experts(routed_TN)
         else:
             weights_TK, index_TK = select_experts(routed_TN, self.top_k, routed_limit_T)

@@ -117,6 +117,7 @@ class ExpandedModelMixin:
                     ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control, earlier,
                     masking=config, conditional=config.conditional_routing, new_expert=new_expert,
                 )  # fmt: skip
+                expanded.draws_for_all = max(config.num_experts_per_layer[:index], default=1) == 1
                 parent, attribute = name.rsplit(".", 1)
                 setattr(self.get_submodule(parent), attribute, expanded)  # type: ignore[attr-defined]
         self.routing_control = control

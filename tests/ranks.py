@@ -17,9 +17,10 @@ from transformers import TrainerCallback
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from hf_moe_expand import LayerMoEForCausalLM, training
+from hf_moe_expand import LayerMoEForCausalLM, adapt_language, training
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
+from hf_moe_expand.dense import train_dense
+from hf_moe_expand.settings import AdaptSettings, DenseSettings, PostPretrainSettings, ReviewSettings
 from hf_moe_expand.trainers import Stage, freeze
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
 
@@ -231,6 +232,24 @@ def stage_native(folder):
     stage(folder, "native tp", ReviewSettings(block_size=16, training=options))
 
 
+def dense(folder, name, method, per_device, **changes):
+    """`train_dense` on the base and its text."""
+    settings = DenseSettings(16, method=method, training=post_pretraining(per_device, **changes).training)
+    return train_dense(folder / "base", folder / name, {"en": LanguageText("en", str(folder / "en.jsonl"))}, settings)
+
+
+def adapt(folder, name, per_device, **changes):
+    """`adapt_language` of a DMoE checkpoint; one step, before which a router scores an expert and its copy alike."""
+    training = post_pretraining(per_device, max_steps=1, **changes).training
+    settings = AdaptSettings(16, sample_tokens=200, training=training)
+    return adapt_language(folder / "dmoe", folder / name, LanguageText("el", str(folder / "el.jsonl")), settings)
+
+
+def adaptation(folder):
+    """Two ranks adapt a model to a language, data-parallel."""
+    return adapt(folder, "adapted", 2).perplexity
+
+
 def on_this_machine():
     """Makes accelerate treat this machine's CPU as it treats GPUs, but for the backend."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -253,6 +272,8 @@ def stage_accelerate(folder):
         left = sorted(os.listdir(folder / f"{out}.training"))
         stage(folder, out, settings, tokens, start)
         found[start] = {"left": left, "logits": tokens.logits}
+    for method in ("full", "lora"):
+        dense(folder, f"dense {method}", method, 1, gradient_accumulation_steps=2, use_cpu=False)
     return found
 
 

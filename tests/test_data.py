@@ -35,7 +35,7 @@ def test_jsonl_txt_parquet_and_folders(tmp_path):
     ("tag", "language", "same"),
     [
         ("ell", "el", True), ("cmn", "zh", True), ("arb", "ar", True), ("el", "ell", True), ("any!", "any!", True),
-        ("yue", "zh", False), ("hrv", "sr", False), ("en", "el", False), ("", "el", False), (None, "el", False),
+        ("yue", "zh", False), ("hrv", "sr", False), ("en", "el", False), ("", "el", False),
     ],
 )  # fmt: skip
 def test_tags_of_another_standard_name_the_same_language(tag, language, same, tmp_path):
@@ -44,6 +44,31 @@ def test_tags_of_another_standard_name_the_same_language(tag, language, same, tm
     rows = [{"text": "ένα", "language": tag}, {"text": "δύο"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     assert load(tmp_path / "a.jsonl", language)[:] == (["ένα", "δύο"] if same else ["δύο"])
+
+
+def test_a_row_without_a_tag_is_taken(tmp_path):
+    rows = [{"text": "ένα", "language": None}, {"text": "δύο", "language": "el"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    Dataset.from_list(rows).to_parquet(tmp_path / "b.parquet")
+    assert load(tmp_path / "a.jsonl") == load(tmp_path / "b.parquet") == ["ένα", "δύο"]
+
+
+def test_rows_of_a_parquet_file_that_hold_no_text_are_left_out(tmp_path):
+    Dataset.from_dict({"text": [None, "ένα", " ", "", "δύο"]}).to_parquet(tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet") == ["ένα", "δύο"]
+
+
+def test_text_that_is_none_is_named(tmp_path):
+    Dataset.from_dict({"text": [["ένα"]]}).to_parquet(tmp_path / "list.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 but no more")
+    (tmp_path / "half.jsonl").write_text('{"text": "a"}\n{"text": "\\ud83d"}\n')
+    for name, message in (
+        ("list.parquet", "the column `text` holds"),
+        ("broken.parquet", r"broken\.parquet: not a Parquet file"),
+        ("half.jsonl", r"half\.jsonl:2: no Unicode text \(surrogates not allowed\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load(tmp_path / name)
 
 
 def test_rows_tagged_with_another_language_are_left_out(tmp_path):

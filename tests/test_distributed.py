@@ -7,14 +7,14 @@ import pytest
 import torch
 from conftest import HERE, run_ranks, save_dense, write_texts
 from one_step import train
-from ranks import SPEED, STEPS, model_of, post_pretraining, stage
+from ranks import SPEED, STEPS, adapt, dense, model_of, post_pretraining, stage
 from safetensors.torch import load_file
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.settings import ReviewSettings
 
-CHECKS = ("ddp", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native")
+CHECKS = ("ddp", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation")
 
 
 def prepared(folder):
@@ -25,6 +25,7 @@ def prepared(folder):
     plan = Plan("uniform", [2, 3, 2], [1], old=["en"], new=["el"])
     expand_checkpoint(base, folder / "ffn", plan)
     expand_checkpoint(base, folder / "lora", plan, expert_kind="lora", conditional_routing=True)
+    expand_checkpoint(base, folder / "dmoe", Plan("dmoe", [2, 1, 2], new=["en", "tr"], groups=[["en"], ["tr"]]))
     return folder
 
 
@@ -150,6 +151,22 @@ def test_a_stage_under_the_packaged_configurations(under_accelerate, one_process
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([[token]])).logits for token in range(0, 60, 2)])
     torch.testing.assert_close(found[start]["logits"], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_dense_training_under_the_packaged_configurations(under_accelerate, root, method):
+    alone = root / f"dense {method}"
+    if not alone.exists():
+        dense(root, alone.name, method, 2, gradient_accumulation_steps=2, use_cpu=True)
+    same_checkpoint(under_accelerate[0] / alone.name, alone)
+    assert compare_checkpoints(root / "base", alone).changed
+
+
+def test_two_ranks_adapt_a_model_to_a_language(found, root):
+    alone = adapt(root, "adapted alone", 4, use_cpu=True)
+    assert found["adaptation"] == pytest.approx(alone.perplexity)
+    same_checkpoint(root / "adapted", root / "adapted alone")
+    assert not (root / "adapted.grown").exists()
 
 
 def test_a_stage_on_a_model_that_transformers_splits(found, root):

@@ -97,6 +97,9 @@ def test_table_and_json(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InputError, match="not an evaluation"):
         Evaluation.from_json(tmp_path / "other.json")
+    (tmp_path / "half.json").write_text('{"old": [], "new": ["el"], "models": {"base": {"el": {"perplexity": 2.0}}}}')
+    with pytest.raises(InputError, match=r"half.json: models.base.el: `bits_per_byte` is missing"):
+        Evaluation.from_json(tmp_path / "half.json")
 
 
 def test_several_expansions_are_groups_of_their_own(tmp_path):

@@ -183,6 +183,19 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
         expand_checkpoint(base, tmp_path / "done", PLAN)
     with pytest.raises(InputError, match="is the input folder"):
         expand_checkpoint(base, base, PLAN, overwrite=True)
+    with pytest.raises(InputError, match=r"the input folder .* lies in it"):
+        expand_checkpoint(base, base.parent, PLAN, overwrite=True)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "last.tex").touch()
+    with pytest.raises(InputError, match=r"thesis: is no checkpoint .* not overwritten"):
+        expand_checkpoint(base, tmp_path / "thesis", PLAN, overwrite=True)
+    (tmp_path / "link").symlink_to(tmp_path / "done")
+    with pytest.raises(InputError, match="link: is a link, not a folder"):
+        expand_checkpoint(base, tmp_path / "link", PLAN, overwrite=True)
+    assert base.is_dir()
+    assert (tmp_path / "thesis" / "last.tex").is_file()
+    with pytest.raises(InputError, match="max_shard_size is '5 gigs'"):
+        expand_checkpoint(base, tmp_path / "sharded", PLAN, max_shard_size="5 gigs")
     expand_checkpoint(base, tmp_path / "done", Plan("uniform", [2, 2, 2]), overwrite=True)
     assert LayerMoEForCausalLM.from_pretrained(tmp_path / "done").config.num_experts_per_layer == [2, 2, 2]
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,15 @@ def test_both_stages_after_growth(first, grown, text, monkeypatch, tmp_path):
     back = shrink_checkpoint(tmp_path / "stage2", tmp_path / "back", 1)
     assert back.routers_restored
     assert compare_checkpoints(tmp_path / "back", first).changed == []
+
+
+def test_there_is_no_way_back_from_a_graft(first, grown, tmp_path):
+    config = json.loads((grown / "config.json").read_text())
+    config["expansions"][-1]["stages"] = [{"stage": "graft", "settings": {}}]
+    shutil.copytree(grown, tmp_path / "grafted")
+    (tmp_path / "grafted" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="`graft` changed the earlier experts"):
+        shrink_checkpoint(tmp_path / "grafted", tmp_path / "back", 1)
 
 
 def test_the_way_back_is_byte_for_byte(first, grown, tmp_path):

@@ -12,7 +12,7 @@ from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_chec
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.modeling import DMoEConfig, decoder_ffns
+from hf_moe_expand.modeling import DMoEConfig, decoder_ffns, expanded_ffn
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN, Routing, RoutingControl, local_experts, mask_outputs
 from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, from_mapping
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
@@ -156,6 +156,23 @@ def test_gating_dropout_takes_whole_batches():
     is_local = [torch.allclose(y, local, atol=1e-6) for y in found]
     assert all(here or torch.allclose(y, routed, atol=1e-6) for here, y in zip(is_local, found, strict=True))
     assert 0.3 < sum(is_local) / 300 < 0.5
+
+
+def test_gating_dropout_takes_a_batch_in_all_layers_or_in_none(monkeypatch):
+    counts = []
+    real = expanded_ffn.local_experts
+    monkeypatch.setattr(expanded_ffn, "local_experts", lambda logits: counts.append(1) or real(logits))
+    model = tiny(counts=(1, 2, 3), gating_dropout=0.5).train()
+    torch.manual_seed(0)
+    found = []
+    for _ in range(40):
+        counts.clear()
+        model(torch.arange(12)[None])
+        found.append(len(counts))
+    assert set(found) == {0, 2}
+    counts.clear()
+    model.eval()(torch.arange(12)[None])
+    assert not counts
 
 
 # --- conditional routing --------------------------------------------------------------------------------------------
@@ -329,7 +346,7 @@ def test_the_budget_draws_the_gate(tmp_path):
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, 2])
 def test_probabilities_outside_0_1_are_refused(value):
-    with pytest.raises(InputError, match=r"masking\.expert_output is"):
+    with pytest.raises(InputError, match="masking: expert_output is"):
         from_mapping(PostPretrainSettings, {"masking": {"expert_output": value}}, "")
     with pytest.raises(ValueError, match="gating_dropout is"):
         tiny(gating_dropout=value)

@@ -59,6 +59,11 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
         ("total_experts: 7", "total_experts: true", "plan.total_experts: True is not int"),
         ("new: {el: ", "new: {en: ", "en: given as an old and as a new language"),
         ("output: ", "# output: ", "`output` is missing"),
+        ("total_experts: 7", "total_experts: 7, top_k: 0", "plan: top_k is 0: must be at least 1"),
+        ("tokens: 30", "tokens: 0", "analysis: tokens is 0: must be at least 1"),
+        ("review: {", "review: {new_per_old: 0, ", "review: new_per_old is 0: must be larger than 0"),
+        ("review: {", "review: {old_documents: -3, ", "review: old_documents is -3: must be at least 1"),
+        ("old: ", "old: {{en: a.txt, en: b.txt}}\n# ", "`en` is there twice"),
         ("old: {en", "test: {hu", "hu is neither an old nor a new language"),
         ("old: {en", "old: {no", "put language codes in quotes"),
         ("/en.jsonl}", "/en.jsonl", "not YAML"),
@@ -86,6 +91,18 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("classifier_layers: 1", "classifier_layers: 4", "4 classifier layers were asked for, but 3"),
         ("learning_rate", "learning_rat", "post_pretrain.training: .*`learning_rat`; did you mean `learning_rate`"),
         ("learning_rate: 5e-5", "output_dir: x", "`output_dir` is set by hf-moe-expand"),
+        ("learning_rate: 5e-5", "lr_scheduler_type: cosin", "post_pretrain: training: cosin is not a valid"),
+        ("learning_rate: 5e-5", "learning_rate: fast", "post_pretrain: training.learning_rate: 'fast' is not float"),
+        ("learning_rate: 5e-5", "warmup_steps: ten", "post_pretrain: training.warmup_steps: 'ten' is not"),
+        ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: training: .*adamwx"),
+        ("learning_rate: 5e-5", "report_to: nope", "post_pretrain: training: nope is not supported"),
+        ("learning_rate: 5e-5", "deepspeed: nofile.json", "post_pretrain: training: .*nofile.json"),
+        ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size must be at least 1"),
+        ("plan:", "expand: {expert_init: cpoy}\nplan:", "expand: expert_init is 'cpoy'; known: copy"),
+        ("plan:", "expand: {expert_kind: lroa}\nplan:", "expand: expert_kind is 'lroa'; known: ffn, lora"),
+        ("plan:", "expand: {max_shard_size: 5 gigs}\nplan:", "expand: max_shard_size is '5 gigs'"),
+        ("post_pretrain: {", "post_pretrain: {masking: {conditional_routing: 0.2}, ", "masks a gate, and"),
+        ("post_pretrain: {", "post_pretrain: {language_prior: 0.1, ", "needs old-language text: set `replay: true`"),
         (
             "learning_rate: 5e-5",
             "gradient_checkpointing: true, gradient_checkpointing_kwargs: {use_reentrant: true}",
@@ -149,6 +166,16 @@ def test_of_several_expansions_each_ones_text_is_counted(root):
     (root / "recipe.yaml").write_text((root / "recipe.yaml").read_text().replace(f"tr: {root}/el", f"tr: {root}/tr"))
     with pytest.raises(InputError, match="Language 'tr' has 5 tokens"):
         validate_recipe(Recipe.load(root / "recipe.yaml"))
+
+
+def test_an_expert_that_a_layer_may_not_have_cannot_be_copied(root):
+    text = LIFELONG.format(root=root).replace("graft:", LAYER_MOE + "# ")
+    path = root / "recipe.yaml"
+    path.write_text(f"{text}    expand: {{copy_from: 1}}\n")
+    assert validate_recipe(Recipe.load(path))
+    path.write_text(f"{text}    expand: {{copy_from: 2}}\n")
+    with pytest.raises(InputError, match=r"expansion 2: expand.copy_from is 2, but .* experts 0\.\.1 only"):
+        validate_recipe(Recipe.load(path))
 
 
 def test_variables_are_filled_in_wherever_there_is_a_path(root, monkeypatch):

@@ -98,6 +98,12 @@ def test_too_little_text_is_refused_by_language():
         )
 
 
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"block_size": -4}, {"batch_size": 0}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(InputError, match="must be at least 1"):
+        measure_similarity(tiny_dense("qwen2"), byte_tokenizer(), TEXTS, ["en"], ["el"], **{**SETTINGS, **wrong})
+
+
 def test_json_round_trip(tmp_path):
     result = SimilarityResult.from_pairs({"el-en": [0.1, 0.2]}, ["en"], ["el"], 5)
     result.to_json(tmp_path / "analysis.json")

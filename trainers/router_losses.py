@@ -44,7 +44,7 @@ class RouterLossWeights:
     language_prior: float = 0.0
     classifier: float = 0.0
     group: float = 0.0
-    budget: float = 0.1
+    budget: float = 0.0
     gate_budget: float = 0.8
     localized_balance: float = 0.0
     localized_delta: float = 0.1

@@ -22,6 +22,7 @@ from ..data.packing import encode_documents
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..modeling import decoder_ffns
+from ..models import longest_block
 from .result import DeviationResult
 
 _SETTINGS = "settings.json"
@@ -82,7 +83,7 @@ def measure_deviation(
     for name, value in {**numbers, "micro_batch_size": micro_batch_size}.items():
         if not value > 0:
             raise InputError(f"{name} is {value}; it must be positive.")
-    longest = getattr(model.config, "max_position_embeddings", block_size)
+    longest = longest_block(model.config) or block_size
     if not 1 < block_size <= longest:
         raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
     blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
@@ -150,7 +151,8 @@ def _blocks(
     if short := [f"{language} has {len(found):,}" for language, found in tokens.items() if len(found) < needed]:
         raise InputError(
             f"Too little text: {count:,} blocks (steps x batch_size) of {block_size} tokens need {needed:,} tokens of "
-            f"each language, but {', '.join(short)}. Give more text, or fewer steps or smaller batches."
+            f"each language, but {', '.join(short)}. Give more text, or smaller --steps or "
+            "--batch-size (`deviation: {steps: ..., batch_size: ...}` in a recipe)."
         )
     return {language: found.view(count, block_size) for language, found in tokens.items()}
 

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ..errors import InputError
 from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..modeling.expanded_ffn import experts_allowed
+from ..models import longest_block
 from .result import RoutingResult
 from .similarity import padded_batches, token_blocks
 
@@ -167,7 +168,7 @@ def measure_routing(
         raise InputError("tokens and batch_size must be at least 1, block_size at least 2; random_seeds needs a seed.")
     classes = language_classes(model.config, texts, old, new)
     model.eval()
-    block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
+    block_size = min(block_size, longest_block(model.config) or block_size)
     use = {
         language: {layer: ExpertUse(len(ffn.experts), number) for layer, ffn in ffns.items()}
         for language, number in classes.items()

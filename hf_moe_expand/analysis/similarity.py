@@ -11,6 +11,8 @@ from tqdm.auto import tqdm
 
 from ..errors import InputError
 from ..modeling import decoder_ffns
+from ..models import longest_block
+from ..settings import AnalysisSettings
 from .result import SimilarityResult
 
 
@@ -105,12 +107,13 @@ def measure_similarity(
         tokens: Q.
 
     Raises:
-        InputError: a language has fewer tokens than `tokens`.
+        InputError: a language has fewer tokens than `tokens`, or a number is out of range.
     """
+    AnalysisSettings(tokens, block_size, batch_size)  # refuses what is out of range
     model.eval()
     base = getattr(model, "base_model", model)
     num_layers, hidden_size = len(decoder_ffns(model)), model.config.hidden_size
-    block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
+    block_size = min(block_size, longest_block(model.config) or block_size)
     # All text is counted before the first pass: a language with too little stops nothing that has begun.
     blocks = {code: token_blocks(code, texts[code], tokenizer, tokens, block_size) for code in (*old, *new)}
     means = {}

@@ -75,10 +75,7 @@ def expand_checkpoint(
     Raises:
         InputError: the base cannot be expanded, the plan is for another model, or `out` cannot be written.
     """
-    if expert_init not in EXPERT_INITS:
-        raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
-    if expert_kind not in EXPERT_KINDS:
-        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(EXPERT_KINDS)}.")
+    check_kinds(expert_init, expert_kind)
     folder = resolve_checkpoint(base, revision)
     check_output(out, overwrite, folder)
     dense_config = load_base_config(folder)
@@ -98,6 +95,18 @@ def expand_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
     )
     return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
+
+
+def check_kinds(expert_init: str, expert_kind: str) -> None:
+    """Refuses ways to start experts and kinds of them that there are not.
+
+    Raises:
+        InputError: that.
+    """
+    if expert_init not in EXPERT_INITS:
+        raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
+    if expert_kind not in EXPERT_KINDS:
+        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(EXPERT_KINDS)}.")
 
 
 def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:

@@ -12,11 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
+from ..trainers import Stage
 from .folder import write_checkpoint
 from .grow import KEPT_ROUTERS
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+
+# Stages, by their names in the history, after which nothing is as it was.
+_CHANGE_EVERYTHING = ("graft", "average", str(Stage.EVERYTHING), str(Stage.NORMAL))
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def shrink_checkpoint(
             f"{folder}: expansion {to} was asked for, but "
             + (f"only 1..{len(history)} came before its last." if history else "it was expanded once only.")
         )
+    _check_left_alone((config.expansions or [])[to:], folder)
     reader = CheckpointReader(folder)
     with torch.device("meta"):
         prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
@@ -92,6 +97,17 @@ def shrink_checkpoint(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     return ShrinkReport(Path(out), kept is not None, lost)
+
+
+def _check_left_alone(later: list[dict[str, Any]], folder: Path) -> None:
+    """Refuses where a later expansion changed what the earlier model consisted of, and so left no way back."""
+    for entry in later:
+        for stage in entry["stages"]:
+            if stage["stage"] in _CHANGE_EVERYTHING:
+                raise InputError(
+                    f"{folder}: `{stage['stage']}` changed the earlier experts and shared weights: leaving out "
+                    "the later experts does not lead back. Shrink the checkpoint from before that stage."
+                )
 
 
 def _copied(reader: CheckpointReader, name: str) -> OutputTensor:

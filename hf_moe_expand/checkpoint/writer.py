@@ -50,10 +50,25 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return stored[8 + length :]
 
 
+def check_shard_size(size: str | int) -> None:
+    """Refuses a size that is not one.
+
+    Raises:
+        InputError: that.
+    """
+    try:
+        split_state_dict_into_shards_factory(
+            {}, get_storage_size=len, filename_pattern="{suffix}", get_storage_id=len, max_shard_size=size
+        )
+    except ValueError:
+        raise InputError(f"max_shard_size is {size!r}: give a size such as 5GB or 500MB.") from None
+
+
 def write_weights(
     folder: Path, tensors: Sequence[OutputTensor], max_shard_size: str | int = DEFAULT_SHARD_SIZE, stem: str = "model"
 ) -> None:
     """Writes `model.safetensors`, or shards and their index where it would be larger than `max_shard_size`."""
+    check_shard_size(max_shard_size)
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         by_name,
@@ -97,14 +112,20 @@ def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:
 
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:
-    """Refuses an output folder that exists (unless `overwrite`) or is one of the inputs."""
+    """Refuses an output folder that exists (unless `overwrite`), is one of the inputs or holds one."""
     out = Path(out)
-    if any(out.resolve() == Path(path).resolve() for path in inputs):
-        raise InputError(f"{out}: the output folder is the input folder; nothing is changed in place.")
+    there = out.resolve()
+    for path in (Path(path).resolve() for path in inputs):
+        if there == path:
+            raise InputError(f"{out}: the output folder is the input folder; nothing is changed in place.")
+        if there in path.parents:
+            raise InputError(f"{out}: the input folder {path} lies in it; give another output folder.")
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; choose another folder or pass --overwrite.")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out}: is a file, not a folder.")
+    if out.exists() and (not out.is_dir() or out.is_symlink()):
+        raise InputError(f"{out}: is a {'link' if out.is_symlink() else 'file'}, not a folder.")
+    if out.exists() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise InputError(f"{out}: is no checkpoint (it has no config.json), so it is not overwritten; delete it first.")
     return out
 
 

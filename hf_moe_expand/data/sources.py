@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from langcodes import LanguageTagError, standardize_tag
@@ -109,7 +110,11 @@ class LanguageText:
 
     def _load_file(self, path: Path) -> Dataset:
         if path.suffix == ".parquet":
-            return self._keep_language(_as_dataset(load_dataset("parquet", data_files=str(path), split="train")), path)
+            try:
+                loaded = _as_dataset(load_dataset("parquet", data_files=str(path), split="train"))
+            except (DatasetGenerationError, pyarrow.ArrowException) as error:
+                raise InputError(f"{path}: not a Parquet file that can be read ({error.__cause__ or error}).") from None
+            return self._keep_language(loaded, path)
         stat = path.stat()
         # Size and time are part of the cache key: an edited file is read anew.
         stamp = (stat.st_size, stat.st_mtime_ns)
@@ -118,8 +123,14 @@ class LanguageText:
     def _keep_language(self, dataset: Dataset, path: Path) -> Dataset:
         if "text" not in dataset.column_names:
             raise InputError(f"{path}: no column `text` (columns: {', '.join(dataset.column_names)}).")
+        if dataset.features["text"] not in (Value("string"), Value("large_string")):
+            raise InputError(f"{path}: the column `text` holds {dataset.features['text']}, not strings.")
         if "language" in dataset.column_names:
-            dataset = dataset.filter(lambda tag: names_language(tag, self.language), input_columns="language")
+            tags = dataset["language"]
+            dataset = dataset.select(
+                [n for n, tag in enumerate(tags) if is_of_language({"language": tag}, self.language)]
+            )
+        dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns="text")
         return dataset.select_columns("text").cast(_TEXT)
 
 
@@ -148,8 +159,14 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
     for number, row in enumerate(islice(stream, limit)):
         if not isinstance(row.get("text"), str):
             raise InputError(f"{source}: row {number} has no string under `text` (columns: {', '.join(row)}).")
-        if row["text"].strip() and names_language(row.get("language", language), language):
+        if row["text"].strip() and is_of_language(row, language):
             yield {"text": row["text"]}
+
+
+def is_of_language(row: Mapping[str, Any], language: str) -> bool:
+    """Whether a row is in this language; one without a tag is."""
+    tag = row.get("language")
+    return tag is None or names_language(tag, language)
 
 
 def names_language(tag: Any, language: str) -> bool:
@@ -174,7 +191,7 @@ def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict
                 if not line.strip():
                     continue
                 row = _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
-                if row["text"].strip() and names_language(row.get("language", language), language):
+                if row["text"].strip() and is_of_language(row, language):
                     yield {"text": row["text"]}
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text near line {number + 1} ({error.reason}).") from None
@@ -188,6 +205,10 @@ def _json_row(path: str, number: int, line: str) -> dict:
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         found = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
         raise InputError(f'{path}:{number}: needs an object with a string under "text" ({found}).')
+    try:
+        row["text"].encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{path}:{number}: no Unicode text ({error.reason}).") from None
     return row
 
 

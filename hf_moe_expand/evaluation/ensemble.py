@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..errors import InputError
-from ..models import load_for_inference
+from ..models import load_for_inference, longest_block
 from .perplexity import LanguageScore, language_stream, target_nats
 
 
@@ -64,7 +64,7 @@ def evaluate_ensemble(
         raise InputError(f"top_m is {top_m}; an ensemble of {len(models)} models mixes 1 to {len(models)} of them.")
     for model in models:
         config = load_config(resolve_checkpoint(model)) if isinstance(model, (str, os.PathLike)) else model.config
-        block_size = min(block_size, getattr(config, "max_position_embeddings", block_size))
+        block_size = min(block_size, longest_block(config) or block_size)
     texts = {language: list(documents) for language, documents in texts.items()}
     streams = {language: language_stream(language, texts, tokenizer, max_tokens) for language in texts}
     found: dict[str, list[torch.Tensor]] = {language: [] for language in texts}

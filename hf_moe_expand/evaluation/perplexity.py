@@ -11,6 +11,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..errors import InputError
+from ..models import longest_block
+from ..settings import EvaluationSettings
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,11 @@ def evaluate_model(
     """Scores each language's documents, in windows of `block_size` tokens.
 
     Raises:
-        InputError: a language has no text to score.
+        InputError: a language has no text to score, or a number is out of range.
     """
+    EvaluationSettings(block_size, batch_size, max_tokens)  # refuses what is out of range
     model.eval()
-    block_size = min(block_size, getattr(model.config, "max_position_embeddings", block_size))
+    block_size = min(block_size, longest_block(model.config) or block_size)
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
         ids, scored, size = language_stream(language, texts, tokenizer, max_tokens)

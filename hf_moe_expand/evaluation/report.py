@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+from ..settings import from_mapping
 from .harness import TaskScore
 from .perplexity import LanguageScore
 
@@ -53,7 +54,8 @@ class Evaluation:
         if missing := sorted({"old", "new", "models"} - set(value)):
             raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
         models = {
-            n: {c: LanguageScore(**score) for c, score in scores.items()} for n, scores in value["models"].items()
+            n: {c: from_mapping(LanguageScore, score, f"{path}: models.{n}.{c}") for c, score in scores.items()}
+            for n, scores in value["models"].items()
         }
         tasks = {
             n: {task: TaskScore.from_mapping(score) for task, score in found.items()}

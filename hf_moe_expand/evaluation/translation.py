@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import write_json
+from ..models import longest_block
 from .extra import import_extra
 
 Pair = tuple[str, str]
@@ -165,7 +166,7 @@ def translate(
     """
     model.eval()
     encoded = [tokenizer(prompt).input_ids for prompt in prompts]
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = longest_block(model.config)
     longest = max(map(len, encoded))
     if positions is not None and longest + max_new_tokens > positions:
         raise InputError(

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+from ..models import longest_block
 from ..settings import ValidationSettings, from_mapping
 from .perplexity import LanguageScore, language_stream, target_nats
 
@@ -126,7 +127,7 @@ class ValidationCallback(TrainerCallback):
             self._score(args, state, model)
 
     def _score(self, args: Any, state: Any, model: Any) -> None:
-        block_size = min(self.block_size, getattr(model.config, "max_position_embeddings", self.block_size))
+        block_size = min(self.block_size, longest_block(model.config) or self.block_size)
         scores = {}
         with _untouched(model):
             for language, (ids, scored, size) in self.streams.items():
@@ -170,8 +171,6 @@ def validation_sources(settings: ValidationSettings) -> dict[str, LanguageText]:
     Raises:
         InputError: a source or a number is not what it should be.
     """
-    if settings.every < 1:
-        raise InputError(f"validation.every is {settings.every}: must be at least 1 step.")
     for code, source in settings.texts.items():
         # YAML 1.1 reads the unquoted language code `no` as false.
         if not isinstance(code, str) or not isinstance(source, str):
