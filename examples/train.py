@@ -7,6 +7,7 @@
 
 import argparse
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_moe_expand import LanguageText, RouterLossMixin, RouterLossWeights
@@ -27,7 +28,8 @@ parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--block-size", type=int, default=512)
 asked = parser.parse_args()
 
-model = AutoModelForCausalLM.from_pretrained(asked.model, trust_remote_code=True)
+# float32, whatever the checkpoint stores: in bfloat16 a step of 5e-5 would round away.
+model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=True)
 print(freeze(model, Stage.REVIEW))
 

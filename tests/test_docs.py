@@ -7,7 +7,10 @@ import json
 import re
 import shlex
 import sys
+import tomllib
+import typing
 from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_moe_expand import Plan, expand_checkpoint, hub
+from hf_moe_expand import Plan, expand_checkpoint, hub, settings
 from hf_moe_expand.checkpoint.export import NATIVE_FORMS
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES, LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe
@@ -485,3 +488,54 @@ def test_the_recipes_guide(workplace):
     validate_recipe(Recipe.load("delta.yaml"))
     assert run_recipe(Recipe.load("delta.yaml"), lambda line: None).name == "review"
     assert Path("runs/qwen-el-chat/graft").is_dir()
+
+
+def documented_settings() -> dict[str, dict[str, str]]:
+    """Of each heading of settings.md, or `key of ...` of a table: key to default."""
+    found, section = {}, ""
+    for line in (DOCS / "settings.md").read_text("utf-8").splitlines():
+        if named := re.match(r"#+ (?:A )?`?(\w+)`?", line) or re.match(r"\| key of `([\w ]+)`", line):
+            section = named.group(1)
+        elif row := re.match(r"\| `(\w+)` \|(.*?)\| .+ \|$", line):
+            found.setdefault(section, {})[row.group(1)] = row.group(2).strip()
+    return found
+
+
+def test_every_setting_is_documented_with_its_default():
+    sections = documented_settings()
+    stages = {"analysis", "deviation", "plan", "expand", "post_pretrain", "review", "group", "normal", "graft"}
+    classes = {name: typing.get_type_hints(Recipe)[name] for name in stages | {"evaluation"}}
+    classes = {name: (typing.get_args(hint) or [hint])[0] for name, hint in classes.items()}
+    classes |= {
+        "recipe": Recipe, "masking": settings.MaskingSettings, "validation": settings.ValidationSettings,
+        "train adapt": settings.AdaptSettings, "train dense": settings.DenseSettings, "lora": settings.LoraSettings,
+    }  # fmt: skip
+    assert set(sections) == set(classes)
+    for name, cls in classes.items():
+        wanted = {}
+        for field in fields(cls):
+            value = field.default if field.default is not MISSING else None
+            if field.default_factory is not MISSING:
+                value = field.default_factory()
+            shown = "must be given" if field.default is MISSING is field.default_factory else "–"
+            shown = shown if value is None else "" if is_dataclass(value) else str(value)
+            wanted[field.name] = {"True": "true", "False": "false"}.get(shown, shown)
+        if cls is Recipe:
+            wanted = {key: value for key, value in wanted.items() if key not in stages}
+        assert sections[name] == wanted, name
+
+
+def test_every_file_of_the_package_is_in_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    rooms = {package: ROOT / package.replace(".", "/") for package in project["packages"]}
+    rooms |= {package: ROOT / folder for package, folder in project["package-dir"].items()}
+    shipped = {file for folder in rooms.values() for file in folder.glob("*.py")}
+    for package, patterns in project["package-data"].items():
+        shipped |= {file for pattern in patterns for file in rooms[package].glob(pattern)}
+    there = {
+        file
+        for room in ("hf_moe_expand", "modeling", "trainers", "model_cards")
+        for file in (ROOT / room).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert there == shipped

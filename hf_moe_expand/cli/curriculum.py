@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def curriculum_derive(
     run: Annotated[Path, typer.Argument(help="A stage's folder with a validation.json, or the file.")],
     out: Out,
-    bins: Annotated[int, typer.Option(help="Number of bins, n.")] = 5,
+    bins: Annotated[int, typer.Option(help="At how many evenly spaced steps languages may enter.")] = 5,
     merge_first: Annotated[int, typer.Option(help="Make one bin of the first so many (the paper: 3).")] = 1,
     steps: Annotated[
         int | None, typer.Option(help="Steps of the training to come; by default those of the run.")
@@ -43,7 +43,7 @@ def curriculum_derive(
 @curriculum_app.command("counts")
 def curriculum_counts(
     out: Out,
-    steps: Annotated[int, typer.Option(help="Steps of the training, U.")],
+    steps: Annotated[int, typer.Option(help="Steps of the training that the curriculum is for.")],
     counts: Annotated[str, typer.Option(help="Examples of each language, e.g. el=6000000,tr=900000.")] = "",
     data: Annotated[
         list[str] | None, typer.Option("--data", help="LANGUAGE=FILE whose documents are counted; repeat.")
