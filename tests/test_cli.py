@@ -154,7 +154,7 @@ def test_plans_from_the_command_line(tmp_path, error_of):
     invoke("plan", "random", "--layers", tmp_path / "base", "--total-experts", 8, "--out", tmp_path / "c.json")
     assert sum(yaml.safe_load((tmp_path / "c.json").read_text())["experts_per_layer"]) == 8
     assert "exists already" in error_of("plan", "mola", "--layers", 8, "--out", "b.json")
-    classifiers = ("--layers", 8, "--classifier-layers", 2, "--out", "c.json")
+    classifiers = ("--layers", 8, "--classifier-layers", 2, "--out", "none.json")
     for plan in (("uniform", "--experts", 3), ("mola",), ("random", "--total-experts", 24)):
         assert "analysis" in error_of("plan", *plan, *classifiers)
 
