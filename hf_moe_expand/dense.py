@@ -16,7 +16,6 @@ from .checkpoint.depth import layer_list
 from .checkpoint.folder import copy_companions
 from .checkpoint.history import record, without_folders
 from .checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from .checkpoint.stored import StoredModel
 from .checkpoint.writer import check_output, new_folder
 from .data.packing import collate_without_languages, pack_texts
 from .data.sources import LanguageText
@@ -95,7 +94,7 @@ def train_dense(
         if settings.method == "lora":
             weights = _merged(folder, settings.lora, weights)
         with new_folder(out, overwrite) as partial:
-            save_whole(weights, config, partial, StoredModel(folder))
+            save_whole(weights, config, partial, folder)
             copy_companions(folder, partial, TOKENIZER_FILES)
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
         shutil.rmtree(work, ignore_errors=True)

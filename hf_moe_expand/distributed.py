@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations import unset_hf_deepspeed_config
 
-from .checkpoint.reader import TORCH_DTYPES
-from .checkpoint.stored import StoredModel
+from .checkpoint.reader import TORCH_DTYPES, CheckpointReader
+from .checkpoint.stored import stored_names
 from .errors import InputError
 from .settings import unknown_key
 
@@ -94,13 +94,19 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     return trainer.accelerator.get_state_dict(trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model)
 
 
-def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, start: StoredModel) -> None:
-    """Writes a checkpoint of `config` from whole weights of any type, each in the type in which `start` stores it."""
+def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, start: Path) -> None:
+    """Writes a checkpoint of `config` from whole weights of any type, each in the type in which the checkpoint `start`
+    stores it; one that it lacks in the configuration's."""
     with torch.device("meta"):  # not the trained model, whose class and configuration the launch may have changed
         model = AutoModelForCausalLM.from_config(config)
-    kept = {}
-    for name, weight in weights.items():
-        if name not in model.all_tied_weights_keys:
-            info = start.info(name)
-            kept[name] = weight.to("cpu", TORCH_DTYPES.get(info.dtype) if info else None)
+    reader = CheckpointReader(start)
+    types = {key: TORCH_DTYPES.get(reader.tensors[name].dtype) for key, name in stored_names(reader, model).items()}
+    for target, source in model.all_tied_weights_keys.items():
+        types.setdefault(source, types.get(target))
+    default = config.dtype or torch.float32
+    kept = {
+        name: weight.to("cpu", types.get(name, default) if weight.is_floating_point() else None)
+        for name, weight in weights.items()
+        if name not in model.all_tied_weights_keys
+    }
     model.save_pretrained(folder, state_dict=kept)

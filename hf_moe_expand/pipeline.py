@@ -86,25 +86,29 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     fingerprint = _fingerprint("start", {"base": recipe.base, "revision": recipe.revision, "seed": recipe.seed})
     steps, final = _steps(recipe, root)
     _refuse_changed(done, steps, fingerprint, root)
-    _refuse_out_of_order(done, steps)
     state.wait_for_everyone()  # all have read the record before the first writes to it
     if state.is_main_process:
         _keep_text(recipe, root)
-    made_anew = False
     for number, step in enumerate(steps, start=1):
         fingerprint = _fingerprint(fingerprint, step.settings)
         label = f"[{number}/{len(steps)}] {step.name}"
-        changed = step.repeatable and (made_anew or done.get(step.name, {}).get("fingerprint") != fingerprint)
+        changed = step.repeatable and done.get(step.name, {}).get("fingerprint") != fingerprint
         if step.name in done and step.output.exists() and not changed:
             say(f"{label}: done already ({done[step.name]['summary']})")
+            continue
+        later = [other for other in steps[number:] if not other.repeatable and _still_there(other, done)]
+        if step.name in done and later and not step.repeatable:
+            say(f"{label}: done, no longer kept; to make it anew, delete {later[0].output} too")
             continue
         say(f"{label} ...")
         unrecorded = step.output.exists() and done.get(_BEGUN, {}).get("step") == step.name
         work = step.finish if step.finish and unrecorded else step.work
+        for other in steps[number:]:
+            if other.repeatable:
+                done.pop(other.name, None)  # it is of what was there before
         if state.is_main_process:
             write_json(record, {**done, _BEGUN: {"step": step.name, "fingerprint": fingerprint}})
         started = time.time()
-        made_anew = True
         summary = work() if step.every_rank or state.is_main_process else ""
         state.wait_for_everyone()
         done.pop(_BEGUN, None)
@@ -303,13 +307,15 @@ def _evaluate(recipe: Recipe, root: Path, models: dict[str, str]) -> str:
     expansions = [list(expansion.new) for expansion in recipe.rounds]
     result = Evaluation(list(recipe.old), [code for new in expansions for code in new], expansions=expansions)
     settings = recipe.evaluation
-    for name, path in models.items():
+    there = {name: path for name, path in models.items() if name == "base" or Path(path).exists()}
+    for name, path in there.items():
         model, tokenizer = load_for_inference(path, recipe.revision if name == "base" else None)
         result.models[name] = evaluate_model(
             model, tokenizer, texts, settings.block_size, settings.batch_size, settings.max_tokens
         )
     result.to_json(root / "evaluation.json")
-    return f"{len(texts)} languages, {len(models)} models"
+    gone = f" ({', '.join(set(models) - set(there))}: no longer kept)" if len(there) < len(models) else ""
+    return f"{len(texts)} languages, {len(there)} models{gone}"
 
 
 def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, root: Path) -> None:
@@ -325,17 +331,8 @@ def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, r
             )
 
 
-def _refuse_out_of_order(done: dict[str, Any], steps: list[Step]) -> None:
-    """Refuses to make a step anew while what was made from its earlier result is still there."""
-    missing: Step | None = None
-    for step in steps:
-        there = step.output.exists() and (step.name in done or done.get(_BEGUN, {}).get("step") == step.name)
-        if missing is not None and there and not step.repeatable:
-            raise InputError(
-                f"{step.output}: was made from {missing.output}, which is no longer there: delete it too, or put that "
-                "back."
-            )
-        missing = missing or (None if there else step)
+def _still_there(step: Step, done: dict[str, Any]) -> bool:
+    return step.output.exists() and (step.name in done or done.get(_BEGUN, {}).get("step") == step.name)
 
 
 def _keep_text(recipe: Recipe, root: Path) -> None:

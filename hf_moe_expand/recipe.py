@@ -73,11 +73,12 @@ class Expansion:
         new_only = self.is_dmoe or (stage == "post_pretrain" and not self.post_pretrain.replay)
         return [*(() if new_only else old), *self.new]
 
-    def analyzed_languages(self, old: Iterable[str]) -> list[str]:
-        """Which languages `analysis.tokens` are read of: for the similarity, or to find the nearest experts."""
+    def analyzed_languages(self, old: Iterable[str], further: bool) -> list[str]:
+        """Which languages `analysis.tokens` are read of: for the similarity or, in a further expansion, to find the
+        nearest experts."""
         if self.measures_similarity:
             return [*old, *self.new]
-        return list(self.new) if self.expand.copy_from == "nearest" else []
+        return list(self.new) if further and self.expand.copy_from == "nearest" else []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .analysis.result import DeviationResult, SimilarityResult
 from .analysis.similarity import token_blocks
 from .checkpoint.expand import check_kinds
@@ -85,7 +87,14 @@ def _check_stages(recipe: Recipe, offline: bool) -> list[str]:
         _named("expand", check_shard_size, expand.max_shard_size)
         for name, settings in expansion.training_stages().items():
             check_training_arguments(settings.training, f"{name}.training")
-            _named(name, training_arguments, settings.training, Path(recipe.output), recipe.seed)
+            training = dict(settings.training)
+            if not torch.accelerator.is_available():
+                training.pop("tf32", None)  # refused on a machine without a GPU, which need not be the one to train on
+            launcher = training.get("deepspeed")
+            if offline and isinstance(launcher, str) and not Path(launcher).is_file():
+                found.append(f"skipped: {name}: training.deepspeed: {launcher} is not on this machine")
+                del training["deepspeed"]
+            _named(name, training_arguments, training, Path(recipe.output), recipe.seed)
             check_masking(settings, recipe.rounds[0].expand.conditional_routing, name)
             if name == "post_pretrain":
                 given = dict.fromkeys(expansion.trained_languages(name, old))
@@ -141,10 +150,10 @@ def _check_amounts(recipe: Recipe) -> list[str]:
     counted: dict[str, int] = {}
     tokenizer: Any = None
     old = list(recipe.old)
-    for expansion in recipe.rounds:
+    for number, expansion in enumerate(recipe.rounds):
         new = list(expansion.new)
         tokens = expansion.analysis.tokens
-        for code in expansion.analyzed_languages(old):
+        for code in expansion.analyzed_languages(old, further=number > 0):
             if sources[code].files() and counted.get(code, 0) < tokens:
                 tokenizer = tokenizer or load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
                 token_blocks(code, sources[code].documents(), tokenizer, tokens, expansion.analysis.block_size)

@@ -281,11 +281,12 @@ class EvaluationSettings:
 class _Loader(yaml.SafeLoader):
     """Reads 5e-5 as a number, as YAML 1.2 does; PyYAML's YAML 1.1 takes it for text. Refuses a key that comes twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        if twice := [str(key) for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"`{twice[0]}` is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)  # before other mappings are merged into it
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.composer.ComposerError(None, None, f"`{twice[0]}` is there twice", node.start_mark)
+        return node
 
 
 _Loader.add_implicit_resolver(

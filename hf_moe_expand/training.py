@@ -1,5 +1,6 @@
 """One training stage from a checkpoint folder to a checkpoint folder."""
 
+import copy
 import json
 import os
 import re
@@ -19,7 +20,6 @@ from .checkpoint.folder import copy_companions
 from .checkpoint.history import without_folders
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
-from .checkpoint.stored import StoredModel
 from .checkpoint.writer import check_output, new_folder
 from .data.curriculum import Curriculum
 from .data.mixing import review_documents
@@ -60,24 +60,25 @@ STARTED_WITH = "started_with.json"
 _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
-_PLAIN = (bool, int, float, str, type(None))
+_NUMBERS = (bool, int, float, type(None))
 
 
 def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
     """Refuses keys that `TrainingArguments` does not have, and those that are ours to set."""
-    known = [f.name for f in fields(TrainingArguments) if f.init]
-    for key in _in_words_at_hand(training):
+    known = {f.name: f.default for f in fields(TrainingArguments) if f.init}
+    for key, value in _in_words_at_hand(training).items():
         if key in _RESERVED:
             raise InputError(f"{where}: `{key}` is set by hf-moe-expand; leave it out.")
-        if key in _SCORED:
+        if key in _SCORED and value != known[key]:
             raise InputError(f"{where}: leave `{key}` out; held-out text is scored by `validation`, beside `training`.")
-        if key in _PUBLISHED:
+        if key in _PUBLISHED and value != known[key]:
             raise InputError(f"{where}: leave `{key}` out; `hf-moe-expand push` publishes the finished checkpoint.")
         if key not in [*known, SHARDING]:
-            raise InputError(f"{where}: {unknown_key(key, known)}")
+            raise InputError(f"{where}: {unknown_key(key, list(known))}")
     check_sharding(training, where)
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if (training.get(name) or {}).get("use_reentrant"):
+        given = training.get(name)
+        if isinstance(given, Mapping) and given.get("use_reentrant"):
             raise InputError(
                 f"{where}: reentrant gradient checkpointing silently drops the gradient of the router losses; set "
                 f"{name}: {{use_reentrant: false}}."
@@ -97,11 +98,14 @@ def training_arguments(training: Mapping[str, Any], work: Path, seed: int) -> Tr
     Raises:
         InputError: a value is of another type than `TrainingArguments` wants, or one that it refuses.
     """
-    own = {name: value for name, value in _in_words_at_hand(training).items() if name != SHARDING}
     hints = typing.get_type_hints(TrainingArguments)
-    for name, value in own.items():
-        if all(option in _PLAIN for option in typing.get_args(hints[name]) or [hints[name]]):
-            own[name] = checked(value, hints[name], f"training.{name}")
+    own = {}
+    for given, value in training.items():
+        if given != SHARDING:
+            (name,) = _in_words_at_hand({given: value})
+            is_number = all(option in _NUMBERS for option in typing.get_args(hints[name]) or [hints[name]])
+            # A copy: the library fills in what a mapping leaves out.
+            own[name] = checked(value, hints[name], f"training.{given}") if is_number else copy.deepcopy(value)
     defaults = {**_DEFAULTS, **({"save_strategy": "no"} if SHARDING in training else {})}
     try:
         arguments = TrainingArguments(
@@ -111,11 +115,16 @@ def training_arguments(training: Mapping[str, Any], work: Path, seed: int) -> Tr
             data_seed=seed,
             remove_unused_columns=True,
         )
-        get_reporting_integration_callbacks(arguments.report_to)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+        arguments.get_process_log_level()
+        for integration in get_reporting_integration_callbacks(arguments.report_to):
+            integration()  # refuses where its library is not installed
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         raise InputError(f"training: {error}") from None
-    if arguments.per_device_train_batch_size < 1:
-        raise InputError("training.per_device_train_batch_size must be at least 1.")
+    except KeyError as error:
+        raise InputError(f"training: {error} is none of the values that this key knows.") from None
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"training.{name} is {getattr(arguments, name)}: must be at least 1.")
     return arguments
 
 
@@ -190,7 +199,7 @@ def train_stage(
     weights = whole_weights(trainer)
     if trainer.is_world_process_zero():
         with new_folder(out, overwrite) as partial:
-            save_whole(weights, config, partial, StoredModel(folder))
+            save_whole(weights, config, partial, folder)
             copy_companions(folder, partial)
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
             if callbacks:

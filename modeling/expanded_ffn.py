@@ -316,7 +316,7 @@ class ExpandedFFN(nn.Module):
         routed_TN = logits_TN[:, int(conditional) :]
         routed_limit_T = (limit_T - 1).clamp(min=1) if conditional and limit_T is not None else limit_T
         if masking is not None and self.draws_for_all:
-            # Recomputed with the same random numbers, it comes out the same again.
+            # Recomputation, before the next batch, draws the same number again.
             self.control.local = bool(masking.gating_dropout) and torch.rand(()).item() < masking.gating_dropout
         if masking is not None and self.control.local:
             weights_TK, index_TK = local_experts(routed_TN)

@@ -191,6 +191,15 @@ def test_every_tensor_keeps_the_type_in_which_it_is_stored(root, data, tmp_path,
     assert any(not torch.equal(after[name], mixed[name]) for name in mixed if "proj" in name)
 
 
+def test_a_checkpoint_that_stores_a_tied_tensor_under_its_other_name(data, tmp_path):
+    save_dense(tmp_path / "tied", tie_word_embeddings=True, dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "tied" / "model.safetensors")
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    save_file(stored, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
+    train_dense(tmp_path / "tied", tmp_path / "out", data, settings())
+    assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
+
+
 def test_refusals_name_what_is_wrong(root, data, tmp_path):
     def refused(message, chosen, model=root / "base", texts=data, out=tmp_path / "out"):
         with pytest.raises(InputError, match=message):

@@ -269,16 +269,28 @@ def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
     assert validate_recipe(recipe)
 
 
-def test_what_was_made_from_something_that_is_gone_is_not_called_done(recipe, root):
+def test_what_is_no_longer_kept_is_not_made_anew_under_what_was_made_from_it(recipe, root, monkeypatch):
     recipe = replace(recipe, output=str(root / "gone"))
     run_recipe(recipe, lambda line: None)
+    before = {name: weights(root / "gone" / name) for name in ("post_pretrain", "review")}
+    shutil.rmtree(root / "gone" / "expanded")  # to save room
     shutil.rmtree(root / "gone" / "post_pretrain")
-    with pytest.raises(InputError, match=r"gone/review: was made from .*gone/post_pretrain, which is no longer there"):
-        run_recipe(recipe, lambda line: None)
-    shutil.rmtree(root / "gone" / "review")
     said = []
+    run_recipe(replace(recipe, test={"el": recipe.test["el"]}), said.append)
+    text = "\n".join(said)
+    assert f"post_pretrain: done, no longer kept; to make it anew, delete {root / 'gone' / 'review'} too" in text
+    assert "evaluate: 1 languages, 2 models (post-pretrained: no longer kept)" in text
+    assert weights(root / "gone" / "review") == before["review"]
+    # Without the review both are made anew, and so is the evaluation, even if the run is cut off before it.
+    shutil.rmtree(root / "gone" / "review")
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_evaluate", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(recipe, lambda line: None)
+    said.clear()
     run_recipe(recipe, said.append)
-    assert sum("done already" in line for line in said) == 3  # the evaluation is new, too
+    assert "evaluate: 4 languages, 3 models" in "\n".join(said)
+    assert {name: weights(root / "gone" / name) for name in before} == before
 
 
 def test_two_expansions_one_after_the_other(recipe, root):

@@ -8,7 +8,14 @@ from conftest import save_dense, write_texts
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipe_checks import validate_recipe
-from hf_moe_expand.settings import GraftSettings, PlanSettings, PostPretrainSettings, ReviewSettings, from_mapping
+from hf_moe_expand.settings import (
+    GraftSettings,
+    PlanSettings,
+    PostPretrainSettings,
+    ReviewSettings,
+    from_mapping,
+    read_yaml,
+)
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 from hf_moe_expand.training import training_arguments
 
@@ -97,7 +104,10 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: training: .*adamwx"),
         ("learning_rate: 5e-5", "report_to: nope", "post_pretrain: training: nope is not supported"),
         ("learning_rate: 5e-5", "deepspeed: nofile.json", "post_pretrain: training: .*nofile.json"),
-        ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size must be at least 1"),
+        ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size is 0: must be at least 1"),
+        ("learning_rate: 5e-5", "gradient_accumulation_steps: 0", "accumulation_steps is 0: must be at least 1"),
+        ("learning_rate: 5e-5", "log_level: nope", "post_pretrain: training: 'nope' is none of the values"),
+        ("learning_rate: 5e-5", "gradient_checkpointing: sure", "training.gradient_checkpointing: 'sure' is not bool"),
         ("plan:", "expand: {expert_init: cpoy}\nplan:", "expand: expert_init is 'cpoy'; known: copy"),
         ("plan:", "expand: {expert_kind: lroa}\nplan:", "expand: expert_kind is 'lroa'; known: ffn, lora"),
         ("plan:", "expand: {max_shard_size: 5 gigs}\nplan:", "expand: max_shard_size is '5 gigs'"),
@@ -166,6 +176,23 @@ def test_of_several_expansions_each_ones_text_is_counted(root):
     (root / "recipe.yaml").write_text((root / "recipe.yaml").read_text().replace(f"tr: {root}/el", f"tr: {root}/tr"))
     with pytest.raises(InputError, match="Language 'tr' has 5 tokens"):
         validate_recipe(Recipe.load(root / "recipe.yaml"))
+
+
+def test_what_trainingarguments_takes_is_not_refused(root):
+    """Values whose types the library's annotations do not tell, its own defaults, and keys of another machine."""
+    given = "{max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: 'no', push_to_hub: false, tf32: true}"
+    loaded = recipe(root, a=("{max_steps: 2, learning_rate: 5e-5}", given))
+    before = asdict(loaded)
+    assert validate_recipe(loaded)
+    assert asdict(loaded) == before
+    loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
+    found = validate_recipe(loaded, offline=True)
+    assert "skipped: post_pretrain: training.deepspeed: /far/away.json is not on this machine" in found
+
+
+def test_a_mapping_may_be_merged_into_another(tmp_path):
+    (tmp_path / "a.yaml").write_text("one: &a {x: 1, y: 2}\ntwo: &b {<<: *a, y: 3}\nthree: {<<: *b, z: 4}\n")
+    assert read_yaml(tmp_path / "a.yaml")["three"] == {"x": 1, "y": 3, "z": 4}
 
 
 def test_an_expert_that_a_layer_may_not_have_cannot_be_copied(root):

@@ -7,12 +7,13 @@ from ..modeling import ExpandedConfig
 
 
 def without_folders(value: Any) -> Any:
-    """Settings as they may be published: of a path the last part stays."""
+    """Settings as they may be published: of an absolute path the last part stays."""
     if isinstance(value, dict):
         return {name: without_folders(item) for name, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item) for item in value]
-    return PureWindowsPath(value).name if isinstance(value, str) and value else value
+    absolute = isinstance(value, str) and (value.startswith(("/", "~")) or PureWindowsPath(value).is_absolute())
+    return PureWindowsPath(value).name if absolute else value
 
 
 def record(config: Any, entry: dict[str, Any]) -> None:

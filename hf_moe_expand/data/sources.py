@@ -1,5 +1,6 @@
 """Language-tagged text from files, folders and the hub, one `datasets.Dataset` a source."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +14,13 @@ import pyarrow
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from langcodes import LanguageTagError, standardize_tag
+from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
+_ENDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,9 @@ class LanguageText:
         if self.files() and next(self.documents(), None) is None:
             raise self._no_text()
 
-    def stamps(self) -> list[list[int]]:
-        """Size and time of change of each local file."""
-        found = (path.stat() for path in self.files())
-        return [[stat.st_size, stat.st_mtime_ns] for stat in found]
+    def stamps(self) -> list[str]:
+        """Of each local file, its size and what is at its ends: the same wherever a copy of it lies."""
+        return [_stamp(path) for path in self.files()]
 
     def documents(self) -> Iterator[str]:
         """The documents of the local files one by one, read as they are asked for; none of the hub's.
@@ -76,10 +78,7 @@ class LanguageText:
             InputError: as `load`.
         """
         for path in self.files():
-            if path.suffix == ".parquet":
-                yield from self._load_file(path)["text"]
-            else:
-                yield from (row["text"] for row in read_documents(str(path), self.language))
+            yield from (row["text"] for row in read_documents(str(path), self.language))
 
     def _no_text(self) -> InputError:
         return InputError(
@@ -109,29 +108,10 @@ class LanguageText:
         return [path]
 
     def _load_file(self, path: Path) -> Dataset:
-        if path.suffix == ".parquet":
-            try:
-                loaded = _as_dataset(load_dataset("parquet", data_files=str(path), split="train"))
-            except (DatasetGenerationError, pyarrow.ArrowException) as error:
-                raise InputError(f"{path}: not a Parquet file that can be read ({error.__cause__ or error}).") from None
-            return self._keep_language(loaded, path)
         stat = path.stat()
         # Size and time are part of the cache key: an edited file is read anew.
         stamp = (stat.st_size, stat.st_mtime_ns)
         return _generated(read_documents, path=str(path), language=self.language, stamp=stamp)
-
-    def _keep_language(self, dataset: Dataset, path: Path) -> Dataset:
-        if "text" not in dataset.column_names:
-            raise InputError(f"{path}: no column `text` (columns: {', '.join(dataset.column_names)}).")
-        if dataset.features["text"] not in (Value("string"), Value("large_string")):
-            raise InputError(f"{path}: the column `text` holds {dataset.features['text']}, not strings.")
-        if "language" in dataset.column_names:
-            tags = dataset["language"]
-            dataset = dataset.select(
-                [n for n, tag in enumerate(tags) if is_of_language({"language": tag}, self.language)]
-            )
-        dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns="text")
-        return dataset.select_columns("text").cast(_TEXT)
 
 
 def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) -> Dataset:
@@ -183,18 +163,47 @@ def _standard(tag: str) -> str:
 
 
 def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict[str, str]]:
-    """The documents of a `.jsonl` or `.txt` file; lines tagged with another language are left out."""
+    """The documents of a `.jsonl`, `.txt` or `.parquet` file; rows tagged with another language are left out."""
+    rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path)
+    for row in rows:
+        if row["text"] and row["text"].strip() and is_of_language(row, language):
+            yield {"text": row["text"]}
+
+
+def _lines(path: str) -> Iterator[dict[str, Any]]:
     number = 0
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                row = _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
-                if row["text"].strip() and is_of_language(row, language):
-                    yield {"text": row["text"]}
+                if line.strip():
+                    yield _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text near line {number + 1} ({error.reason}).") from None
+
+
+def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    try:
+        with ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if "text" not in columns:
+                raise InputError(f"{path}: no column `text` (columns: {', '.join(columns)}).")
+            kind = file.schema_arrow.field("text").type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise InputError(f"{path}: the column `text` holds {kind}, not strings.")
+            for batch in file.iter_batches(columns=[name for name in ("text", "language") if name in columns]):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{path}: not a Parquet file that can be read ({error}).") from None
+
+
+def _stamp(path: Path) -> str:
+    size = path.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        found.update(file.read(_ENDS))
+        file.seek(max(size - _ENDS, 0))
+        found.update(file.read(_ENDS))
+    return found.hexdigest()
 
 
 def _json_row(path: str, number: int, line: str) -> dict:
