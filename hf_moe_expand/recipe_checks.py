@@ -105,7 +105,7 @@ def _check_stages(recipe: Recipe, offline: bool) -> list[str]:
             else:
                 check_mix(settings, expansion.trained_languages(name, old), name)
         old += expansion.new
-    return [*found, "training: settings are known to TrainingArguments"]
+    return [*found, "training: TrainingArguments takes every setting"]
 
 
 def _check_plans(recipe: Recipe, config: Any) -> list[str]:
