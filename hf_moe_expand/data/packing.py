@@ -42,8 +42,8 @@ def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> li
     return [row if row and row[-1] == end else [*row, end] for row in tokenizer(texts, verbose=False).input_ids]
 
 
-def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int) -> Dataset:
-    """`text` to `input_ids` (see `encode_documents`) and `language_ids`.
+def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
+    """`text` to `input_ids` (see `encode_documents`) and `language_ids`; `desc` is what the progress bar says.
 
     Raises:
         InputError: the tokenizer has no end-of-text token.
@@ -54,7 +54,7 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: 
         return {"input_ids": ids, "language_ids": [[language_id] * len(row) for row in ids]}
 
     features = Features({"input_ids": List(Value("int32")), "language_ids": List(Value("int16"))})
-    return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc="tokenize")
+    return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
 
 
 def take_tokens(dataset: Dataset, tokens: int, language: str) -> tuple[Dataset, int]:
@@ -103,7 +103,7 @@ def pack_texts(
         dataset = dataset.shuffle(seed=seed)
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
-        encoded = tokenize(dataset, tokenizer, order.index(language))
+        encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
         if tokens_per_language is None:
             total = sum(map(len, encoded.with_format("arrow")["input_ids"]))
         else:
