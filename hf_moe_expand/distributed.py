@@ -38,6 +38,8 @@ def check_sharding(training: Mapping[str, Any], where: str) -> None:
     """
     if SHARDING not in training:
         return
+    if not isinstance(training[SHARDING], Mapping):
+        raise InputError(f"{where}.{SHARDING}: must hold `key: value` lines, such as {{fsdp_size: 8}}.")
     known = [f.name for f in fields(DistributedConfig)]
     for key in training[SHARDING]:
         if key not in known:

@@ -96,7 +96,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         if step.name in done and step.output.exists() and not changed:
             say(f"{label}: done already ({done[step.name]['summary']})")
             continue
-        later = [other for other in steps[number:] if not other.repeatable and _still_there(other, done)]
+        later = [other for other in steps[number:] if _stands_for(other, step) and _still_there(other, done)]
         if step.name in done and later and not step.repeatable:
             say(f"{label}: done, no longer kept; to make it anew, delete {later[0].output} too")
             continue
@@ -329,6 +329,11 @@ def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, r
                 f"{root}: the recipe was changed after step `{step.name}` had run with it. Give another `output`, undo "
                 "the change, or delete this folder."
             )
+
+
+def _stands_for(later: Step, step: Step) -> bool:
+    """Whether an earlier step's output is no longer needed: a checkpoint is made from any, a plan from an analysis."""
+    return not later.repeatable and (later.output.suffix != ".json" or step.output.suffix == ".json")
 
 
 def _still_there(step: Step, done: dict[str, Any]) -> bool:

@@ -60,6 +60,7 @@ STARTED_WITH = "started_with.json"
 _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
+_FILES = ("deepspeed", "accelerator_config", "fsdp_config")
 _NUMBERS = (bool, int, float, type(None))
 
 
@@ -69,10 +70,14 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> None:
     for key, value in _in_words_at_hand(training).items():
         if key in _RESERVED:
             raise InputError(f"{where}: `{key}` is set by hf-moe-expand; leave it out.")
-        if key in _SCORED and value != known[key]:
+        if key in _SCORED and value not in (known[key], False):
             raise InputError(f"{where}: leave `{key}` out; held-out text is scored by `validation`, beside `training`.")
         if key in _PUBLISHED and value != known[key]:
             raise InputError(f"{where}: leave `{key}` out; `hf-moe-expand push` publishes the finished checkpoint.")
+        if key == "save_only_model" and value:
+            raise InputError(f"{where}: leave `{key}` out; an interrupted run could not go on as it was.")
+        if key in _FILES and not isinstance(value, str | Mapping | None):
+            raise InputError(f"{where}.{key}: {value!r} is neither a file nor a mapping.")
         if key not in [*known, SHARDING]:
             raise InputError(f"{where}: {unknown_key(key, list(known))}")
     check_sharding(training, where)
@@ -101,7 +106,7 @@ def training_arguments(training: Mapping[str, Any], work: Path, seed: int) -> Tr
     hints = typing.get_type_hints(TrainingArguments)
     own = {}
     for given, value in training.items():
-        if given != SHARDING:
+        if given != SHARDING and given not in _SCORED:  # which are off, in whatever words
             (name,) = _in_words_at_hand({given: value})
             is_number = all(option in _NUMBERS for option in typing.get_args(hints[name]) or [hints[name]])
             # A copy: the library fills in what a mapping leaves out.
@@ -118,7 +123,7 @@ def training_arguments(training: Mapping[str, Any], work: Path, seed: int) -> Tr
         arguments.get_process_log_level()
         for integration in get_reporting_integration_callbacks(arguments.report_to):
             integration()  # refuses where its library is not installed
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, AttributeError) as error:
         raise InputError(f"training: {error}") from None
     except KeyError as error:
         raise InputError(f"training: {error} is none of the values that this key knows.") from None
@@ -211,7 +216,7 @@ def train_stage(
 
 def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:
     """What a run is begun with, and must be gone on with: JSON."""
-    sources = {code: [text.source, *text.stamps()] for code, text in data.items()}
+    sources = {code: [text.source, *text.digests()] for code, text in data.items()}
     found = {"model": CheckpointReader(folder).fingerprint(), "settings": settings, "seed": seed, "data": sources}
     return json.loads(json.dumps(found))
 
@@ -263,7 +268,10 @@ def check_mix(settings: Any, languages: Sequence[str], where: str = "") -> Curri
     if not _mixes(settings):
         return None
     training = settings.training
-    if training.get("ignore_data_skip") or (training.get("accelerator_config") or {}).get("split_batches"):
+    accelerator = training.get("accelerator_config")
+    if isinstance(accelerator, str):
+        raise InputError(f"{prefix}training.accelerator_config: a mapping is needed here, not a file.")
+    if training.get("ignore_data_skip") or (accelerator or {}).get("split_batches"):
         raise InputError(
             f"{prefix}training: ignore_data_skip and split_batches do not go with a curriculum or a temperature, whose "
             "batches have an order; leave them out."

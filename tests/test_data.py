@@ -61,10 +61,15 @@ def test_rows_of_a_parquet_file_that_hold_no_text_are_left_out(tmp_path):
 def test_text_that_is_none_is_named(tmp_path):
     Dataset.from_dict({"text": [["ένα"]]}).to_parquet(tmp_path / "list.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 but no more")
+    Dataset.from_dict({"text": [f"λέξη {number} " * 9 for number in range(4000)]}).to_parquet(tmp_path / "torn.parquet")
+    content = bytearray((tmp_path / "torn.parquet").read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 400] = bytes(400)
+    (tmp_path / "torn.parquet").write_bytes(content)
     (tmp_path / "half.jsonl").write_text('{"text": "a"}\n{"text": "\\ud83d"}\n')
     for name, message in (
         ("list.parquet", "the column `text` holds"),
         ("broken.parquet", r"broken\.parquet: not a Parquet file"),
+        ("torn.parquet", r"torn\.parquet: not a Parquet file"),
         ("half.jsonl", r"half\.jsonl:2: no Unicode text \(surrogates not allowed\)"),
     ):
         with pytest.raises(InputError, match=message):

@@ -164,6 +164,12 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
     other = save_dense(tmp_path / "other", seed=1)
     with pytest.raises(InputError, match="interrupted run with other model"):
         train_dense(other, tmp_path / "out", data, chosen)
+    edited = (root / "en.jsonl").read_text().replace("30 times 30", "30 TIMES 30")
+    kept = (root / "en.jsonl").read_bytes()
+    (root / "en.jsonl").write_text(edited)
+    with pytest.raises(InputError, match="interrupted run with other data"):
+        train_dense(root / "base", tmp_path / "out", data, chosen)
+    (root / "en.jsonl").write_bytes(kept)
     # Killed while it saved: the folder is there, but not whole.
     shutil.copytree(tmp_path / "out.training" / "checkpoint-2", tmp_path / "out.training" / "checkpoint-4")
     (tmp_path / "out.training" / "checkpoint-4" / "trainer_state.json").write_text('{"epoch"')

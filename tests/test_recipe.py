@@ -102,6 +102,10 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "learning_rate: fast", "post_pretrain: training.learning_rate: 'fast' is not float"),
         ("learning_rate: 5e-5", "warmup_steps: ten", "post_pretrain: training.warmup_steps: 'ten' is not"),
         ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: training: .*adamwx"),
+        ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not go on"),
+        ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.training.fsdp_config: True is neither a file nor"),
+        ("learning_rate: 5e-5", "distributed_config:", "training.distributed_config: must hold `key: value` lines"),
+        ("learning_rate: 5e-5", "fsdp: [1]", "post_pretrain: training: "),
         ("learning_rate: 5e-5", "report_to: nope", "post_pretrain: training: nope is not supported"),
         ("learning_rate: 5e-5", "deepspeed: nofile.json", "post_pretrain: training: .*nofile.json"),
         ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size is 0: must be at least 1"),
@@ -180,7 +184,7 @@ def test_of_several_expansions_each_ones_text_is_counted(root):
 
 def test_what_trainingarguments_takes_is_not_refused(root):
     """Values whose types the library's annotations do not tell, its own defaults, and keys of another machine."""
-    given = "{max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: 'no', push_to_hub: false, tf32: true}"
+    given = "{max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: no, push_to_hub: false, tf32: true}"
     loaded = recipe(root, a=("{max_steps: 2, learning_rate: 5e-5}", given))
     before = asdict(loaded)
     assert validate_recipe(loaded)

@@ -20,7 +20,6 @@ from ..errors import InputError
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
-_ENDS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,9 @@ class LanguageText:
         if self.files() and next(self.documents(), None) is None:
             raise self._no_text()
 
-    def stamps(self) -> list[str]:
-        """Of each local file, its size and what is at its ends: the same wherever a copy of it lies."""
-        return [_stamp(path) for path in self.files()]
+    def digests(self) -> list[str]:
+        """SHA-256 of each local file."""
+        return [_digest(path) for path in self.files()]
 
     def documents(self) -> Iterator[str]:
         """The documents of the local files one by one, read as they are asked for; none of the hub's.
@@ -190,20 +189,16 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
             kind = file.schema_arrow.field("text").type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
                 raise InputError(f"{path}: the column `text` holds {kind}, not strings.")
-            for batch in file.iter_batches(columns=[name for name in ("text", "language") if name in columns]):
+            kept = [name for name in ("text", "language") if name in columns]
+            for batch in file.iter_batches(batch_size=256, columns=kept):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a Parquet file that can be read ({error}).") from None
 
 
-def _stamp(path: Path) -> str:
-    size = path.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+def _digest(path: Path) -> str:
     with open(path, "rb") as file:
-        found.update(file.read(_ENDS))
-        file.seek(max(size - _ENDS, 0))
-        found.update(file.read(_ENDS))
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _json_row(path: str, number: int, line: str) -> dict:
