@@ -202,6 +202,8 @@ def test_a_checkpoint_that_stores_a_tied_tensor_under_its_other_name(data, tmp_p
     stored = load_file(tmp_path / "tied" / "model.safetensors")
     stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
     save_file(stored, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "tied" / "config.json").read_text())
+    (tmp_path / "tied" / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     train_dense(tmp_path / "tied", tmp_path / "out", data, settings())
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
 

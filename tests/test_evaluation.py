@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_dense
+from conftest import byte_tokenizer, tiny_config, tiny_dense
 
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.figures import plot_allocation
 from hf_moe_expand.evaluation.perplexity import LanguageScore, evaluate_model, scored_stream
 from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.models import longest_block
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
 
@@ -133,3 +134,7 @@ def test_the_picture_is_drawn(tmp_path):
     for suffix in ("png", "svg"):
         plot_allocation(tmp_path / f"plan.{suffix}", [4, 3, 2], [0.1, 0.2, 0.3], [2], "title")
         assert (tmp_path / f"plan.{suffix}").stat().st_size > 2000
+
+
+def test_the_longest_block_is_found_under_any_name():
+    assert [longest_block(tiny_config(name)) for name in ("qwen2", "gpt2", "mpt", "bloom")] == [64, 64, 64, None]

@@ -189,9 +189,20 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     before = asdict(loaded)
     assert validate_recipe(loaded)
     assert asdict(loaded) == before
+    loaded = recipe(root, a=("learning_rate: 5e-5", "fsdp_config: {fsdp_version: 2}"))
+    before = asdict(loaded)
+    assert validate_recipe(loaded)
+    assert asdict(loaded) == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
     found = validate_recipe(loaded, offline=True)
     assert "skipped: post_pretrain: training.deepspeed: /far/away.json is not on this machine" in found
+
+
+def test_the_first_expansion_looks_for_no_nearest_experts(root):
+    first = recipe(root).rounds[0]
+    first = replace(first, plan=PlanSettings("uniform", experts=2), expand=replace(first.expand, copy_from="nearest"))
+    assert first.analyzed_languages(["en"], further=False) == []
+    assert first.analyzed_languages(["en"], further=True) == ["el"]
 
 
 def test_a_mapping_may_be_merged_into_another(tmp_path):
