@@ -189,7 +189,7 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     before = asdict(loaded)
     assert validate_recipe(loaded)
     assert asdict(loaded) == before
-    loaded = recipe(root, a=("learning_rate: 5e-5", "fsdp_config: {fsdp_version: 2}"))
+    loaded = recipe(root, a=("learning_rate: 5e-5", "fsdp: full_shard, fsdp_config: {fsdp_version: 2}"))
     before = asdict(loaded)
     assert validate_recipe(loaded)
     assert asdict(loaded) == before
