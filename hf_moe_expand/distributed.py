@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -18,6 +20,7 @@ from .errors import InputError
 from .settings import unknown_key
 
 SHARDING = "distributed_config"  # the one key of a stage's `training` that goes to `from_pretrained`
+_LAST_MOMENT = 0.5  # seconds
 _DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,6 +31,18 @@ def launched() -> PartialState:
     accelerate takes each rank of a machine without an accelerator for a run of its own.
     """
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
+
+
+def leave_ranks() -> None:
+    """Takes this process out of the launch's process group, if it is in one: the last thing before it exits.
+
+    A rank that exits inside the group may abort when another is gone already. And gloo's threads let go of the last
+    collective's tensors when they come to it; one that does so while Python shuts down aborts the process. Leaving the
+    group does not wait for them (a DDP model keeps it alive), so they get a moment in which Python does nothing else.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        sleep(_LAST_MOMENT)
 
 
 def check_sharding(training: Mapping[str, Any], where: str) -> None:

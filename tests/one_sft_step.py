@@ -13,6 +13,7 @@ from peft import LoraConfig
 from trl import SFTConfig
 
 from hf_moe_expand import MoESFTTrainer, Plan, RouterLossWeights, expand_checkpoint
+from hf_moe_expand.distributed import leave_ranks
 
 ROWS = [
     {"language": language, "prompt": prompt, "completion": completion}
@@ -79,5 +80,4 @@ if __name__ == "__main__":
     parameters = train(out + ".run", **options)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(parameters, out)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_ranks()

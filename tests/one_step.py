@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, PostPretrainTrainer, ReviewTrainer, RouterLossWeights
 from hf_moe_expand.data.packing import collate_blocks
+from hf_moe_expand.distributed import leave_ranks
 
 PAD = 256
 
@@ -101,5 +102,4 @@ if __name__ == "__main__":
     parameters = train(out + ".run", **settings)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(parameters, out)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_ranks()

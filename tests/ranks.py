@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from hf_moe_expand import LayerMoEForCausalLM, adapt_language, training
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.dense import train_dense
+from hf_moe_expand.distributed import leave_ranks
 from hf_moe_expand.settings import AdaptSettings, DenseSettings, PostPretrainSettings, ReviewSettings
 from hf_moe_expand.trainers import Stage, freeze
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
@@ -290,4 +291,4 @@ if __name__ == "__main__":
             torch.save(result, folder / f"{check}.pt")
         dist.barrier()
     print(json.dumps(checks))
-    dist.destroy_process_group()
+    leave_ranks()

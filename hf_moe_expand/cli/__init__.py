@@ -29,9 +29,8 @@ def main() -> None:
 
 
 def _leave_ranks() -> None:
-    # A rank that exits inside its process group may abort when another is gone already.
-    if "torch" in sys.modules:
-        from torch import distributed
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
+        from ..distributed import leave_ranks
 
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
+        leave_ranks()
