@@ -175,12 +175,14 @@ def _check_deviation_text(expansion: Expansion, sources: Mapping[str, LanguageTe
     settings = expansion.deviation
     needed = settings.steps * settings.batch_size * settings.block_size
     for code in expansion.new:
+        if not sources[code].files():
+            continue  # the hub's text is taken for enough
         size = 0
         for text in sources[code].documents():
             size += len(text.encode()) + 1
             if size >= needed:
                 break
-        if sources[code].files() and size < needed:
+        if size < needed:
             raise InputError(
                 f"Language {code!r} has {size:,} bytes of text, but the deviation analysis reads {needed:,} tokens "
                 "(steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., batch_size: "
@@ -189,5 +191,5 @@ def _check_deviation_text(expansion: Expansion, sources: Mapping[str, LanguageTe
 
 
 def _count(source: LanguageText, most: int) -> int:
-    """Documents of a source, as far as `most`; the hub's are taken for enough."""
+    """Documents of a source, as far as `most`; the hub's text is taken for enough."""
     return sum(1 for _ in islice(source.documents(), most)) if source.files() else most

@@ -1,16 +1,12 @@
 """The guides' commands, recipes and Python run, one after the other, with a tiny model in the place of the real one."""
 
 import argparse
-import ast
 import importlib
 import json
 import re
 import shlex
 import sys
-import tomllib
-import typing
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +20,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_moe_expand import Plan, expand_checkpoint, hub, settings
+from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.checkpoint.export import NATIVE_FORMS
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES, LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe
@@ -49,7 +45,7 @@ EXTRA = {
 # The test that runs each guide's blocks of a kind. Of the scripts of benchmarks/ the options are read
 # (test_benchmarks_take_the_options_that_the_guides_give); test_benchmarks.py runs them.
 TESTED = {
-    ("README.md", ""): "test_docs.py::test_the_readmes_file_tree_is_the_repository",
+    ("README.md", ""): "test_repository.py::test_the_readmes_file_tree_is_the_repository",
     ("README.md", "bash"): "test_cli.py::test_every_command_of_the_readme_runs",
     ("README.md", "python"): "test_cli.py::test_the_readmes_python_runs",
     ("README.md", "yaml"): "test_docs.py::test_the_distributed_guide",
@@ -177,27 +173,6 @@ def test_every_line_of_bash_is_of_a_kind_that_runs(guide):
             assert line.startswith(("hf-moe-expand ", "python benchmarks/")) or LAUNCH.match(line), line
 
 
-def test_the_readmes_file_tree_is_the_repository():
-    (tree,) = re.findall(r"```\n(modeling/.*?)```", GUIDES[0].read_text("utf-8"), re.DOTALL)
-    named = set(re.findall(r"\w+\.py", tree))
-    shipped = {file.name for room in ("hf_moe_expand", "modeling", "trainers") for file in (ROOT / room).rglob("*.py")}
-    others = {file.name for room in ("benchmarks", "tests") for file in (ROOT / room).glob("*.py")}
-    assert shipped - {"__init__.py"} <= named <= shipped | others
-
-
-def test_links_lead_somewhere():
-    for guide in GUIDES:
-        for target in re.findall(r"\]\(([^)]+)\)", guide.read_text("utf-8")):
-            if target.startswith("http"):
-                continue
-            file, _, anchor = target.partition("#")
-            there = guide if not file else guide.parent / file
-            assert there.exists(), f"{guide.name}: {target}"
-            headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.MULTILINE) if anchor else []
-            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-            assert not anchor or anchor in anchors, f"{guide.name}: {target}"
-
-
 class OptionsReadError(Exception):
     """Carries what a script's parser made of its command line."""
 
@@ -309,28 +284,6 @@ def test_what_serving_back_ends_ask_for_holds_where_the_guide_says_so(workplace,
     assert ready == named
     assert named | others == {plain(name) for name in SUPPORTED_BACKBONES}
     assert named - planned == {"gpt2"}
-
-
-def raised_messages() -> set[str]:
-    """Every message that the package raises, with … for what is filled in."""
-
-    def text(node: ast.AST) -> str:
-        if isinstance(node, ast.BinOp):
-            return text(node.left) + text(node.right)
-        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
-
-    files = [file for room in ("hf_moe_expand", "modeling", "trainers") for file in (ROOT / room).rglob("*.py")]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
-    calls = [node.exc for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
-    return {text(call.args[0]) for call in calls if call.args}
-
-
-def test_the_troubleshooting_guide_quotes_what_the_code_says():
-    quoted = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
-    assert 12 <= len(quoted) <= 24
-    assert len(re.findall(r"^### ", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)) == len(quoted)
-    assert set(quoted) <= raised_messages()
 
 
 def test_the_guide_to_little_text(workplace):
@@ -488,54 +441,3 @@ def test_the_recipes_guide(workplace):
     validate_recipe(Recipe.load("delta.yaml"))
     assert run_recipe(Recipe.load("delta.yaml"), lambda line: None).name == "review"
     assert Path("runs/qwen-el-chat/graft").is_dir()
-
-
-def documented_settings() -> dict[str, dict[str, str]]:
-    """Of each heading of settings.md, or `key of ...` of a table: key to default."""
-    found, section = {}, ""
-    for line in (DOCS / "settings.md").read_text("utf-8").splitlines():
-        if named := re.match(r"#+ (?:A )?`?(\w+)`?", line) or re.match(r"\| key of `([\w ]+)`", line):
-            section = named.group(1)
-        elif row := re.match(r"\| `(\w+)` \|(.*?)\| .+ \|$", line):
-            found.setdefault(section, {})[row.group(1)] = row.group(2).strip()
-    return found
-
-
-def test_every_setting_is_documented_with_its_default():
-    sections = documented_settings()
-    stages = {"analysis", "deviation", "plan", "expand", "post_pretrain", "review", "group", "normal", "graft"}
-    classes = {name: typing.get_type_hints(Recipe)[name] for name in stages | {"evaluation"}}
-    classes = {name: (typing.get_args(hint) or [hint])[0] for name, hint in classes.items()}
-    classes |= {
-        "recipe": Recipe, "masking": settings.MaskingSettings, "validation": settings.ValidationSettings,
-        "train adapt": settings.AdaptSettings, "train dense": settings.DenseSettings, "lora": settings.LoraSettings,
-    }  # fmt: skip
-    assert set(sections) == set(classes)
-    for name, cls in classes.items():
-        wanted = {}
-        for field in fields(cls):
-            value = field.default if field.default is not MISSING else None
-            if field.default_factory is not MISSING:
-                value = field.default_factory()
-            shown = "must be given" if field.default is MISSING is field.default_factory else "–"
-            shown = shown if value is None else "" if is_dataclass(value) else str(value)
-            wanted[field.name] = {"True": "true", "False": "false"}.get(shown, shown)
-        if cls is Recipe:
-            wanted = {key: value for key, value in wanted.items() if key not in stages}
-        assert sections[name] == wanted, name
-
-
-def test_every_file_of_the_package_is_in_the_wheel():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    rooms = {package: ROOT / package.replace(".", "/") for package in project["packages"]}
-    rooms |= {package: ROOT / folder for package, folder in project["package-dir"].items()}
-    shipped = {file for folder in rooms.values() for file in folder.glob("*.py")}
-    for package, patterns in project["package-data"].items():
-        shipped |= {file for pattern in patterns for file in rooms[package].glob(pattern)}
-    there = {
-        file
-        for room in ("hf_moe_expand", "modeling", "trainers", "model_cards")
-        for file in (ROOT / room).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    }
-    assert there == shipped

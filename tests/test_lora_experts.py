@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 
-import one_step
 import pytest
 import torch
 from conftest import (
@@ -13,13 +12,11 @@ from conftest import (
     invoke,
     load_offloaded,
     run_fresh,
-    run_ranks,
     save_dense,
     tiny_config,
     tiny_dense,
     write_texts,
 )
-from one_step import rows
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -45,7 +42,6 @@ from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 from hf_moe_expand.modeling.lora_expert import LoraFactor, LoraLinear, lora_expert
 from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
-from hf_moe_expand.trainers import language_importance, localized_balance_loss
 from hf_moe_expand.training import check_frozen, train_stage
 
 # Gated, with biases, with Conv1D, taking the residual; tied embeddings.
@@ -469,93 +465,3 @@ def test_from_the_command_line(saved, tmp_path):
     config = json.loads((out / "config.json").read_text())
     assert (config["expert_kind"], config["lora_rank"], config["lora_alpha"]) == ("lora", 2, 3.0)
     assert config["num_experts_per_layer"] == Plan.load(plan).experts_per_layer
-
-
-# --- the localized balancing constraint ------------------------------------------------------------------------------
-
-MASKS = torch.tensor([0, 1, 1, 0, -1, 1, 0, 1, 1])
-OLD, NEW = MASKS == 0, MASKS == 1
-
-
-def slow_localized(logits, delta):
-    N, values = logits.shape[1], []
-    scores = logits.softmax(-1).tolist()
-    for kind in (0, 1):
-        tokens = [t for t, number in enumerate(MASKS.tolist()) if number == kind]
-        for n in range(N):
-            own = (n >= N // 2) == bool(kind)
-            importance = N * sum(scores[t][n] for t in tokens) / len(tokens)
-            values.append((1 - delta if own else 1 + delta) * importance)
-    mean = sum(values) / len(values)
-    return sum((value - mean) ** 2 for value in values) / len(values) / mean
-
-
-@pytest.mark.parametrize("experts", [2, 3, 8])
-@pytest.mark.parametrize("delta", [0.0, 0.1, 0.5])
-def test_the_localized_balance_is_its_definition(experts, delta):
-    torch.manual_seed(experts)
-    logits = torch.randn(9, experts)
-    found = localized_balance_loss(logits, OLD, NEW, delta)
-    assert found.item() == pytest.approx(slow_localized(logits, delta), rel=1e-5)
-
-
-def test_the_least_localized_balance_is_that_of_uneven_halves():
-    logits = torch.zeros(9, 4, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.05)
-    for _ in range(300):
-        optimizer.zero_grad()
-        loss = localized_balance_loss(logits, OLD, NEW, 0.25)
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 1e-6
-    own, other = 0.625 / 2, 0.375 / 2  # in proportion 1.25 : 0.75
-    for mask, expected in ((OLD, [own, own, other, other]), (NEW, [other, other, own, own])):
-        assert logits[mask].softmax(-1).mean(0).tolist() == pytest.approx(expected, abs=1e-3)
-
-
-def test_the_localized_balance_of_one_kind_of_language_or_of_none():
-    logits = torch.randn(9, 4, requires_grad=True)
-    nothing = torch.zeros(9, dtype=torch.bool)
-    localized_balance_loss(logits, nothing, nothing).backward()
-    assert not logits.grad.any()
-    one = localized_balance_loss(logits, nothing, NEW, 0.1)
-    values = 4 * logits[NEW].softmax(-1).mean(0) * torch.tensor([1.1, 1.1, 0.9, 0.9])
-    assert one.item() == pytest.approx((values.var(correction=0) / values.mean()).item(), rel=1e-5)
-
-
-def test_the_localized_balance_of_ranks_adds_up_in_value_and_gradient():
-    torch.manual_seed(0)
-    whole = torch.randn(9, 5, requires_grad=True)
-    expected = localized_balance_loss(whole, OLD, NEW)
-    expected.backward()
-    parts = [part.detach().requires_grad_() for part in whole.split([2, 7])]
-    masks = list(zip(OLD.split([2, 7]), NEW.split([2, 7]), strict=True))
-    sums = sum(language_importance(part.detach(), *mask) for part, mask in zip(parts, masks, strict=True))
-    tokens = torch.stack([OLD.sum(), NEW.sum()])
-    found = [localized_balance_loss(p, *m, 0.1, sums, tokens) for p, m in zip(parts, masks, strict=True)]
-    sum(found).backward()
-    assert sum(found).item() == pytest.approx(expected.item(), rel=1e-5)
-    torch.testing.assert_close(torch.cat([part.grad for part in parts]), whole.grad)
-
-
-def test_trainers_add_the_localized_balance(tmp_path):
-    ids, languages = rows()
-    model = one_step.build()
-    with torch.no_grad(), model.capture_routing() as routing:
-        model(ids)
-    old, new = (languages.flatten() == number for number in (0, 1))
-    expected = sum(localized_balance_loss(layer.router_logits, old, new) for layer in routing).item() / len(routing)
-    logs, nothing = {}, {"prior": 0.0, "classifier": 0.0, "stage": "post-pretrain"}
-    plain = one_step.train(tmp_path, **nothing)
-    trained = one_step.train(tmp_path, **nothing, localized=3.0, logs=logs)
-    assert logs["localized_balance_loss"] == pytest.approx(expected, abs=1e-5)
-    assert logs["loss"] == pytest.approx(logs["next_token_loss"] + 3 * expected, rel=1e-3)
-    assert {name for name in plain if not torch.allclose(plain[name], trained[name], atol=1e-4)} >= {
-        "model.layers.2.mlp.router.weight"
-    }
-    padded = one_step.train(tmp_path, **nothing, localized=3.0, padded=True)
-    settings = json.dumps({**nothing, "localized": 3.0, "batch": 4})
-    run_ranks("one_step.py", str(tmp_path / "ranks.pt"), settings)
-    for found in (padded, torch.load(tmp_path / "ranks.pt")):
-        for name, value in trained.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

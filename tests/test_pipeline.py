@@ -332,6 +332,13 @@ def test_two_expansions_one_after_the_other(recipe, root):
     again = []
     run_recipe(recipe, again.append)
     assert sum("done already" in line for line in again) == 9  # neither the review nor the evaluation
+    # Analyses and plans do not stand for the checkpoints that they are of.
+    shutil.rmtree(root / "lifelong" / "1" / "review")
+    for name in ("expanded", "post_pretrain", "review"):
+        shutil.rmtree(root / "lifelong" / "2" / name)
+    again.clear()
+    run_recipe(recipe, again.append)
+    assert any(line.startswith("[5/11] expansion 1: review: ") and "done" not in line for line in again)
 
 
 def test_a_dmoe_recipe(recipe, root):
@@ -343,6 +350,10 @@ def test_a_dmoe_recipe(recipe, root):
         normal=NormalSettings(16, training=training), graft=GraftSettings(str(root / "base"), keep_tokenizer=True),
     )  # fmt: skip
     validate_recipe(recipe)
+    more = replace(recipe, deviation=replace(recipe.deviation, steps=10**6))
+    with pytest.raises(InputError, match=r"Language '..' has [\d,]+ bytes of text, but the .* reads 32,000,000 tokens"):
+        validate_recipe(more)
+    validate_recipe(replace(more, new=dict.fromkeys(more.new, "hub:no/such:text:train")))  # not read
     final = run_recipe(recipe, lambda line: None)
     config = DMoEForCausalLM.from_pretrained(final).config
     assert sorted(code for group in config.language_groups for code in group) == sorted(recipe.new)
