@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -49,11 +50,11 @@ class Forecast:
             tokens: to train on, for hours of one device at `tflops`, its 10^12 operations a second in practice.
 
         Raises:
-            InputError: a number is not above 0.
+            InputError: a number is not above 0, or not finite.
         """
         for name, number in (("tokens", tokens), ("tflops", tflops)):
-            if number is not None and not number > 0:
-                raise InputError(f"{name} is {number:g}: must be above 0.")
+            if number is not None and not 0 < number < inf:
+                raise InputError(f"{name} is {number:g}: must be above 0, and finite.")
         lines = self.model.lines()[:4]
         total = self.model.total
         lines.append(f"checkpoint          {_gigabytes(2 * total)} in bfloat16, {_gigabytes(4 * total)} in float32")

@@ -158,6 +158,8 @@ class PostPretrainSettings:
 
     def __post_init__(self) -> None:
         _at_least(self, block_size=2, tokens_per_language=1, balance=0, language_prior=0, budget=0, localized_balance=0)
+        if not 0 <= self.gate_budget <= 1:
+            raise InputError(f"gate_budget is {self.gate_budget}: a share is at least 0 and at most 1.")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def build(backbone="qwen2", **fields):
 def train(
     folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
     same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None, localized=0.0,
-    fields=None,
+    budget=0.0, fields=None,
 ):  # fmt: skip
     model = build(backbone, **fields or {}) if model is None else model
     ids, languages = rows()
@@ -75,7 +75,7 @@ def train(
     kind = ReviewTrainer if stage == "review" else PostPretrainTrainer
     trainer = kind(
         model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
-        router_losses=RouterLossWeights(balance, prior, classifier, localized_balance=localized),
+        router_losses=RouterLossWeights(balance, prior, classifier, budget=budget, localized_balance=localized),
         language_classes=[0, 1], everything=everything,
     )  # fmt: skip
     trainer.train()

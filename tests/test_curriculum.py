@@ -136,7 +136,7 @@ def test_without_a_curriculum_it_is_an_ordinary_shuffled_epoch():
     np.testing.assert_allclose(seen, [[3.0, 0.8, 0.2]] * 10, atol=0.25)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, 3.0, 0.5, float("inf")])
 def test_how_often_each_language_is_drawn_at_each_step(temperature):
     mix = LanguageMix([60, 12, 5, 3], temperature, entry=[0, 0, 7, 12])
     sampler = CurriculumSampler(mix, 20, 6, seed=5)
@@ -340,6 +340,15 @@ def test_commands(root, tmp_path):
         invoke("curriculum", "derive", tmp_path, "--out", out)
     invoke("curriculum", "derive", tmp_path / "validation.json", "--steps", "10", "--out", out, "--overwrite")
     assert Curriculum.load(out) == Curriculum(10, {"el": 0, "hi": 5})
+    with pytest.raises(InputError, match="steps is 0: must be at least 1"):
+        invoke("curriculum", "derive", tmp_path, "--steps", "0", "--out", out, "--overwrite")
+    with pytest.raises(InputError, match="The loss of 'hi' was never a finite number: the training diverged"):
+        ValidationCurves(["hi"], 10, [0, 5], {}, {"hi": [1.0, float("nan")]}).best_steps()
+    with pytest.raises(InputError, match="'hi' was scored at no step of the training"):
+        ValidationCurves(["hi"], 10, [0], {}, {"hi": [1.0]}).best_steps()
+    ValidationCurves(["hi"], 10, [0, 5], {}, {"hi": [1.0]}).save(tmp_path / "cut.json")
+    with pytest.raises(InputError, match=r"cut\.json: 'hi' has 1 scores for 2 steps"):
+        invoke("curriculum", "derive", tmp_path / "cut.json", "--out", out, "--overwrite")
     with pytest.raises(InputError, match=r"hi trained, but was not scored"):
         ValidationCurves(["hi"], 10, [5], {}, {"el": [1.0]}).best_steps()
     with pytest.raises(InputError, match=r"validation\.json: no such file \(the validation of a training stage"):
@@ -353,6 +362,9 @@ def test_commands(root, tmp_path):
     for arguments, message in (
         (["--counts", "el=many"], "--counts el=many: 'many' is not a number"),
         (["--counts", "el=1,el=2"], "'el' is given twice"),
+        (["--counts", "el=nan"], "'el' has nan examples"),
+        (["--counts", "el=-4"], "'el' has -4 examples"),
+        (["--counts", "el=4", "--thresholds", "nan,1"], "thresholds nan, 1: must be finite numbers"),
         (["--counts", "el=1", "--data", f"el={root}/el.jsonl"], "given with --counts and with --data"),
         ([], "No language was given"),
     ):

@@ -195,7 +195,7 @@ def test_bad_input(root, tmp_path):
         forecast(root / "base", Plan("uniform", [2, 2], old=["en"], new=["el"]))
     with pytest.raises(InputError, match="a forecast is made of a dense base and its first plan"):
         forecast(root / "base", Plan("uniform", [3, 3, 3], old=["en"], new=["el"], grows_from=[2, 2, 2]))
-    for option, value in (("--tokens", 0), ("--tokens", -5), ("--tokens", "nan"), ("--tflops", 0)):
+    for option, value in (("--tokens", 0), ("--tokens", -5), ("--tokens", "nan"), ("--tokens", "inf"), ("--tflops", 0)):
         with pytest.raises(InputError, match="must be above 0"):
             invoke("inspect", root / "base", "--plan", plan, option, value)
     with pytest.raises(InputError, match="--tokens belongs to --plan"):

@@ -124,6 +124,7 @@ def test_the_balance_loss_sees_the_routing_unmasked():
 @pytest.mark.parametrize("conditional", [False, True])
 def test_recomputation_under_checkpointing_draws_the_same(conditional):
     masks = {"expert_output_masking": 0.3, "final_output_masking": 0.2, "gating_dropout": 0.5}
+    masks |= {"conditional_routing_masking": 0.3} if conditional else {}
     model = tiny(conditional_routing=conditional, **masks).train()
     ids = torch.randint(0, 256, (2, 20))
     gradients = []
@@ -348,6 +349,12 @@ def test_the_budget_draws_the_gate(tmp_path):
 def test_probabilities_outside_0_1_are_refused(value):
     with pytest.raises(InputError, match="masking: expert_output is"):
         from_mapping(PostPretrainSettings, {"masking": {"expert_output": value}}, "")
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
+def test_a_gate_budget_outside_0_1_is_refused(value):
+    with pytest.raises(InputError, match="gate_budget is"):
+        from_mapping(PostPretrainSettings, {"gate_budget": value}, "")
     with pytest.raises(ValueError, match="gating_dropout is"):
         tiny(gating_dropout=value)
 

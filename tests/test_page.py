@@ -17,7 +17,7 @@ from hf_moe_expand.analysis.result import DeviationResult, RoutingResult, Simila
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.charts import Change, Line, allocation_chart, change_chart, heat_map, line_chart
 from hf_moe_expand.evaluation.harness import Metric, TaskScore
-from hf_moe_expand.evaluation.page import make_page, without_paths
+from hf_moe_expand.evaluation.page import _training_figures, make_page, without_paths
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
@@ -414,6 +414,13 @@ def test_a_long_log_is_thinned_to_means_and_what_is_not_finite_is_left_out():
     parts = [list(range(i, i + 5)) for i in range(0, 1000, 5)]
     assert line.points == [(part[-1], sum(part) / 5) for part in parts]
     assert Line("x", [1, 2], [3.0, float("inf")]).points == [(1, 3.0)]
+
+
+def test_a_training_that_diverged_at_once_has_a_page_too():
+    logs = [{"step": step, "loss": 3.0, "balance_loss": float("nan")} for step in (1, 2)]
+    whole, parts = _training_figures(logs, {}, "post-pretraining")
+    assert len(shapes(whole["svg"], "polyline", "line")) == 1
+    assert [e.text for e in shapes(parts["svg"], "text", "start")] == ["no finite number at any step"]
 
 
 def test_labels_at_line_ends_do_not_overlap():

@@ -202,11 +202,25 @@ def test_a_dmoe_models_experts_are_its_groups():
     header, rows = result.rows()
     assert header == [
         "layer", "experts", "expert 0 old", "expert 0 new", "classifier old", "classifier new",
-        "E_50% old", "E_50% new",
+        "E_50% old", "E_50% new", "co-location",
     ]  # fmt: skip
     assert [row[:3] + row[4:7] for row in rows] == [["0", "2", "-", "-", "-", "-"], ["3", "2", "-", "-", "-", "-"]]
     expected = mean([result.expert_0_score[code][1] for code in TEXTS])
     assert rows[1][3] == f"{expected:.3f}"
+    assert [row[8] for row in rows] == [f"{result.colocation[0]:.2f}", "-"]
+
+
+@pytest.mark.parametrize(("gate", "share"), [(-50.0, 1.0), (50.0, 0.0), (math.log(3), 0.25)])
+def test_the_shared_ffn_of_conditional_routing_counts_as_expert_0_with_its_weight(gate, share):
+    model = constant_inputs(build("bloom", conditional_routing=True, classifier_layers=[]))
+    for ffn in model.expanded_ffns().values():
+        say(ffn.conditional_gate, [gate])
+    result = measure_routing(model, byte_tokenizer(), TEXTS, **SETTINGS)
+    for language in TEXTS:
+        assert [layer[0] for layer in result.weight_share[language]] == pytest.approx([share] * 3, abs=1e-6)
+        if share != 0.25:
+            assert [layer[0] for layer in result.top1_share[language]] == [share] * 3
+        assert result.perplexity[language] == pytest.approx(result.random_perplexity[language], rel=1e-4) or gate > 0
 
 
 def test_e_50_by_hand():

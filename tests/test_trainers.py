@@ -92,6 +92,20 @@ def test_p6_balance_does_not_depend_on_padding_or_checkpointing(tmp_path, change
     assert_same(train(str(tmp_path / "a"), **options), train(str(tmp_path / "b"), **options, **change))
 
 
+BUDGET = {
+    "stage": "post", "prior": 0.0, "classifier": 0.0, "budget": 1.0, "fields": {"conditional_routing": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch": 1, "steps": 8}, {"padded": True, "batch": 2, "steps": 4}, {"checkpointing": True}], ids=str
+)
+def test_p6_the_gates_budget_does_not_depend_on_how_a_step_is_cut(tmp_path, change):
+    whole = train(str(tmp_path / "a"), **BUDGET)
+    assert_same(train(str(tmp_path / "b"), **BUDGET, **change), whole)
+    assert largest_difference(whole, train(str(tmp_path / "c"), **{**BUDGET, "budget": 1.1})) > 1e-3
+
+
 def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path):
     # Equal micro-batches: their mean is the loss of one of them.
     options = {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0, "same": True}
@@ -107,8 +121,9 @@ def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path):
     [
         {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0},
         {"stage": "review", "prior": 1.0, "classifier": 1.0},
+        BUDGET,
     ],
-    ids=["post-pretrain", "review"],
+    ids=["post-pretrain", "review", "budget"],
 )
 def test_p6_two_ranks_make_the_step_of_one(tmp_path, options):
     run_ranks(str(HERE / "one_step.py"), str(tmp_path / "two.pt"), json.dumps({**options, "batch": 4}))

@@ -132,6 +132,9 @@ def test_examples_are_in_the_prompt_and_not_scored(rigged):
     assert rigged.prompts[-1] == ["English: zero → Greek: μηδέν\nEnglish: one → Greek:"]
     with pytest.raises(InputError, match="4 of 4 sentences are examples"):
         evaluate_translation(None, None, texts, [("en", "el")], shots=4)
+    for wrong in ({"shots": -1}, {"limit": 0}, {"batch_size": 0}, {"max_new_tokens": 0}):
+        with pytest.raises(InputError, match="must be at least"):
+            evaluate_translation(None, None, texts, [("en", "el")], **wrong)
 
 
 def test_chrf_plus_plus_by_hand(rigged):

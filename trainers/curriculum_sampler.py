@@ -74,8 +74,8 @@ class CurriculumSampler(Sampler[int]):
     def _languages(self, start: int, end: int) -> list[int]:
         """The language of each row from step `start` to step `end`, between which none enters."""
         generator = np.random.default_rng([self.seed, 1, start])
-        rows = np.where(self.entry <= start, self.rows, 0)
-        weights = (rows / rows.max()) ** (1 / self.temperature)
+        entered = self.entry <= start
+        weights = np.where(entered, (self.rows / self.rows[entered].max()) ** (1 / self.temperature), 0.0)
         groups = range(self.groups.max() + 1)
         batches = apportion(
             (end - start) * self.rows_per_step // self.batch_size, [weights[self.groups == g].sum() for g in groups]

@@ -136,13 +136,15 @@ class RoutingResult:
         return [language for language, number in self.classes.items() if (number == 0) == old]
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, and a row a layer with means over the base model's languages (old) and the others (new)."""
+        """A table: header, and a row a layer with means over the base model's languages (old) and the others (new), and
+        the co-location with the next layer."""
         columns: list[tuple[str, Mapping[str, Sequence[Any]], int]] = [
             ("expert 0", self.expert_0_score, 3),
             ("classifier", self.classifier_accuracy, 3),
             ("E_50%", self.experts_for_half, 1),
         ]
-        header = ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new"))]
+        kinds = [f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new")]
+        header = ["layer", "experts", *kinds, "co-location"]
         rows = []
         for index, layer in enumerate(self.layers):
             row = [str(layer), str(len(next(iter(self.top1_share.values()))[index]))]
@@ -150,7 +152,8 @@ class RoutingResult:
                 for old in (True, False):
                     found = [values[code][index] for code in self.of_kind(old)]
                     row.append("-" if not found or None in found else f"{sum(found) / len(found):.{digits}f}")
-            rows.append(row)
+            together = self.colocation[index] if index < len(self.colocation) else None
+            rows.append([*row, "-" if together is None else f"{together:.2f}"])
         return header, rows
 
     def to_json(self, path: str | Path) -> None:

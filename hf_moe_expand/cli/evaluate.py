@@ -98,6 +98,7 @@ def evaluate_translation(
     """
     from ..evaluation.translation import (
         TranslationScores,
+        check_sizes,
         chrf_plus_plus,
         evaluate_translation,
         load_parallel,
@@ -106,6 +107,7 @@ def evaluate_translation(
     from ..models import load_for_inference
 
     check_file(out, overwrite)
+    check_sizes(shots, limit, batch_size, max_new_tokens)
     sources = text_sources(data)
     pairs = parse_pairs(pair or [], list(sources))
     chrf_plus_plus()  # says so now if it is not installed

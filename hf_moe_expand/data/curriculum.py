@@ -5,6 +5,7 @@ Languages with little text over-fit when they train from the start, so they ente
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ class Curriculum:
         entry: for each language the step at which it enters, 0 for the start.
 
     Raises:
-        InputError: a step that is none of the training's, or no language at the start.
+        InputError: no steps, a step that is none of the training's, or no language at the start.
     """
 
     steps: int
     entry: dict[str, int]
 
     def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InputError(f"curriculum: steps is {self.steps}: must be at least 1.")
         for language, step in self.entry.items():
             if not isinstance(step, int) or not 0 <= step < self.steps:
                 raise InputError(
@@ -105,7 +108,12 @@ def count_based(
         raise InputError(
             f"{len(thresholds)} thresholds make {len(thresholds) + 1} bins, but {len(shares)} shares were given."
         )
+    for language, count in counts.items():
+        if not 0 <= count < inf:
+            raise InputError(f"{language!r} has {count:g} examples: must be a number of at least 0.")
     for name, values in (("thresholds", thresholds), ("shares", shares)):
+        if not all(isfinite(value) for value in values):
+            raise InputError(f"{name} {', '.join(f'{value:g}' for value in values)}: must be finite numbers.")
         if list(values) != sorted(values, reverse=True):
             raise InputError(f"{name} {', '.join(f'{value:g}' for value in values)}: must go from large to small.")
     if not all(0 < share <= 1 for share in shares):
@@ -152,8 +160,8 @@ def step_based(
         members[min(range(bins), key=lambda i: abs(gaps * step - scaled[i]))].append(language)
     merged = [[code for group in members[:merge_first] for code in group], *members[merge_first:]]
     kept = [scaled[0], *scaled[merge_first:]]
-    factor = (new_steps or steps) / steps / gaps
-    return _curriculum(merged, [k * factor for k in kept], new_steps or steps)
+    new_steps = steps if new_steps is None else new_steps
+    return _curriculum(merged, [k * new_steps / steps / gaps for k in kept], new_steps)
 
 
 def _curriculum(bins: Sequence[Sequence[str]], trained_steps: Sequence[float], steps: int) -> Curriculum:

@@ -88,13 +88,17 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     whole: bool = True,
 ) -> str:
-    """Lines over steps or layers, labelled at their ends.
+    """Lines over steps or layers, labelled at their ends; words in their place where no point is a finite number.
 
     Args:
         y_range: by default what the lines need.
         whole: the values of x are whole numbers.
     """
     drawn = [(line, line.points) for line in lines if line.points]
+    if not drawn:
+        canvas = _Canvas(WIDTH, 2 * _LINE, description)
+        canvas.text(0, _LINE, f"no finite number at any {x_label}")
+        return canvas.svg()
     xs = [x for _, points in drawn for x, _ in points]
     ys = [y for _, points in drawn for _, y in points]
     labelled = 1 < len(drawn) <= _MOST_LABELS

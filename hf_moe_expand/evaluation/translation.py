@@ -221,6 +221,18 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
         model.generation_config = own
 
 
+def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int) -> None:
+    """Refuses what `evaluate_translation` cannot do, before a model is loaded.
+
+    Raises:
+        InputError: a number is out of its range.
+    """
+    sizes = {"shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1)}
+    for name, (size, least) in sizes.items():
+        if size is not None and size < least:
+            raise InputError(f"{name} is {size}: must be at least {least}.")
+
+
 def evaluate_translation(
     model: Any,
     tokenizer: Any,
@@ -239,11 +251,11 @@ def evaluate_translation(
         limit: scores this many of the others at most.
 
     Raises:
-        InputError: nothing is left to score, a language has no name, or a prompt is too long.
+        InputError: a number is out of its range, nothing is left to score, a language has no name, or a prompt is too
+            long.
     """
     sentences = len(next(iter(texts.values())))
-    if shots < 0 or (limit is not None and limit < 1):
-        raise InputError(f"shots {shots}, limit {limit}: must be at least 0 and 1.")
+    check_sizes(shots, limit, batch_size, max_new_tokens)
     if shots >= sentences:
         raise InputError(f"{shots} of {sentences} sentences are examples: none is left to score.")
     scored = slice(shots, None if limit is None else shots + limit)

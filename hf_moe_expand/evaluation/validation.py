@@ -49,7 +49,11 @@ class ValidationCurves:
         """
         path = Path(path)
         path = path / VALIDATION if path.is_dir() else path
-        return from_mapping(cls, read_json(path, "the validation of a training stage"), str(path))
+        curves = from_mapping(cls, read_json(path, "the validation of a training stage"), str(path))
+        for language, values in [*curves.loss.items(), *curves.bits_per_byte.items()]:
+            if len(values) != len(curves.steps):
+                raise InputError(f"{path}: {language!r} has {len(values)} scores for {len(curves.steps)} steps.")
+        return curves
 
     def save(self, path: str | Path) -> None:
         """Writes the file."""
@@ -76,17 +80,20 @@ class ValidationCurves:
         Step 0 does not count: it says nothing about training.
 
         Raises:
-            InputError: a trained language was not scored, or no step was.
+            InputError: a trained language was not scored, or no step was, or not as a finite number.
         """
         if missing := [language for language in self.trained if language not in self.loss]:
             raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text.")
         found = {}
         for language in self.trained:
             losses = zip(self.loss[language], self.steps, strict=True)
-            scored = [(loss, -step) for loss, step in losses if step > 0 and math.isfinite(loss)]
+            scored = [(loss, -step) for loss, step in losses if step > 0]
             if not scored:
                 raise InputError(f"{language!r} was scored at no step of the training.")
-            found[language] = -min(scored)[1]
+            finite = [pair for pair in scored if math.isfinite(pair[0])]
+            if not finite:
+                raise InputError(f"The loss of {language!r} was never a finite number: the training diverged.")
+            found[language] = -min(finite)[1]
         return found
 
 
