@@ -11,7 +11,6 @@ Finished parts are kept: run it again to go on.
 
 import argparse
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ import torch
 from datasets import Dataset
 from instructions import CHAT_TEMPLATE, FORMATS, Example, check, make_examples, messages
 from real_text import NEW, OLD, PLANS, load
-from safetensors.torch import load_file, save_file
 from tables import markdown_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
@@ -84,7 +82,6 @@ class Work:
         self.expand("moe", base, GraftSettings(str(instruct)))
         self.expand("moe-instruct", instruct)
         moe_instruct = out / "moe-instruct" / "post_pretrain"
-        before = self.once("moe-instruct-before", lambda out: self.counterpart(moe_instruct, out))
         dense = self.continued("dense", base)
         dense_instruct = self.continued("dense-instruct", instruct)
         deeper = self.once("deeper", lambda out: expand_depth(base, out, NEW_BLOCKS))
@@ -96,7 +93,7 @@ class Work:
             "MoE, stage 1": out / "moe" / "post_pretrain",
             "DeltaMoE": out / "moe" / "graft",
             "DeltaMoE, router tuning": out / "moe" / "review",
-            "MoE-CPT-Avg": self.once("moe-avg", lambda out: average_checkpoints([moe_instruct, before], out)),
+            "MoE-CPT-Avg": self.once("moe-avg", lambda out: average_checkpoints([moe_instruct, instruct], out)),
             "Dense-FT": dense,
             "Dense-FT-Delta": self.once("dense-delta", lambda out: merge_delta(dense, out, **delta)),
             "Dense-FT-Avg": self.once("dense-avg", lambda out: average_checkpoints([dense_instruct, instruct], out)),
@@ -130,14 +127,6 @@ class Work:
         settings = DenseSettings(stage.block_size, method=method, training=training)
         sources = {code: self.recipe.training_sources[code] for code in self.recipe.new}
         return self.once(name, lambda out: train_dense(start, out, sources, settings, self.options.seed))
-
-    def counterpart(self, trained: Path, out: Path) -> None:
-        """An expanded model before stage 1, but with the trained routers: a dense model has none to average with."""
-        with new_folder(out) as partial:
-            shutil.copytree(trained.with_name("expanded"), partial, dirs_exist_ok=True)
-            weights, after = (load_file(folder / "model.safetensors") for folder in (partial, trained))
-            weights |= {name: after[name] for name in weights if name.endswith("router.weight")}
-            save_file(weights, partial / "model.safetensors", {"format": "pt"})
 
     def tune_instructions(self, out: Path) -> None:
         """Fine-tunes all parameters of the base on English instructions about English text."""

@@ -118,8 +118,6 @@ def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, s
         model = AutoModelForCausalLM.from_config(config)
     reader = CheckpointReader(start)
     types = {key: TORCH_DTYPES.get(reader.tensors[name].dtype) for key, name in stored_names(reader, model).items()}
-    for target, source in model.all_tied_weights_keys.items():
-        types[source] = types.get(source) or types.get(target)
     default = config.dtype or torch.float32
     kept = {
         name: weight.to("cpu", (types.get(name) or default) if weight.is_floating_point() else None)

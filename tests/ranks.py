@@ -142,6 +142,7 @@ def fsdp_native(folder):
         for step in ("review", "checkpointing", "post", "idle, checkpointing", "everything")
     }
     found["tied"] = one_step(folder, "fsdp tied", "post", ranks=2, backbone="gemma3_text", fsdp_size=2)
+    found["refused"] = None
     try:
         one_step(folder, "fsdp refused", "everything", ranks=2, backbone="gemma3_text", fsdp_size=2)
     except ValueError as error:

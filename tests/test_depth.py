@@ -22,6 +22,13 @@ SUPPORTED = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma3_text": {"sliding_window": 4},  # a norm behind each output projection
     "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "cohere": {},
+    "gemma": {},
+    "gemma2": {},
+    "granite": {},
+    "olmo2": {},
+    "phi3": {},
+    "stablelm": {},
 }
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints, part_of
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES, decoder_ffns
 
@@ -71,6 +72,23 @@ def test_names_are_told_when_asked_for(pair):
     said = set(long.output.splitlines())
     expected = {"changed  model.norm.weight", "removed  model.layers.2.mlp.classifier.weight", "added  extra.weight"}
     assert expected <= said
+
+
+def test_tensors_of_different_types_are_identical_where_their_values_are(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "_PIECE", 100)
+    weights = load_file(pair / "a" / "model.safetensors")
+    weights = {name: value.bfloat16() for name, value in weights.items()}
+    norm, other = "model.norm.weight", "model.layers.0.mlp.router.weight"
+    weights[norm][1], weights[norm][2] = float("nan"), float("inf")
+    wide = {name: value.float() for name, value in weights.items()}
+    wide[other] = wide[other].clone()
+    wide[other].view(-1)[-1] += 1e-7
+    for name, tensors in (("bf16", weights), ("fp32", wide)):
+        shutil.copytree(pair / "a", tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    found = compare_checkpoints(tmp_path / "bf16", tmp_path / "fp32")
+    assert found.changed == [other]
+    assert norm in found.identical
 
 
 def test_errors_are_neither(monkeypatch, capsys, pair):

@@ -81,6 +81,11 @@ def test_transformers_own_fsdp(found, alone, step):
     same(found["fsdp_native"][step][0], alone(step))
 
 
+def test_transformers_own_fsdp_of_tied_embeddings(found, alone):
+    same(found["fsdp_native"]["tied"][0], alone("post", "gemma3_text"))
+    assert "The embeddings train and are tied to the head" in found["fsdp_native"]["refused"]
+
+
 @pytest.mark.parametrize("step", ["review", "post", "everything"])
 def test_tensor_parallel_through_the_trainers(found, alone, step):
     same(found["tensor_parallel"][step][0], alone(step))

@@ -173,10 +173,19 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
         shutil.copytree(base, tmp_path / architecture)
         (tmp_path / architecture / "config.json").write_text(json.dumps({"model_type": architecture}))
         refused(tmp_path / architecture, PLAN, f"architecture '{architecture}' is not supported: .*{reason}")
+    computed = {
+        "quantised": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "are quantised"),
+        "sliced": ({"model_type": "bloom", "slow_but_exact": True, "pretraining_tp": 2}, "the FFN in slices"),
+    }
+    for name, (fields, reason) in computed.items():
+        shutil.copytree(base, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | fields))
+        refused(tmp_path / name, PLAN, reason)
     shutil.copytree(base, tmp_path / "pickled")
     os.rename(tmp_path / "pickled/model.safetensors", tmp_path / "pickled/pytorch_model.bin")
     refused(tmp_path / "pickled", PLAN, "pickled weights, which are not read")
-    assert_nothing_left(tmp_path, "base", "empty", *reasons, "pickled")
+    assert_nothing_left(tmp_path, "base", "empty", *reasons, *computed, "pickled")
     expand_checkpoint(base, tmp_path / "done", PLAN)
     refused(tmp_path / "done", PLAN, "is an expanded checkpoint already")
     with pytest.raises(InputError, match="exists already"):

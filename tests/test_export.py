@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import COMMON_BACKBONES, byte_tokenizer, run_fresh, save_dense
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -77,6 +78,44 @@ def test_any_number_of_active_experts(tmp_path, top_k):
     export_native(model, tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, load(model)(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "fields"),
+    [
+        ("granite", {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7,
+                     "logits_scaling": 2.5}),
+        ("qwen3", {"head_dim": 12}),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0,
+                                       "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                       "original_max_position_embeddings": 16}}),
+        ("olmo2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+                                       "original_max_position_embeddings": 8}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)  # fmt: skip
+def test_fields_that_change_what_is_computed_travel(tmp_path, backbone, fields):
+    model = trained(tmp_path, backbone, UNIFORM, **fields)
+    export_native(model, tmp_path / "out")
+    ours = load(model)
+    with torch.no_grad():
+        expected = ours(IDS).logits
+        torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, expected, rtol=0, atol=1e-5)
+    plain = trained(tmp_path / "plain", backbone, UNIFORM)
+    if "head_dim" not in fields:  # of the same weights, the fields alone differ
+        other = AutoModelForCausalLM.from_pretrained(plain)
+        other.load_state_dict(ours.state_dict())
+        with torch.no_grad():
+            assert (other.eval()(IDS).logits - expected).abs().max() > 1e-3
+
+
+def test_experts_of_several_types_cannot_be_stacked(tmp_path):
+    model = trained(tmp_path, "granite", UNIFORM)
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if ".experts.1." in name)
+    save_file(weights | {name: weights[name].bfloat16()}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"stacks tensors of several types \(BF16, F32\)"):
+        export_native(model, tmp_path / "out")
 
 
 def test_a_dmoe_checkpoint_with_dense_layers(tmp_path):

@@ -258,6 +258,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
         return save_dense(tmp_path / folder, backbone, **changes)
 
     refused("is a dense checkpoint; use `merge delta`", model=family / "base")
+    refused("scale is nan: must be a finite number", scale=float("nan"))
     refused("is an expanded checkpoint; the delta is that of two dense ones", instruct=family / "trained")
     refused("its model_type is 'llama', not 'qwen2'", instruct=dense("llama", "llama"))
     refused("backbone is qwen2, but .* is a llama", base=tmp_path / "llama", instruct=tmp_path / "llama")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.branches import expand_branches
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
@@ -75,6 +76,36 @@ def test_averages_of_expanded_models_round_once_and_leave_equal_tensors_alone(tm
     assert "  average" in report.splitlines()
 
 
+@pytest.mark.parametrize("backbone", ["qwen2", "gpt2"])
+def test_an_average_of_expanded_models_with_a_dense_one(tmp_path, backbone):
+    """MoE-CPT-Avg, which averages every expert with the dense FFN."""
+    dense = make(tmp_path / "dense", 1, backbone)
+    expand_checkpoint(make(tmp_path / "base", 0, backbone), tmp_path / "one", UNIFORM, seed=1)
+    expand_checkpoint(make(tmp_path / "other", 2, backbone), tmp_path / "two", UNIFORM, seed=2)
+    average_checkpoints([tmp_path / "one", dense, tmp_path / "two"], tmp_path / "out", [0.5, 0.3, 0.2])
+    one, two, found = (tensors(tmp_path / name) for name in ("one", "two", "out"))
+    plain = AutoModelForCausalLM.from_pretrained(dense).state_dict()
+    assert sorted(found) == sorted(one)
+    kinds = set()
+    for name, value in found.items():
+        words = name.split(".")
+        if "experts" in words:
+            at = words.index("experts")
+            name_in_dense = ".".join(words[:at] + words[at + 2 :])
+        else:
+            name_in_dense = name
+        parts = [(0.5, one[name]), (0.2, two[name])]
+        if "router" not in words:
+            parts.append((0.3, plain[name_in_dense]))
+        kinds.add(("router" in words, "experts" in words))
+        mean = sum(w * tensor.double() for w, tensor in parts) / sum(w for w, _ in parts)
+        torch.testing.assert_close(value.double(), mean, rtol=0, atol=1e-7, msg=name)
+    assert len(kinds) == 3
+    # Averaged with a dense model that it is, an untrained expansion stays as it is, bit for bit.
+    average_checkpoints([tmp_path / "one", tmp_path / "base"], tmp_path / "same")
+    assert compare_checkpoints(tmp_path / "one", tmp_path / "same").same
+
+
 def test_weight_one_gives_that_model_back(three, tmp_path):
     average_checkpoints(three[:2], tmp_path / "out", [0.0, 1.0])
     second, found = tensors(three[1]), tensors(tmp_path / "out")
@@ -98,7 +129,14 @@ def test_averages_that_make_no_sense(three, tmp_path):
     refused("tie_word_embeddings is False", [three[0], make(tmp_path / "tied", tie_word_embeddings=True)])
     expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
     expand_checkpoint(three[0], tmp_path / "larger", Plan("uniform", [3, 3, 3]))
-    refused("model_type is 'qwen2' in .*, but 'layer_moe'", [three[0], tmp_path / "expanded"])
+    refused("is a dense checkpoint; give an expanded one first", [three[0], tmp_path / "expanded"])
+    refused("its backbone is qwen2, but .* is a llama", [tmp_path / "expanded", tmp_path / "llama"])
+    refused("num_attention_heads is 4 in .*, but 2", [tmp_path / "expanded", tmp_path / "heads"])
+    refused("routers are theirs alone", [tmp_path / "expanded", three[0]], [0.0, 1.0])
+    refused("the sum 1", three[:2], [float("nan"), 0.5])
+    for backbone, name in (("gpt2", "activation_function"), ("gemma3_text", "hidden_activation")):
+        pair = [make(tmp_path / f"{backbone} {act}", backbone=backbone, **{name: act}) for act in ("gelu", "relu")]
+        refused(f"{name} is 'gelu' in .*, but 'relu'", pair)
     refused(
         r"num_experts_per_layer is \[2, 2, 2\] in .*, but \[3, 3, 3\]", [tmp_path / "expanded", tmp_path / "larger"]
     )

@@ -6,8 +6,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from ..errors import InputError
 from .reader import CheckpointReader
+from .stored import load_any_config, stored_names
 
 # Names of modules in the supported backbones.
 _PARTS = {
@@ -60,18 +63,36 @@ def part_of(name: str) -> str:
 
 
 def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> Comparison:
-    """Compares tensor by tensor, in pieces. Tensors of different types are identical where their values are."""
+    """Compares tensor by tensor, in pieces. Tensors of different types are identical where their values are.
+
+    Where the files' names differ, tensors go by the names that the models give them (BLOOM's files may lack
+    `transformer.`).
+    """
     a, b = CheckpointReader(Path(before)), CheckpointReader(Path(after))
-    result = Comparison(removed=sorted(set(a.tensors) - set(b.tensors)), added=sorted(set(b.tensors) - set(a.tensors)))
-    for name in sorted(set(a.tensors) & set(b.tensors)):
-        (result.identical if _same(a, b, name) else result.changed).append(name)
+    ours, theirs = ({name: name for name in reader.tensors} for reader in (a, b))
+    if ours != theirs:
+        ours, theirs = _names(a), _names(b)
+    result = Comparison(removed=sorted(set(ours) - set(theirs)), added=sorted(set(theirs) - set(ours)))
+    for name in sorted(set(ours) & set(theirs)):
+        (result.identical if _same(a, ours[name], b, theirs[name]) else result.changed).append(name)
     return result
 
 
-def _same(a: CheckpointReader, b: CheckpointReader, name: str) -> bool:
-    left, right = a.tensors[name], b.tensors[name]
+def _names(reader: CheckpointReader) -> dict[str, str]:
+    """The model's name of each tensor to the files'; of a model that we do not know, theirs."""
+    try:
+        config = load_any_config(reader.folder)
+    except InputError:
+        return {name: name for name in reader.tensors}
+    with torch.device("meta"):
+        return stored_names(reader, AutoModelForCausalLM.from_config(config))
+
+
+def _same(a: CheckpointReader, ours: str, b: CheckpointReader, theirs: str) -> bool:
+    left, right = a.tensors[ours], b.tensors[theirs]
     if left.shape != right.shape:
         return False
-    if left.dtype != right.dtype:
-        return torch.equal(a.tensor(name).double(), b.tensor(name).double())
-    return all(x == y for x, y in zip_longest(a.chunks(name), b.chunks(name)))
+    if left.dtype == right.dtype:
+        return all(x == y for x, y in zip_longest(a.chunks(ours), b.chunks(theirs)))
+    pairs = zip(a.pieces(ours), b.pieces(theirs), strict=True)
+    return all(torch.allclose(x.double(), y.double(), rtol=0, atol=0, equal_nan=True) for x, y in pairs)

@@ -312,6 +312,8 @@ def _zeros(router: OutputTensor, prefix: str, form: NativeForm, config: Any) -> 
 
 def _stack(name: str, tensors: list[OutputTensor], experts: int) -> OutputTensor:
     first = tensors[0]
+    if len(types := sorted({tensor.dtype for tensor in tensors})) > 1:
+        raise InputError(f"Tensor {name!r} stacks tensors of several types ({', '.join(types)}): convert them to one.")
     rows = sum(tensor.shape[0] for tensor in tensors) // experts
 
     def data() -> Iterable[bytes]:

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from .source import COMPANIONS, TOKENIZER_FILES
 from .stored import StoredModel, is_finite, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
-# Fields in which base and instruct may not differ although all shapes agree.
-_SAME = (
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation",
-    "activation_function",
+# Fields in which models of one shape may differ although they compute something else then.
+COMPUTATION = (
+    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "activation_function",
 )  # fmt: skip
 # Fields that say nothing of the computation, or that are the model's own.
 _OWN = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "dtype", "history")
@@ -127,12 +127,14 @@ def add_delta(
     overwrite: bool = False,
 ) -> GraftReport:
     """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
+    if not isfinite(scale):
+        raise InputError(f"scale is {scale}: must be a finite number.")
     before = base if isinstance(base, StoredModel) else StoredModel(base)
     after = StoredModel(instruct)
     check_output(out, overwrite, target.folder, before.folder, after.folder)
     _check_same_architecture(before, after)
-    homes = _homes(target)
-    _check_grew_from(target, before, homes)
+    homes = dense_names(target)
+    check_grew_from(target, before, homes)
     _check_tokenizer(after, keep_tokenizer)
     new_rows = _new_rows(before, after)
     sample = _sampled(target, before, homes)
@@ -166,7 +168,7 @@ def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
     for which in (base, instruct):
         if isinstance(which.config, ExpandedConfig):
             raise InputError(f"{which.folder}: is an expanded checkpoint; the delta is that of two dense ones.")
-    for name in ("model_type", *_SAME):
+    for name in ("model_type", "num_hidden_layers", *COMPUTATION):
         values = [getattr(which.config, name, None) for which in (base, instruct)]
         if values[0] != values[1]:
             raise InputError(
@@ -185,7 +187,12 @@ def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
         )
 
 
-def _check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> None:
+def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> None:
+    """Refuses a dense model that `target` cannot have grown from.
+
+    Raises:
+        InputError: names the field or tensor that differs.
+    """
     backbone = getattr(target.config, "backbone_model_type", target.config.model_type)
     if backbone != base.config.model_type:
         raise InputError(
@@ -196,6 +203,10 @@ def _check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, st
             f"tie_word_embeddings is {target.config.tie_word_embeddings} in {target.folder} and "
             f"{base.config.tie_word_embeddings} in {base.folder}: the model did not grow from this base."
         )
+    for name in COMPUTATION:
+        ours, theirs = (getattr(which.config, name, None) for which in (target, base))
+        if ours != theirs:
+            raise InputError(f"{name} is {ours!r} in {target.folder}, but {theirs!r} in {base.folder}.")
     layers = target.config.num_hidden_layers - len(getattr(target.config, "new_layers", None) or ())
     if layers != base.config.num_hidden_layers:
         raise InputError(
@@ -210,8 +221,9 @@ def _check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, st
             )
 
 
-def _homes(target: StoredModel) -> dict[str, str | None]:
-    """For each stored tensor the base's tensor whose delta it gets; None for those that stay."""
+def dense_names(target: StoredModel) -> dict[str, str | None]:
+    """For each stored tensor its name in the dense model that `target` grew from, the same for every expert; None for
+    routers and the like, and for blocks that were inserted."""
     where, new = places(target.network), getattr(target.config, "new_layers", None) or []
     homes = {key: where[key].dense for key in target.tensors}
     layers = layer_list(target.network)

@@ -9,7 +9,7 @@ import torch
 from ..errors import InputError
 from ..modeling import ExpandedConfig
 from .folder import write_checkpoint
-from .graft import GraftReport, add_delta
+from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
 from .history import record
 from .source import COMPANIONS
 from .stored import StoredModel, computed
@@ -17,9 +17,8 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
 # Fields that must agree between models that are averaged, besides all shapes.
 _SAME = (
-    "model_type", "backbone_model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "tie_word_embeddings", "num_experts_per_layer", "classifier_layers", "router_top_k",
-    "language_groups", "new_layers",
+    "model_type", "backbone_model_type", "num_hidden_layers", *COMPUTATION, "tie_word_embeddings",
+    "num_experts_per_layer", "classifier_layers", "router_top_k", "language_groups", "new_layers",
 )  # fmt: skip
 
 
@@ -31,12 +30,15 @@ def average_checkpoints(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> Path:
-    """Writes the weighted mean of checkpoints of one shape, dense or expanded (Dense-FT-Avg, MoE-CPT-Avg).
+    """Writes the weighted mean of checkpoints, dense (Dense-FT-Avg) or expanded, of one shape.
+
+    Dense models that the expanded ones may have grown from count too (MoE-CPT-Avg): as if each had its FFN as every
+    expert. What a dense model has not, routers and the like, is the mean of the others.
 
     Computed in float32, rounded once to the first one's types. Configuration, history and tokenizer are the first's.
 
     Args:
-        models: two or more.
+        models: two or more; an expanded one first, if there is one.
         out: folder to write.
         weights: one a model, with the sum 1; by default equal.
 
@@ -46,7 +48,7 @@ def average_checkpoints(
     if len(models) < 2:
         raise InputError("An average needs two or more checkpoints.")
     weights = [1 / len(models)] * len(models) if weights is None else list(weights)
-    if len(weights) != len(models) or abs(sum(weights) - 1) > 1e-6:
+    if len(weights) != len(models) or not abs(sum(weights) - 1) <= 1e-6:
         raise InputError(f"{len(models)} checkpoints need as many weights with the sum 1, not {weights}.")
     stored = [StoredModel(model) for model in models]
     check_output(out, overwrite, *(model.folder for model in stored))
@@ -56,9 +58,8 @@ def average_checkpoints(
                 f"{model.folder}: has LoRA experts; the mean of the factors of their updates is not the mean of the "
                 "updates. Average models that `export --expert` wrote."
             )
-    check_same_shape(stored)
     first = stored[0]
-    tensors = [averaged(stored, key, weights) for key in first.tensors]
+    tensors = _mean_of_expanded_and_dense(stored, weights)
     settings = {"models": [model.name for model in stored], "weights": weights}
     record(first.config, {"stage": "average", "settings": settings})
     return write_checkpoint(
@@ -67,12 +68,46 @@ def average_checkpoints(
     )  # fmt: skip
 
 
-def averaged(
-    models: Sequence[StoredModel], key: str, weights: Sequence[float], name: str | None = None
-) -> OutputTensor:
-    """The weighted mean of a tensor over models of one shape; equal tensors stay as they are, bit for bit."""
-    sources = [(model.reader, model.home(key)) for model in models]
+def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence[float]) -> list[OutputTensor]:
+    """The tensors of the mean, the first model's."""
+    first = models[0]
+    expanded = [number for number, model in enumerate(models) if isinstance(model.config, ExpandedConfig)]
+    dense = [number for number in range(len(models)) if number not in expanded]
+    if not expanded or not dense:
+        check_same_shape(models)
+        return [averaged(models, key, weights) for key in first.tensors]
+    if expanded[0]:
+        raise InputError(f"{first.folder}: is a dense checkpoint; give an expanded one first, whose form the mean has.")
+    check_same_shape([models[number] for number in expanded])
+    homes = dense_names(first)
+    for number in dense:
+        check_grew_from(first, models[number], homes)
+    share = sum(weights[number] for number in expanded)
+    if not share:
+        raise InputError("The weights of the expanded checkpoints are 0, but routers are theirs alone.")
+    alone = [models[number] for number in expanded], [weights[number] / share for number in expanded]
+    return [
+        averaged(alone[0], key, alone[1]) if home is None
+        else averaged(models, key, weights, names=[home if number in dense else key for number in range(len(models))])
+        for key, home in homes.items()
+    ]  # fmt: skip
 
+
+def averaged(
+    models: Sequence[StoredModel],
+    key: str,
+    weights: Sequence[float],
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+) -> OutputTensor:
+    """The weighted mean of a tensor over models of one shape; equal tensors stay as they are, bit for bit.
+
+    Args:
+        key: the tensor in the first model.
+        name: to write it under, if not the first model's.
+        names: the tensor in each model, where they differ.
+    """
+    sources = [(model.reader, model.home(own)) for model, own in zip(models, names or [key] * len(models), strict=True)]
     heaviest = max(range(len(models)), key=lambda number: weights[number])
 
     def mean(*pieces: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,8 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a dense checkpoint that can be expanded.
 
     Raises:
-        InputError: the architecture is not supported, the checkpoint is expanded already, or it is quantised.
+        InputError: the architecture is not supported or computes its FFN in slices, the checkpoint is expanded already,
+            or it is quantised.
     """
     config = load_config(folder)
     if isinstance(config, ExpandedConfig):
@@ -134,6 +135,11 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{folder}: the weights are quantised; expand the unquantised checkpoint.")
+    if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:  # its FFN then slices whole sequences
+        raise InputError(
+            f"{folder}: slow_but_exact with pretraining_tp {config.pretraining_tp} computes the FFN in slices, which "
+            "experts cannot. Set slow_but_exact to false in config.json."
+        )
     return config
 
 

@@ -79,7 +79,7 @@ class StoredModel:
         Raises:
             InputError: neither is stored.
         """
-        for candidate in (key, self._tied.get(key), *(a for a, b in self._tied.items() if b == key)):
+        for candidate in (key, self._tied.get(key)):
             if candidate in self.names:
                 return self.names[candidate]
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
@@ -103,12 +103,16 @@ def load_any_config(folder: Path) -> Any:
 
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """Model key to the checkpoint's key: the library's own renaming, as when it loads (GPT-NeoX's `embed_out`, BLOOM's
-    keys without `transformer.`)."""
+    keys without `transformer.`). Of tied tensors, whichever the files hold, the one that the others are tied to."""
     renamings = [rule for rule in get_model_conversion_mapping(network) if isinstance(rule, WeightRenaming)]
     known = network.state_dict()
-    return {
+    names = {
         rename_source_key(name, renamings, [], network.base_model_prefix, known)[0]: name for name in reader.tensors
     }
+    for target, source in (getattr(network, "all_tied_weights_keys", None) or {}).items():
+        if source not in names and target in names:
+            names[source] = names.pop(target)
+    return names
 
 
 @dataclass(frozen=True)

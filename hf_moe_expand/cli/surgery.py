@@ -242,7 +242,9 @@ def merge_delta_(
 
 @merge_app.command("average")
 def merge_average(
-    models: Annotated[list[str], typer.Argument(help="Two or more checkpoints of one shape, dense or expanded.")],
+    models: Annotated[
+        list[str], typer.Argument(help="Two or more checkpoints; with an expanded one first, dense ones too.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
     weight: Annotated[
         list[float] | None,
@@ -251,7 +253,9 @@ def merge_average(
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Average checkpoints (Dense-FT-Avg, MoE-CPT-Avg). Configuration and tokenizer are the first one's.
+    """Average checkpoints (Dense-FT-Avg); an expanded one and a dense one in each expert (MoE-CPT-Avg).
+
+    Configuration and tokenizer are the first one's.
 
     Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
     """
