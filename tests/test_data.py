@@ -12,6 +12,7 @@ from hf_moe_expand.data.mixing import review_documents
 from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
 from hf_moe_expand.data.sources import LanguageText, check_languages, names_language
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.translation import translation_prompt
 
 END = 256
 
@@ -87,6 +88,44 @@ def test_rows_tagged_with_another_language_are_left_out(tmp_path):
         load(tmp_path / "english.jsonl")
 
 
+TRANSLATIONS = [
+    {"translation": {"en": "One  word.", "ell": "Μία\nλέξη."}},
+    {"translation": {"en": "Only English.", "ell": ""}},
+    {"translation": {"en": "Two.", "ell": "Δύο."}},
+]
+DIRECTIONS = [
+    "English: One word. → Greek: Μία λέξη.",
+    "Greek: Μία λέξη. → English: One word.",
+    "English: Two. → Greek: Δύο.",
+    "Greek: Δύο. → English: Two.",
+]
+
+
+def test_translations_are_a_document_each_way(tmp_path):
+    pytest.importorskip("language_data", reason="the extra `eval` is not installed")
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, TRANSLATIONS)))
+    Dataset.from_list(TRANSLATIONS).to_parquet(tmp_path / "a.parquet")
+    for source in (tmp_path / "train.jsonl", tmp_path / "a.parquet"):
+        assert load(source) == DIRECTIONS
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "train.jsonl").rename(tmp_path / "hub" / "train.jsonl")
+    assert load(f"hub:{tmp_path / 'hub'}") == DIRECTIONS
+    (tmp_path / "three.jsonl").write_text(json.dumps({"translation": {"el": "α", "en": "a", "hu": None, "tr": "ä"}}))
+    assert load(tmp_path / "three.jsonl") == [
+        "English: a → Greek: α", "Greek: α → English: a", "Turkish: ä → Greek: α", "Greek: α → Turkish: ä",
+    ]  # fmt: skip
+    assert load(tmp_path / "three.jsonl")[0] == translation_prompt(("en", "el"), "a") + " α"  # as it is asked later
+    (tmp_path / "hungarian.jsonl").write_text(json.dumps({"translation": {"en": "a", "hu": "b"}}))
+    with pytest.raises(InputError, match="no text in language 'el'"):
+        load(tmp_path / "hungarian.jsonl")
+    (tmp_path / "wrong.jsonl").write_text(json.dumps({"translation": {"en": "a", "el": 3}}))
+    with pytest.raises(InputError, match='strings by language under "translation"'):
+        load(tmp_path / "wrong.jsonl")
+    Dataset.from_list([{"translation": {"en": 1, "el": 2}}]).to_parquet(tmp_path / "wrong.parquet")
+    with pytest.raises(InputError, match=r"the column `translation` holds .*, not strings by language"):
+        load(tmp_path / "wrong.parquet")
+
+
 def test_an_edited_file_is_read_anew(tmp_path):
     path = write_texts(tmp_path / "a.jsonl", ["old text"])
     assert load(path) == ["old text"]
@@ -100,7 +139,7 @@ def test_an_edited_file_is_read_anew(tmp_path):
         (
             "a.jsonl",
             b'{"text": "x"}\n{"body": "y"}\n',
-            r"a\.jsonl:2: needs an object with a string under \"text\" \(keys: body",
+            r"a\.jsonl:2: needs an object with a string under \"text\", or .* \(keys: body",
         ),
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl:2: needs"),
         ("a.jsonl", b'{"text": "x"}\n[1]\n', r"a\.jsonl:2: .*found a list"),
@@ -124,7 +163,7 @@ def test_hub_datasets_are_streamed_and_sliced(tmp_path):
     assert load(f"hub:{tmp_path}::train[:2]") == ["κείμενο 0", "κείμενο 1"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "train.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(InputError, match=r"row 0 has no string under `text` \(columns: body\)"):
+    with pytest.raises(InputError, match=r"row 0 has no string under `text`, nor .* \(columns: body\)"):
         load(f"hub:{tmp_path / 'other'}")
     with pytest.raises(InputError, match="the hub does not give this dataset"):
         load(f"hub:{tmp_path / 'nowhere'}")

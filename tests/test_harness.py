@@ -8,10 +8,9 @@ import torch
 import yaml
 from conftest import byte_tokenizer, invoke, save_dense, write_texts
 
-from hf_moe_expand import Plan, expand_checkpoint, models
+from hf_moe_expand import Plan, expand_checkpoint, extra, models
 from hf_moe_expand.card import make_card
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation import extra
 from hf_moe_expand.evaluation.report import Evaluation
 
 pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")

@@ -96,7 +96,15 @@ DELTA = {
     "review.old_documents": 50_000, "graft.scale": 1.0, "sequences": (512, 512), "new": "bn hu sr",
 }  # fmt: skip
 G1, G2 = "el hu tr", "bn hi ne"
-ELBAYAD = {**MOE_LPR_STAGES, "plan.method": "uniform", "new": G1}
+ELBAYAD = {
+    "plan.method": "uniform", "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance": 0.01,
+    "post_pretrain.block_size": 1024, "post_pretrain.training.adam_beta1": 0.9,
+    "post_pretrain.training.adam_beta2": 0.98, "post_pretrain.training.adam_epsilon": 1e-6,
+    "post_pretrain.training.lr_scheduler_type": "inverse_sqrt", "post_pretrain.training.warmup_steps": 800,
+    "post_pretrain.training.max_steps": 10_000, "sequences": (1024, 512), "new": "el hu ga gd",
+    # Gaelic has 16,316 pairs, two documents each.
+    "review.old_documents": 15_000, "review.new_per_old": 2,
+}  # fmt: skip
 NUMBERS = {
     "moe-lpr-qwen1.5-1.8b": {
         **MOE_LPR_STAGES, "plan.method": "uniform", "plan.experts": 6, "plan.classifier_layers": 0,

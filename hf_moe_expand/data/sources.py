@@ -17,6 +17,7 @@ from langcodes import LanguageTagError, standardize_tag
 from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError
+from .parallel import translation_documents
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
@@ -29,7 +30,9 @@ class LanguageText:
     Attributes:
         language: a language code such as `el`.
         source: a `.jsonl` (`text`, optional `language`), `.txt` (one document a line) or `.parquet` file, a folder of
-            them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]` takes 1000 rows).
+            them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]` takes 1000 rows). In place of
+            `text` a row may have `translation`, sentences by language: a document `English: ... → Greek: ...` for each
+            direction to and from `language`.
     """
 
     language: str
@@ -136,10 +139,31 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
     except (DatasetNotFoundError, ValueError, OSError) as error:
         raise InputError(f"{source}: the hub does not give this dataset ({str(error).splitlines()[0]}).") from None
     for number, row in enumerate(islice(stream, limit)):
-        if not isinstance(row.get("text"), str):
-            raise InputError(f"{source}: row {number} has no string under `text` (columns: {', '.join(row)}).")
-        if row["text"].strip() and is_of_language(row, language):
+        if not (isinstance(row.get("text"), str) or _is_translation(row)):
+            raise InputError(
+                f"{source}: row {number} has no string under `text`, nor strings by language under `translation` "
+                f"(columns: {', '.join(row)})."
+            )
+        yield from _documents(row, language)
+
+
+def _documents(row: Mapping[str, Any], language: str) -> Iterator[dict[str, str]]:
+    """What a row holds of a language; one tagged with another holds none."""
+    if not is_of_language(row, language):
+        return
+    if row.get("text") is not None:
+        if row["text"].strip():
             yield {"text": row["text"]}
+        return
+    sentences = row.get("translation") or {}
+    own = next((code for code in sentences if names_language(code, language)), None)
+    if own is not None:
+        yield from ({"text": text} for text in translation_documents(sentences, own))
+
+
+def _is_translation(row: Mapping[str, Any]) -> bool:
+    sentences = row.get("translation")
+    return isinstance(sentences, dict) and all(isinstance(text, str | None) for text in sentences.values())
 
 
 def is_of_language(row: Mapping[str, Any], language: str) -> bool:
@@ -165,8 +189,7 @@ def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict
     """The documents of a `.jsonl`, `.txt` or `.parquet` file; rows tagged with another language are left out."""
     rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path)
     for row in rows:
-        if row["text"] and row["text"].strip() and is_of_language(row, language):
-            yield {"text": row["text"]}
+        yield from _documents(row, language)
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:
@@ -184,12 +207,16 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
     try:
         with ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            if "text" not in columns:
-                raise InputError(f"{path}: no column `text` (columns: {', '.join(columns)}).")
-            kind = file.schema_arrow.field("text").type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise InputError(f"{path}: the column `text` holds {kind}, not strings.")
-            kept = [name for name in ("text", "language") if name in columns]
+            column = next((name for name in ("text", "translation") if name in columns), None)
+            if column is None:
+                raise InputError(f"{path}: no column `text` or `translation` (columns: {', '.join(columns)}).")
+            kind = file.schema_arrow.field(column).type
+            kinds = [field.type for field in kind] if pyarrow.types.is_struct(kind) else [kind]
+            strings = all(pyarrow.types.is_string(one) or pyarrow.types.is_large_string(one) for one in kinds)
+            if not strings or pyarrow.types.is_struct(kind) != (column == "translation"):
+                wanted = "strings by language" if column == "translation" else "strings"
+                raise InputError(f"{path}: the column `{column}` holds {kind}, not {wanted}.")
+            kept = [name for name in (column, "language") if name in columns]
             for batch in file.iter_batches(batch_size=256, columns=kept):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -206,11 +233,15 @@ def _json_row(path: str, number: int, line: str) -> dict:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{number}: not a JSON object ({error.msg}).") from None
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+    if not isinstance(row, dict) or not (isinstance(row.get("text"), str) or _is_translation(row)):
         found = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
-        raise InputError(f'{path}:{number}: needs an object with a string under "text" ({found}).')
+        raise InputError(
+            f'{path}:{number}: needs an object with a string under "text", or strings by language under "translation" '
+            f"({found})."
+        )
     try:
-        row["text"].encode()
+        for text in (row.get("text"), *(row.get("translation") or {}).values()):
+            (text or "").encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{path}:{number}: no Unicode text ({error.reason}).") from None
     return row

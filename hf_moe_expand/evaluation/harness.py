@@ -10,7 +10,7 @@ from typing import Any
 from datasets.exceptions import DatasetNotFoundError
 
 from ..errors import InputError
-from .extra import import_extra
+from ..extra import import_extra
 
 
 @dataclass(frozen=True)

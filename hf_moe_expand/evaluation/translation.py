@@ -6,18 +6,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import langcodes
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from ..data.parallel import Pair, translation_line, translation_start
 from ..data.sources import LanguageText
 from ..errors import InputError
+from ..extra import import_extra
 from ..jsonfile import write_json
 from ..models import longest_block
-from .extra import import_extra
-
-Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -132,26 +130,10 @@ def pair_name(pair: Pair) -> str:
     return "-".join(pair)
 
 
-def language_name(code: str) -> str:
-    """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified).
-
-    Raises:
-        InputError: no language has this code, or the package that knows the names is not installed.
-    """
-    import_extra("language_data")
-    try:
-        if langcodes.tag_is_valid(code):
-            return langcodes.Language.get(code).display_name()
-    except langcodes.LanguageTagError:
-        pass
-    raise InputError(f"{code!r} is no language code of ISO 639 (such as el or yue), so a prompt cannot name it.")
-
-
 def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ()) -> str:
     """A line an example, `English: ... → Greek: ...`, and the sentence in the same form, its translation left open."""
-    source, target = (language_name(code) for code in pair)
-    lines = [f"{source}: {given} → {target}: {wanted}" for given, wanted in examples]
-    return "\n".join([*lines, f"{source}: {sentence} → {target}:"])
+    lines = [translation_line(pair, given, wanted) for given, wanted in examples]
+    return "\n".join([*lines, translation_start(pair, sentence)])
 
 
 def translate(

@@ -1,9 +1,9 @@
-"""The packages that only some evaluations need: the extra `eval`."""
+"""The packages that only translation and evaluations need: the extra `eval`."""
 
 from importlib import import_module
 from types import ModuleType
 
-from ..errors import InputError
+from .errors import InputError
 
 
 def import_extra(name: str) -> ModuleType:
