@@ -1,0 +1,134 @@
+"""The scripts behind the documentation's tables on real text, end to end: with a tiny base, little text, few steps."""
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import save_dense, write_texts
+
+from hf_moe_expand.recipe import Recipe
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+STAGES = ("post_pretrain", "review", "group", "normal")
+LANGUAGES = ("en", "es", "zh", "el", "hu", "tr", "hi")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, help_text):
+    """`place("dmoe", "--steps 3")` runs a script in a folder with a base and text; returns what it wrote as a table."""
+    save_dense(tmp_path / "base")
+    (tmp_path / "data").mkdir()
+    for code in LANGUAGES:
+        write_texts(tmp_path / "data" / f"{code}.train.jsonl", [text[:1000] for text in help_text(code, "train", 40)])
+        write_texts(tmp_path / "data" / f"{code}.test.jsonl", [text[:200] for text in help_text(code, "test", 3)])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    load = Recipe.load
+
+    def small(path, *rest):
+        settings = yaml.safe_load(Path(path).read_text("utf-8"))
+        for part in (settings, *settings.get("expansions", ())):
+            for name in STAGES:
+                if name in part:
+                    training = part[name]["training"] | {"max_steps": 2, "per_device_train_batch_size": 2}
+                    part[name] |= {"block_size": 32, "training": training}
+        settings |= {"analysis": {"tokens": 300, "block_size": 32}, "evaluation": {"block_size": 32}}
+        if "deviation" in settings:
+            settings["deviation"] = {"steps": 2, "batch_size": 2, "block_size": 32, "micro_batch_size": 2}
+        (tmp_path / "small.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
+        return load(tmp_path / "small.yaml", *rest)
+
+    monkeypatch.setattr(Recipe, "load", small)
+
+    def run(name, *options):
+        table = tmp_path / "table.md"
+        given = {"--data": tmp_path / "data", "--base": tmp_path / "base", "--out": tmp_path / "out", "--table": table}
+        if name == "real_text":  # which makes the base
+            del given["--base"]
+        words = [*(str(word) for pair in given.items() for word in pair), *options]
+        monkeypatch.setattr("sys.argv", [f"{name}.py", *words])
+        importlib.import_module(name).main()
+        return table.read_text("utf-8")
+
+    return run
+
+
+def rows(table):
+    """Name of each row of the first table in a text, and its numbers."""
+    lines = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("|")][2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: values for name, *values in cells}
+
+
+def test_low_resource(place, tmp_path):
+    pytest.importorskip("matplotlib")
+    names = ["plain", "EOM 0.1", "FOM 0.3", "CMR 0.2", "curriculum"]
+    options = ["--steps", "4", "--every", "2", "--low-bytes", "4000", "--figure", str(tmp_path / "curves.svg")]
+    found = rows(place("low_resource", *options, "--runs", *names))
+    assert list(found) == names
+    assert "<svg" in (tmp_path / "curves.svg").read_text()
+    for name, values in found.items():
+        best, step, last, lost = values[:4]
+        assert float(best) <= float(last)
+        assert float(lost) == pytest.approx(float(last) - float(best), abs=2e-3)
+        curves = json.loads((tmp_path / "out" / name.replace(" ", "-") / "validation.json").read_text())
+        assert min(curves["bits_per_byte"]["hi"]) == pytest.approx(float(best), abs=5e-4)
+        assert int(step) in curves["steps"]
+    assert len({tuple(values) for values in found.values()}) >= 3  # the methods are not one and the same
+
+
+def test_dmoe(place):
+    table = place("dmoe", "--adapt-steps", "2")
+    found = rows(table)
+    assert list(found) == [
+        "base", "continued pre-training, 4 steps", "DMoE, group stage", "DMoE, normal training",
+        "continued pre-training, then hi", "DMoE, adapted to hi",
+    ]  # fmt: skip
+    # Adaptation leaves what the model says of its other languages alone, but for what is routed to the new expert.
+    assert found["base"] != found["DMoE, group stage"] != found["DMoE, normal training"]
+    assert "Groups: " in table
+
+
+def test_delta_moe(place, monkeypatch, tmp_path):
+    pytest.importorskip("trl")
+    script = importlib.import_module("delta_moe")
+    monkeypatch.setattr(script, "FOR_EACH_FORMAT", dict.fromkeys(script.FOR_EACH_FORMAT, 1))
+    steps = ["--steps", "2", "--sft-steps", "1", "--review-steps", "1", "--test-tokens", "600"]
+    found = rows(place("delta_moe", *steps))
+    assert list(found) == [
+        "base", "instruct", "MoE, stage 1", "DeltaMoE", "DeltaMoE, router tuning", "MoE-CPT-Avg", "Dense-FT",
+        "Dense-FT-Delta", "Dense-FT-Avg", "LLaMA-Pro",
+    ]  # fmt: skip
+    kept = {name: json.loads((tmp_path / "out" / "results" / f"{name}.json").read_text()) for name in found}
+    sizes = {name: result["parameters"] for name, result in kept.items()}
+    assert sizes["base"] == sizes["Dense-FT-Avg"] < sizes["LLaMA-Pro"]
+    assert sizes["base"] < sizes["MoE, stage 1"] == sizes["DeltaMoE"] == sizes["MoE-CPT-Avg"]
+
+
+def test_lifelong(place):
+    found = rows(place("lifelong"))
+    ways = ("el hu, then tr hi", "tr hi, then el hu", "el hu, then tr hi, uniform")
+    assert {name.partition(":")[0] for name in found} == {"base", *ways, "el hu tr hi at once"}
+    assert len(found) == 2 + 2 * len(ways)
+
+
+def test_real_text_and_perfect_classifiers(place, tmp_path, monkeypatch, capsys):
+    script = importlib.import_module("real_text")
+    tiny = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 6, "block_size": 32}
+    monkeypatch.setattr(script, "BASE", replace(script.BASE, **tiny, blocks_per_step=2, logging_steps=1))
+    found = rows(place("real_text", "--seeds", "0", "1", "--base-steps", "1"))
+    stages = ("post-pretrained", "reviewed")
+    trained = {f"{name}, {stage}, seed {seed}" for name in script.PLANS for stage in stages for seed in (0, 1)}
+    assert {*found} == {
+        "base", *trained, "full fine-tuning on new", "LayerMoE, reviewed, seed 0, classifiers off",
+    }  # fmt: skip
+    capsys.readouterr()
+    model = tmp_path / "out" / "LayerMoE-0" / "review"
+    options = ["--data", str(tmp_path / "data"), "--model", str(model), "--tokens", "1000"]
+    monkeypatch.setattr("sys.argv", ["perfect_classifiers.py", *options])
+    importlib.import_module("perfect_classifiers").main()
+    told = rows(capsys.readouterr().out)
+    assert len(told) == 4 + 6
+    assert len({tuple(values) for values in told.values()}) > 1
