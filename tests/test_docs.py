@@ -43,7 +43,7 @@ EXTRA = {
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 # The test that runs each guide's blocks of a kind. Of the scripts of benchmarks/ the options are read
-# (test_benchmarks_take_the_options_that_the_guides_give); test_benchmarks.py runs them.
+# (test_benchmarks_take_the_options_that_the_guides_give); test_benchmarks.py and test_real_text_benchmarks.py run them.
 TESTED = {
     ("README.md", ""): "test_repository.py::test_the_readmes_file_tree_is_the_repository",
     ("README.md", "bash"): "test_cli.py::test_every_command_of_the_readme_runs",

@@ -68,7 +68,7 @@ def language_stream(
     """
     ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens)
     if not any(scored):
-        raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
+        raise InputError(f"Language {language!r}: no text to score (whole documents, max_tokens {max_tokens}).")
     return ids, scored, size
 
 
