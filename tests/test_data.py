@@ -115,6 +115,8 @@ def test_translations_are_a_document_each_way(tmp_path):
         "English: a → Greek: α", "Greek: α → English: a", "Turkish: ä → Greek: α", "Greek: α → Turkish: ä",
     ]  # fmt: skip
     assert load(tmp_path / "three.jsonl")[0] == translation_prompt(("en", "el"), "a") + " α"  # as it is asked later
+    (tmp_path / "both.jsonl").write_text(json.dumps({"text": "γ", "translation": "c"}))  # a column of another use
+    assert load(tmp_path / "both.jsonl") == ["γ"]
     (tmp_path / "hungarian.jsonl").write_text(json.dumps({"translation": {"en": "a", "hu": "b"}}))
     with pytest.raises(InputError, match="no text in language 'el'"):
         load(tmp_path / "hungarian.jsonl")

@@ -240,7 +240,7 @@ def _json_row(path: str, number: int, line: str) -> dict:
             f"({found})."
         )
     try:
-        for text in (row.get("text"), *(row.get("translation") or {}).values()):
+        for text in [row["text"]] if isinstance(row.get("text"), str) else row["translation"].values():
             (text or "").encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{path}:{number}: no Unicode text ({error.reason}).") from None

@@ -1,0 +1,74 @@
+"""Checkpoint surgery reads in pieces: no step holds a whole tensor, but for routers and classifiers."""
+
+import pytest
+import torch
+from conftest import save_dense
+
+from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint, shrink_checkpoint
+from hf_moe_expand.checkpoint import reader
+from hf_moe_expand.checkpoint.branches import expand_branches
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.depth import expand_depth
+from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
+
+UNIFORM = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
+GROUPS = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
+LARGEST = 4096  # bytes; the embedding has 32,896
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A base, a fine-tune of it in another type, and an expanded model."""
+    root = tmp_path_factory.mktemp("surgery")
+    save_dense(root / "base")
+    save_dense(root / "instruct", dtype=torch.bfloat16)
+    expand_checkpoint(root / "base", root / "expanded", UNIFORM)
+    further = Plan("uniform", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    grow_checkpoint(root / "expanded", root / "grown", further)
+    return root
+
+
+WORK = {
+    "expand": lambda at, out: expand_checkpoint(at / "base", out, UNIFORM),
+    "grow": lambda at, out: grow_checkpoint(
+        at / "expanded", out, Plan("uniform", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    ),
+    "shrink": lambda at, out: shrink_checkpoint(at / "grown", out, 1),
+    "graft": lambda at, out: graft_delta(at / "expanded", out, at / "base", at / "instruct"),
+    "merge delta": lambda at, out: merge_delta(at / "base", out, at / "base", at / "instruct"),
+    "merge average": lambda at, out: average_checkpoints([at / "expanded", at / "instruct"], out),
+    "expand-branches": lambda at, out: expand_branches([at / "base", at / "instruct"], out, GROUPS),
+    "expand-depth": lambda at, out: expand_depth(at / "base", out, 1),
+    "export": lambda at, out: export_native(at / "expanded", out),
+    "export --expert": lambda at, out: export_expert(at / "expanded", out, 1),
+    "diff": lambda at, out: compare_checkpoints(at / "base", at / "instruct"),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_no_step_reads_a_whole_tensor(place, tmp_path, monkeypatch, name):
+    read = reader.CheckpointReader.tensor
+
+    def routing_only(self, name):
+        assert "router" in name or "classifier" in name, f"{name} is read as a whole"
+        return read(self, name)
+
+    sizes = []
+
+    def watched(method):
+        def pieces(self, *arguments, **options):
+            for piece in method(self, *arguments, **options):
+                sizes.append(piece.nbytes if isinstance(piece, torch.Tensor) else len(piece))
+                yield piece
+
+        return pieces
+
+    monkeypatch.setattr(reader, "_PIECE", LARGEST // 4)
+    monkeypatch.setattr(reader, "_CHUNK", LARGEST)
+    monkeypatch.setattr(reader.CheckpointReader, "tensor", routing_only)
+    for method in ("chunks", "pieces"):
+        monkeypatch.setattr(reader.CheckpointReader, method, watched(getattr(reader.CheckpointReader, method)))
+    WORK[name](place, tmp_path / "out")
+    assert len(sizes) > 20
+    assert max(sizes) <= LARGEST
