@@ -202,12 +202,12 @@ def test_a_dmoe_models_experts_are_its_groups():
     header, rows = result.rows()
     assert header == [
         "layer", "experts", "expert 0 old", "expert 0 new", "classifier old", "classifier new",
-        "E_50% old", "E_50% new", "co-location",
+        "E_50% old", "E_50% new",
     ]  # fmt: skip
     assert [row[:3] + row[4:7] for row in rows] == [["0", "2", "-", "-", "-", "-"], ["3", "2", "-", "-", "-", "-"]]
     expected = mean([result.expert_0_score[code][1] for code in TEXTS])
     assert rows[1][3] == f"{expected:.3f}"
-    assert [row[8] for row in rows] == [f"{result.colocation[0]:.2f}", "-"]
+    assert result.colocation_rows() == (["layers", "co-location"], [["0, 3", f"{result.colocation[0]:.2f}"]])
 
 
 @pytest.mark.parametrize(("gate", "share"), [(-50.0, 1.0), (50.0, 0.0), (math.log(3), 0.25)])
@@ -383,6 +383,8 @@ def test_the_command_line(checkpoint):
     said = analyze(checkpoint, "expanded", *data(checkpoint, "en", "el"), *small, "--figures", checkpoint / "figures")
     assert "E_50%" in said
     assert "random experts" in said
+    assert "co-location" in said
+    assert "…" not in said  # no heading is cut off at 80 columns
     found = json.loads((checkpoint / "routing.json").read_text())
     assert (found["classes"], found["layers"], found["tokens"]) == ({"en": 0, "el": 1}, [0, 2], 60)
     # Copies of one FFN: it does not matter which experts a token takes.

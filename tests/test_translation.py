@@ -155,6 +155,9 @@ def test_parallel_text(tmp_path):
     en = source("en", "en.txt", "One.\nTwo  words.\n")
     texts = load_parallel({"en": en, "el": source("el", "el.jsonl", '{"text": "Ένα."}\n{"text": "Δύο\\nλέξεις."}\n')})
     assert texts == {"en": ["One.", "Two words."], "el": ["Ένα.", "Δύο λέξεις."]}
+    both = '{"translation": {"en": "One.", "el": "Ένα."}}\n{"translation": {"en": "Two.", "el": "Δύο."}}\n'
+    with pytest.raises(InputError, match="rows with `translation`, which are documents of both directions"):
+        load_parallel({"en": en, "el": source("el", "both.jsonl", both)})
     with pytest.raises(InputError, match=r"en.txt has 2 sentences, \S*el.txt has 3"):
         load_parallel({"en": en, "el": source("el", "el.txt", "a\nb\nc\n")})
     with pytest.raises(InputError, match=r"el.txt: 2 of 3 lines are text in 'el'"):

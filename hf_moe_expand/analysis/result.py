@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,15 +136,13 @@ class RoutingResult:
         return [language for language, number in self.classes.items() if (number == 0) == old]
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, and a row a layer with means over the base model's languages (old) and the others (new), and
-        the co-location with the next layer."""
+        """A table: header, and a row a layer with means over the base model's languages (old) and the others (new)."""
         columns: list[tuple[str, Mapping[str, Sequence[Any]], int]] = [
             ("expert 0", self.expert_0_score, 3),
             ("classifier", self.classifier_accuracy, 3),
             ("E_50%", self.experts_for_half, 1),
         ]
-        kinds = [f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new")]
-        header = ["layer", "experts", *kinds, "co-location"]
+        header = ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new"))]
         rows = []
         for index, layer in enumerate(self.layers):
             row = [str(layer), str(len(next(iter(self.top1_share.values()))[index]))]
@@ -152,9 +150,14 @@ class RoutingResult:
                 for old in (True, False):
                     found = [values[code][index] for code in self.of_kind(old)]
                     row.append("-" if not found or None in found else f"{sum(found) / len(found):.{digits}f}")
-            together = self.colocation[index] if index < len(self.colocation) else None
-            rows.append([*row, "-" if together is None else f"{together:.2f}"])
+            rows.append(row)
         return header, rows
+
+    def colocation_rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and a row for each two expanded layers one after the other."""
+        pairs = zip(pairwise(self.layers), self.colocation, strict=True)
+        rows = [[f"{here}, {there}", "-" if value is None else f"{value:.2f}"] for (here, there), value in pairs]
+        return ["layers", "co-location"], rows
 
     def to_json(self, path: str | Path) -> None:
         write_json(path, self.__dict__)

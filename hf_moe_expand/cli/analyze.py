@@ -171,6 +171,8 @@ def analyze_routing(
     ways = (result.perplexity, result.random_perplexity)
     rows = [[code, *(f"{perplexity[code]:.2f}" for perplexity in ways)] for code in result.classes]
     print_table(["perplexity", "router's experts", "random experts"], rows)
+    if result.colocation:
+        print_table(*result.colocation_rows())
     if pictures:
         from ..evaluation.figures import plot_expert_0_scores, plot_expert_shares
 

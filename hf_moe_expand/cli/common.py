@@ -95,12 +95,17 @@ def check_figure(path: Path | None, overwrite: bool) -> None:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Prints a table; where the terminal is too narrow for it, each word of a heading has a line of its own."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*header)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    for headings in (header, [heading.replace(" ", "\n") for heading in header]):
+        table = Table(*headings)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        if Console(width=10_000).measure(table).maximum <= console.width:
+            break
+    console.print(table)

@@ -84,7 +84,8 @@ class LanguageText:
 
     def _no_text(self) -> InputError:
         return InputError(
-            f"{self.source}: no text in language {self.language!r}: where rows have a `language`, it must be this one."
+            f"{self.source}: no text in language {self.language!r}: where rows have a `language`, it must be this one; "
+            "a `translation` must hold it."
         )
 
     def files(self) -> list[Path]:

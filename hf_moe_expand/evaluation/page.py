@@ -430,6 +430,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
         "maps": maps,
         "expert_0": Markup(svg),
         "table": found.rows(),
+        "colocation": found.colocation_rows(),
         "perplexity": [
             (code, f"{found.perplexity[code]:.2f}", f"{found.random_perplexity[code]:.2f}") for code in old + new
         ],

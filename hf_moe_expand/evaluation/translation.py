@@ -85,6 +85,11 @@ def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
     texts = {code: [" ".join(text.split()) for text in source.load()["text"]] for code, source in sources.items()}
     for code, source in sources.items():
         lines = sum(_lines(file) for file in source.files() if file.suffix != ".parquet")
+        if lines and len(texts[code]) > lines:
+            raise InputError(
+                f"{source.source}: has rows with `translation`, which are documents of both directions; a parallel "
+                "file has the sentences of one language, one a line."
+            )
         if lines and lines != len(texts[code]):
             raise InputError(
                 f"{source.source}: {len(texts[code])} of {lines} lines are text in {code!r}; in a parallel file "
