@@ -21,10 +21,7 @@ oldest: $(VENV)-oldest/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# mypy does not follow the editable install's mapping: it reads a copy laid out as the wheel is.
-	rm -rf build/typed && mkdir -p build/typed && cp -r hf_moe_expand build/typed/
-	cp -r modeling trainers build/typed/hf_moe_expand/
-	cd build/typed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p hf_moe_expand
+	$(BIN)/mypy -p hf_moe_expand
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,232 @@
+"""Settings declared once: types with bounds, and mappings read into them with errors that name the key.
+
+A class of settings is a dataclass or a pydantic model whose annotations are the types below. The annotations are the
+check, the JSON schema and the documentation.
+"""
+
+import difflib
+import types
+import typing
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+import pydantic
+from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
+
+from .errors import InputError
+
+T = TypeVar("T")
+
+CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+
+def _whole(value: Any) -> Any:
+    """YAML's `1e5` is a float: a whole one is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
+Number = Annotated[float, Strict()]
+Text = Annotated[str, Strict()]
+Flag = Annotated[bool, Strict()]
+Count = Annotated[Whole, Field(ge=1)]
+Coefficient = Annotated[Number, Field(ge=0), AllowInfNan(False)]
+Positive = Annotated[Number, Field(gt=0), AllowInfNan(False)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Probability = Annotated[Number, Field(ge=0, lt=1)]
+
+_KINDS = {
+    "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "string_type": "text",
+    "bool_type": "true or false", "list_type": "a list", "dict_type": "`key: value` lines",
+    "mapping_type": "`key: value` lines", "dataclass_type": "`key: value` lines", "model_type": "`key: value` lines",
+    "model_attributes_type": "`key: value` lines", "none_required": "null",
+}  # fmt: skip
+_BOUNDS = {
+    "greater_than_equal": ("at least {ge}", "ge"),
+    "greater_than": ("larger than {gt}", "gt"),
+    "less_than_equal": ("at most {le}", "le"),
+    "less_than": ("less than {lt}", "lt"),
+}
+
+
+@dataclass_transform(frozen_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose fields are checked however it is made.
+
+    A class attribute `renamed` maps former keys to today's: `read` takes them with a warning.
+    """
+    made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, config=CONFIG)
+    checked, names = made.__init__, [field.name for field in fields(made) if field.init]
+
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            checked(self, **dict(zip(names, args, strict=False)), **values)
+        except pydantic.ValidationError as error:
+            raise InputError(_explained(error, made, "")) from None
+
+    made.__init__ = __init__
+    return made
+
+
+def read(cls: type[T], mapping: Any, where: str = "") -> T:
+    """An instance of a settings class from a mapping, every key and value checked, inside lists and mappings too.
+
+    Args:
+        where: what messages put in front of a key: a file, or a key of the mapping's parent.
+
+    Raises:
+        InputError: an unknown key (names the nearest known one), a missing one, a value of another type or out of
+            range; or the class's own check fails.
+    """
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
+    former: list[str] = []
+    current = _with_current_keys(cls, mapping, (), former)
+    if former:
+        warnings.warn(f"{_place(where)}{'; '.join(former)}. The next release refuses the old keys.", FutureWarning, 2)
+    try:
+        return _adapter(cls).validate_python(current)  # type: ignore[arg-type]
+    except pydantic.ValidationError as error:
+        raise InputError(_explained(error, cls, where)) from None
+
+
+def json_schema(cls: type) -> dict[str, Any]:
+    """The JSON schema of a settings class, for editors."""
+    return _adapter(cls).json_schema()
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """`unknown key ...`, with the nearest known one."""
+    known = list(known)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}."
+    return f"unknown key `{key}`; {hint}"
+
+
+def keys_of(cls: type) -> dict[str, Any]:
+    """The keys of a settings class and their types."""
+    if isinstance(cls, type) and issubclass(cls, BaseModel):
+        return {name: field.annotation for name, field in cls.model_fields.items()}
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)} if is_dataclass(cls) else {}
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter:
+    return TypeAdapter(cls)
+
+
+def _is_settings(hint: Any) -> bool:
+    return isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, BaseModel))
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """The types that a hint allows, without `Annotated` and unions."""
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        yield from _parts(typing.get_args(hint)[0])
+    elif origin in (types.UnionType, typing.Union):
+        for option in typing.get_args(hint):
+            yield from _parts(option)
+    else:
+        yield hint
+
+
+def _with_current_keys(hint: Any, value: Any, path: tuple[Any, ...], former: list[str]) -> Any:
+    """`value` with former keys under today's names; each is told in `former`."""
+    for part in _parts(hint):
+        if isinstance(value, list) and typing.get_origin(part) is list:
+            inner = typing.get_args(part)[0]
+            return [_with_current_keys(inner, item, (*path, i), former) for i, item in enumerate(value)]
+        if isinstance(value, Mapping) and _is_settings(part):
+            renamed, hints = getattr(part, "renamed", {}), keys_of(part)
+            current: dict[Any, Any] = {}
+            for key, item in value.items():
+                name = renamed.get(key, key)
+                if name != key:
+                    if name in value:
+                        raise InputError(f"{_path((*path, key))} is the old name of {name}, which is there too.")
+                    former.append(f"{_path((*path, key))} is now called {name}")
+                current[name] = _with_current_keys(hints.get(str(name), Any), item, (*path, name), former)
+            return current
+    return value
+
+
+def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
+    """The first mistake in one sentence; where a union was tried, what each of its types wanted."""
+    errors = error.errors(include_url=False)
+    path = max((_known_path(cls, found["loc"]) for found in errors), key=len)
+    same = [found for found in errors if _known_path(cls, found["loc"]) == path]
+    first = same[0]
+    kind, value = first["type"], first["input"]
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{_place(where, path[:-1])}{unknown_key(str(path[-1]), keys_of(_class_at(cls, path[:-1])))}"
+    if kind in ("missing", "missing_argument"):
+        return f"{_place(where, path[:-1])}`{path[-1]}` is missing."
+    if kind == "value_error":
+        return f"{_place(where, path)}{first['ctx']['error']}"
+    if kind == "finite_number":
+        return f"{_place(where, path[:-1])}{path[-1]} is {value}: must be finite."
+    if bound := next((found for found in same if found["type"] in _BOUNDS), None):
+        words, name = _BOUNDS[bound["type"]]
+        number = f"{bound['ctx'][name]:g}"
+        return f"{_place(where, path[:-1])}{path[-1]} is {bound['input']}: must be {words.format(**{name: number})}."
+    wanted = list(dict.fromkeys(_KINDS.get(str(found["type"]), found["msg"]) for found in same))
+    if not path:
+        return f"{_place(where)}expected {' or '.join(wanted)}, found {_found(value)}."
+    return f"{_place(where, path)}expected {' or '.join(wanted)}, found {_found(value)}."
+
+
+def _found(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, Mapping | list) else repr(value)
+
+
+def _place(where: str, path: Sequence[Any] = ()) -> str:
+    """What stands in front of a message."""
+    joined = _path(path)
+    glue = ": " if where and joined and ("/" in where or "." in where) else "." if where and joined else ""
+    return f"{where}{glue}{joined}: " if where or joined else ""
+
+
+def _path(path: Sequence[Any]) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _known_path(cls: type, location: Sequence[Any]) -> tuple[Any, ...]:
+    """A location without the names of union members and validators that pydantic puts into it."""
+    path: list[Any] = []
+    hints: list[Any] = [cls]
+    for part in location:
+        settled = [p for hint in hints for p in _parts(hint)]
+        inner = [keys_of(p)[part] for p in settled if _is_settings(p) and part in keys_of(p)]
+        if isinstance(part, int):
+            inner = [typing.get_args(p)[0] for p in settled if typing.get_origin(p) is list]
+        elif not inner and any(typing.get_origin(p) is dict for p in settled):
+            inner = [typing.get_args(p)[1] for p in settled if typing.get_origin(p) is dict]
+        if inner:
+            path.append(part)
+            hints = inner
+        elif part == location[-1] and any(_is_settings(p) for p in settled) and not _is_label(part, settled):
+            path.append(part)  # a key that is not known
+    return tuple(path)
+
+
+def _is_label(part: Any, options: Sequence[Any]) -> bool:
+    return any(part == getattr(option, "__name__", None) for option in options)
+
+
+def _class_at(cls: type, path: Sequence[Any]) -> type:
+    hint: Any = cls
+    for part in path:
+        options = list(_parts(hint))
+        if isinstance(part, int):
+            hint = next(typing.get_args(p)[0] for p in options if typing.get_origin(p) is list)
+        else:
+            hint = next(keys_of(p)[part] for p in options if _is_settings(p) and part in keys_of(p))
+    return next(p for p in _parts(hint) if _is_settings(p))
