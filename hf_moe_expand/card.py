@@ -14,12 +14,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_downloa
 
 from . import __version__
 from .checkpoint.expansion_only import BaseModel, base_of
-from .checkpoint.history import without_folders
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation
 from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
+from .records import without_folders
 
 THIS = "this model"
 _LAYER_MOE_METHODS = ("layer-moe", "uniform", "mola", "random")

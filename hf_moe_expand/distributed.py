@@ -17,7 +17,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader
 from .checkpoint.stored import stored_names
 from .errors import InputError
-from .settings import unknown_key
+from .schema import unknown_key
 
 SHARDING = "distributed_config"  # the one key of a stage's `training` that goes to `from_pretrained`
 _LAST_MOMENT = 0.5  # seconds
@@ -68,9 +68,9 @@ def check_sharding(training: Mapping[str, Any], where: str) -> None:
             )
 
 
-def sharding(training: Mapping[str, Any]) -> dict[str, Any]:
-    """What `from_pretrained` is told about sharding."""
-    return {SHARDING: DistributedConfig(**training[SHARDING])} if SHARDING in training else {}
+def sharding(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a stage's `distributed_config`."""
+    return {} if settings is None else {SHARDING: DistributedConfig(**settings)}
 
 
 def check_deepspeed(trainer: Any, config: Any) -> None:

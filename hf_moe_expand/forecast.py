@@ -14,7 +14,9 @@ from .checkpoint.source import load_base_config, resolve_checkpoint
 from .errors import InputError
 from .inspection import Inspection, inspect_config
 from .planning.plan import Plan
-from .trainers import Stage, freeze
+from .stages import road
+from .stages.base import TrainingStage
+from .trainers.freezing import freeze
 
 # Float32 master weights, their gradients, and AdamW's two moments.
 _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8
@@ -75,7 +77,7 @@ class Forecast:
         if hours:
             lines.append(
                 f"hours: of one device at {tflops:g} TFLOP/s, if the stage trains on {tokens:,.0f} tokens"
-                + ("" if "group" in [stage.name for stage in self.stages] else "; a review needs few of them")
+                + ("" if not any(stage.name == "review" for stage in self.stages) else "; a review needs few of them")
             )
         return lines
 
@@ -103,13 +105,12 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
     met = found.active - looked_up
     stages = []
-    if plan.groups:  # DMoE: everything trains
-        for name, used in (("group", met - _second_expert(network)), ("normal", met)):
-            stages.append(_cost(name, found.total, found.total, used, used))
-    else:
-        for stage in (Stage.POST_PRETRAIN, Stage.REVIEW):
-            trainable = freeze(network, stage).trainable
-            stages.append(_cost(str(stage), trainable, found.total, met, _met_and_trained(network)))
+    for stage in road(config.model_type):
+        if isinstance(stage, TrainingStage):
+            trainable = freeze(network, stage.trains).trainable
+            fewer = _other_experts(network) if stage.one_expert_runs else 0
+            both = _met_and_trained(network) if not stage.trains.everything else met - fewer
+            stages.append(_cost(stage.name, trainable, found.total, met - fewer, both))
     stages.append(_cost("full fine-tuning of the base", found.base, found.base, *[found.base - looked_up] * 2))
     return Forecast(found, stages)
 
@@ -123,8 +124,8 @@ def _met_and_trained(network: Any) -> float:
     return trained
 
 
-def _second_expert(network: Any) -> int:
-    """Weights that a token meets less in the group stage, in which one expert runs alone."""
+def _other_experts(network: Any) -> int:
+    """Parameters that are idle for a token where one expert runs alone."""
     return sum(
         (ffn.top_k - 1) * sum(p.numel() for p in ffn.experts[0].parameters())
         for ffn in network.expanded_ffns().values()

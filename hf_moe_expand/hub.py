@@ -21,6 +21,7 @@ from .hub_files import CARD, EVALUATION, is_weights, published_files, refuse_pri
 from .jsonfile import read_json
 from .load_check import check_loads_alone
 from .modeling import MODEL_CLASSES
+from .stages import ROAD, stage_of
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,10 @@ def _evaluation(
 def _name_in_run(folder: Path, run: Path) -> str:
     """What a run's evaluation calls one of its checkpoints: by its stage, or, of a run with several expansions, by the
     expansion that it is the end of."""
-    from .pipeline import PARTICIPLES  # heavy
-
+    participles = {key: stage_of(key).participle for key in ROAD}
     if folder.parent == run:
-        return PARTICIPLES.get(folder.name, folder.name)
-    last = [stage for stage in PARTICIPLES if (folder.parent / stage).is_dir()][-1:]
+        return participles.get(folder.name, folder.name)
+    last = [stage for stage in participles if (folder.parent / stage).is_dir()][-1:]
     return f"after expansion {folder.parent.name}" if [folder.name] == last else ""
 
 

@@ -1,6 +1,7 @@
 """What an expanded checkpoint consists of: layers, experts, parameters, history. Reads no weights."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
-from .trainers import Stage, freeze
+from .records import ExpansionRecord, History
+from .stages import training_stages
+from .trainers.freezing import freeze
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Inspection:
         total, active: all parameters, and those that one token uses.
         base: parameters of the dense model inside.
         trainable: parameters that each stage trains.
-        expansions: the provenance entries of config.json.
+        expansions: the records in config.json.
         updates: rank and alpha of LoRA experts.
     """
 
@@ -32,7 +35,7 @@ class Inspection:
     active: int
     base: int
     trainable: dict[str, int]
-    expansions: list[dict[str, Any]]
+    expansions: Sequence[ExpansionRecord]
     updates: tuple[int, float] | None = None
 
     def lines(self) -> list[str]:
@@ -50,14 +53,14 @@ class Inspection:
         ]
         for stage, count in self.trainable.items():
             lines.append(f"trained in {stage:<14}   {count:,} ({100 * count / self.total:.2f} %)")
-        for number, entry in enumerate(self.expansions, start=1):
+        for number, expansion in enumerate(self.expansions, start=1):
+            old, new = (", ".join(codes) or "-" for codes in (expansion.old_languages, expansion.new_languages))
             lines.append(
-                f"expansion {number}         {entry['method']} on {entry['base_model']}: "
-                f"old {', '.join(entry['old_languages']) or '-'}; new {', '.join(entry['new_languages']) or '-'}"
+                f"expansion {number}         {expansion.method} on {expansion.base_model}: old {old}; new {new}"
             )
             lines += [
-                f"  {stage['stage']}" + (f", {stage['steps']} steps, seed {stage['seed']}" if "steps" in stage else "")
-                for stage in entry["stages"]
+                f"  {stage.stage}" + (f", {stage.steps} steps, seed {stage.seed}" if stage.steps is not None else "")
+                for stage in expansion.stages
             ]
         return lines
 
@@ -87,10 +90,11 @@ def inspect_config(config: Any) -> Inspection:
         idle += (len(ffn.experts) - active) * _size(ffn.experts[-1])
         added += _size(ffn) - expert
     total = _size(network)
-    trainable = {str(stage): freeze(network, stage).trainable for stage in (Stage.POST_PRETRAIN, Stage.REVIEW)}
+    stages = [stage for stage in training_stages() if config.model_type in stage.families]
+    trainable = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
-        config.expansions or [], updates,
+        History.of(config).expansions, updates,
     )  # fmt: skip
 
 

@@ -1,67 +1,93 @@
-"""`run`: the whole way, step by step. A step that is done is not done again."""
+"""`run` and `validate`: the whole way, step by step. A step that is done is not done again."""
 
 import hashlib
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-
-from .analysis.deviation import measure_deviation
-from .analysis.result import DeviationResult, SimilarityResult
-from .analysis.routing import nearest_experts
-from .analysis.similarity import measure_similarity
-from .checkpoint.expand import expand_checkpoint
-from .checkpoint.graft import graft_delta
-from .checkpoint.grow import grow_checkpoint
-from .checkpoint.source import load_config, resolve_checkpoint
-from .data.sources import LanguageText
+from .checkpoint.reader import CheckpointReader
+from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .distributed import launched
 from .errors import InputError
-from .evaluation.perplexity import evaluate_model
 from .evaluation.report import Evaluation
 from .jsonfile import read_json, write_json
-from .models import load_for_inference
-from .planning.make import make_plan
-from .planning.plan import Plan
-from .recipe import Expansion, Recipe
-from .recipe_checks import validate_recipe
-from .training import check_frozen, train_stage
-
-# What the evaluation calls the checkpoint of each.
-PARTICIPLES = {
-    "post_pretrain": "post-pretrained", "graft": "grafted", "review": "reviewed",
-    "group": "group-trained", "normal": "trained normally",
-}  # fmt: skip
+from .recipe import Recipe
+from .recipe_paths import unset_variable
+from .stages.base import TrainingStage
+from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
+from .steps.base import Checks, Done, Round, Step, named
+from .steps.evaluate import Evaluate
+from .steps.expand import Expand
+from .steps.plan import MakePlan
+from .steps.stage import GraftStep, StageStep, TrainStep
 
 # The key of a run's record under which the step at work stands.
 _BEGUN = "begun"
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a run.
+def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
+    """The steps of a recipe in order, and the folder of its final checkpoint."""
+    root, sources = Path(recipe.output), recipe.training_sources
+    steps: list[Step] = []
+    models: dict[str, str] = {"base": recipe.base}
+    start, old = recipe.base, list(recipe.old)
+    lifelong = len(recipe.rounds) > 1
+    for number, expansion in enumerate(recipe.rounds, start=1):
+        texts = {code: sources[code] for code in (*old, *expansion.new)}
+        work = Round(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
+        if expansion.plan.needs:
+            analyze = {"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[expansion.plan.needs]
+            steps.append(analyze(work))
+        steps += [MakePlan(work), Expand(work)]
+        for stage, settings in expansion.stages():
+            kind: type[StageStep] = TrainStep if isinstance(stage, TrainingStage) else GraftStep
+            steps.append(kind(work, stage, settings, steps[-1].output))
+            if not lifelong:
+                models[stage.participle] = str(steps[-1].output)
+        start, old = str(steps[-1].output), [*old, *expansion.new]
+        if lifelong:
+            models[f"after expansion {number}"] = start
+    if recipe.test:
+        steps.append(Evaluate(recipe, root, models))
+    return steps, Path(start)
 
-    Attributes:
-        output: what it makes.
-        settings: the part of the recipe that it is made from.
-        work: makes it, and returns a summary.
-        every_rank: all ranks work, not the first alone.
-        repeatable: is done again where its settings changed: nothing follows from it.
-        finish: what is left to do where an interruption came after the output.
+
+def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
+    """Checks all that can be checked without loading weights; returns what was found to be right, one line each.
+
+    Local text is read as far as it takes to know that there is enough of it; the hub's is not.
+
+    Args:
+        offline: download nothing, and leave out, with a line that says so, what needs a base that is not at hand or a
+            variable that is not set.
+
+    Raises:
+        InputError: the first mistake found.
     """
-
-    name: str
-    output: Path
-    settings: Any
-    work: Callable[[], str]
-    every_rank: bool = False
-    repeatable: bool = False
-    finish: Callable[[], str] | None = None
+    if offline:
+        config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
+    else:
+        config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
+    checks = Checks(recipe, config, offline)
+    if config is None:
+        checks.found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
+    else:
+        checks.found.append(f"base: {recipe.base}, {config.model_type}, {config.num_hidden_layers} layers")
+    for key, source in recipe.keyed_sources():
+        if offline and (unset := unset_variable(source.source)):
+            checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")
+            continue
+        named(key, source.check)
+        files = source.files()
+        checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+    for step in steps_of(recipe)[0]:
+        step.check(checks)
+    checks.found.append("training: TrainingArguments takes every setting")
+    if checks.counted:
+        checks.found.append(f"analysis: {' '.join(checks.counted)} have as much text as it reads")
+    return checks.found
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
@@ -74,49 +100,40 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         The folder of the final checkpoint.
 
     Raises:
-        InputError: the recipe is wrong, or it was changed after one of its steps had run; what is evaluated may change.
+        InputError: the recipe is wrong; or it, a text or the base was changed after a step had run with it. What is
+            evaluated may change.
     """
     state = launched()
     if not state.is_main_process:
         say = _say_nothing
     validate_recipe(recipe)
     root = Path(recipe.output)
-    record = root / "steps.json"
-    done: dict[str, Any] = read_json(record, "the record of a run") if record.is_file() else {}
-    fingerprint = _fingerprint("start", {"base": recipe.base, "revision": recipe.revision, "seed": recipe.seed})
-    steps, final = _steps(recipe, root)
-    _refuse_changed(done, steps, fingerprint, root)
+    steps, final = steps_of(recipe)
+    record = _Record(root, steps, _start(recipe))
+    record.refuse_changes()
     state.wait_for_everyone()  # all have read the record before the first writes to it
     if state.is_main_process:
         _keep_text(recipe, root)
     for number, step in enumerate(steps, start=1):
-        fingerprint = _fingerprint(fingerprint, step.settings)
         label = f"[{number}/{len(steps)}] {step.name}"
-        changed = step.repeatable and done.get(step.name, {}).get("fingerprint") != fingerprint
-        if step.name in done and step.output.exists() and not changed:
-            say(f"{label}: done already ({done[step.name]['summary']})")
+        if record.is_done(step) and step.output.exists() and not (step.repeatable and record.changes(step)):
+            say(f"{label}: done already ({record.done[step.name]['summary']})")
             continue
-        later = [other for other in steps[number:] if _stands_for(other, step) and _still_there(other, done)]
-        if step.name in done and later and not step.repeatable:
-            say(f"{label}: done, no longer kept; to make it anew, delete {later[0].output} too")
+        if needless := record.made_from(step, steps[number:]):
+            say(f"{label}: done, no longer kept; to make it anew, delete {needless.output} too")
             continue
         say(f"{label} ...")
-        unrecorded = step.output.exists() and done.get(_BEGUN, {}).get("step") == step.name
-        work = step.finish if step.finish and unrecorded else step.work
-        for other in steps[number:]:
-            if other.repeatable:
-                done.pop(other.name, None)  # it is of what was there before
-        if state.is_main_process:
-            write_json(record, {**done, _BEGUN: {"step": step.name, "fingerprint": fingerprint}})
+        unrecorded = step.output.exists() and record.is_begun(step)
+        record.begin(step, steps[number:], state.is_main_process)
         started = time.time()
-        summary = work() if step.every_rank or state.is_main_process else ""
+        done = Done("")
+        if step.every_rank or state.is_main_process:
+            done = (step.finish() if unrecorded else None) or step.work()
         state.wait_for_everyone()
-        done.pop(_BEGUN, None)
         if state.is_main_process:
-            seconds = round(time.time() - started, 1)
-            done[step.name] = {"fingerprint": fingerprint, "seconds": seconds, "summary": summary}
-            write_json(record, done)
-            say(f"{label}: {summary} ({seconds:.0f} s)")
+            seconds = time.time() - started
+            record.end(step, done, seconds)
+            say(f"{label}: {done.summary} ({seconds:.0f} s)")
     if recipe.test:
         say("bits per byte of held-out text, lower is better:")
         say(Evaluation.from_json(root / "evaluation.json").markdown())
@@ -124,220 +141,82 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     return final
 
 
-def _steps(recipe: Recipe, root: Path) -> tuple[list[Step], Path]:
-    sources = recipe.training_sources
-    steps: list[Step] = []
-    models: dict[str, str] = {"base": recipe.base}
-    start, old = recipe.base, list(recipe.old)
-    for number, expansion in enumerate(recipe.rounds, start=1):
-        lifelong = len(recipe.rounds) > 1
-        prefix, folder = (f"expansion {number}: ", root / str(number)) if lifelong else ("", root)
-        work = _Round(recipe, expansion, folder, start, old, {code: sources[code] for code in (*old, *expansion.new)})
-        made, stages = work.steps(prefix)
-        steps += made
-        start = str(stages[list(stages)[-1]])
-        if lifelong:
-            models[f"after expansion {number}"] = start
-        else:
-            models |= {PARTICIPLES[name]: str(path) for name, path in stages.items()}
-        old = [*old, *expansion.new]
-    if recipe.test:
-        evaluation = {"settings": asdict(recipe.evaluation), "test": recipe.test}
-        output = root / "evaluation.json"
-        steps.append(Step("evaluate", output, evaluation, lambda: _evaluate(recipe, root, models), repeatable=True))
-    return steps, Path(start)
+class _Record:
+    """`steps.json`: which steps are done, what each was made from, and which one is at work."""
+
+    def __init__(self, root: Path, steps: list[Step], start: dict[str, Any]) -> None:
+        self.root, self.path, self.steps = root, root / "steps.json", steps
+        self.done: dict[str, Any] = read_json(self.path, "the record of a run") if self.path.is_file() else {}
+        # A step is made from all that the steps before it were made from.
+        self.made: dict[str, dict[str, str]] = {}
+        before = _hashed(start)
+        for step in steps:
+            before = {**before, **_hashed({f"{step.name}: {key}": value for key, value in step.inputs().items()})}
+            self.made[step.name] = before
+
+    def is_done(self, step: Step) -> bool:
+        return step.name in self.done
+
+    def is_begun(self, step: Step) -> bool:
+        return self.done.get(_BEGUN, {}).get("step") == step.name
+
+    def changes(self, step: Step) -> list[str]:
+        """The inputs that differ from those that the step has run with."""
+        unrecorded = self.is_begun(step) and step.output.exists()
+        earlier = self.done.get(_BEGUN) if unrecorded else self.done.get(step.name)
+        if earlier is None:
+            return []
+        before, now = earlier.get("made_from", {}), self.made[step.name]
+        return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
+
+    def refuse_changes(self) -> None:
+        """Refuses a run whose inputs were changed after a step had run with them, and others may follow from it."""
+        for step in self.steps:
+            if not step.repeatable and (changed := self.changes(step)):
+                raise InputError(
+                    f"{self.root}: {', '.join(changed[:3])}: changed after step `{step.name}` had run with it. Give "
+                    "another `output`, undo the change, or delete this folder."
+                )
+
+    def made_from(self, step: Step, later: list[Step]) -> Step | None:
+        """The first later step whose output stands for this one's, which is no longer needed: a checkpoint is made from
+        any output before it, a plan from an analysis."""
+        if step.repeatable or not self.is_done(step):
+            return None
+        for other in later:
+            stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
+            if stands_for and other.output.exists() and (self.is_done(other) or self.is_begun(other)):
+                return other
+        return None
+
+    def begin(self, step: Step, later: list[Step], writes: bool) -> None:
+        """A step is at work: what is repeatable and comes later belongs to its former output."""
+        for other in later:
+            if other.repeatable:
+                self.done.pop(other.name, None)
+        if writes:
+            write_json(self.path, {**self.done, _BEGUN: {"step": step.name, "made_from": self.made[step.name]}})
+        self.done.pop(_BEGUN, None)
+
+    def end(self, step: Step, done: Done, seconds: float) -> None:
+        self.done[step.name] = {
+            "seconds": round(seconds, 1), "summary": done.summary, "facts": done.facts,
+            "made_from": self.made[step.name],
+        }  # fmt: skip
+        write_json(self.path, self.done)
 
 
-@dataclass(frozen=True)
-class _Round:
-    """One expansion of a run: from the checkpoint `start`, with what it makes in `folder`."""
-
-    recipe: Recipe
-    expansion: Expansion
-    folder: Path
-    start: str
-    old: list[str]
-    sources: dict[str, LanguageText]
-
-    def steps(self, prefix: str) -> tuple[list[Step], dict[str, Path]]:
-        """The steps, and the checkpoint that each stage leaves."""
-        plan = self.expansion.plan
-        languages: dict[str, Any] = {"old": self.old, "new": list(self.expansion.new)}
-        texts = {code: source.source for code, source in self.sources.items()}
-        steps = []
-        fingerprint: dict[str, Any]
-        if self.expansion.is_dmoe:
-            fingerprint = {"settings": asdict(self.expansion.deviation), "new": self.expansion.new}
-            steps.append(Step(f"{prefix}analyze", self.folder / "analysis.json", fingerprint, self.deviation))
-        elif self.expansion.measures_similarity:
-            fingerprint = {"settings": asdict(self.expansion.analysis), "texts": texts, **languages}
-            steps.append(Step(f"{prefix}analyze", self.folder / "analysis.json", fingerprint, self.similarity))
-        steps.append(
-            Step(f"{prefix}plan", self.folder / "plan.json", {"settings": asdict(plan), **languages}, self.plan)
-        )
-        expanded = self.folder / "expanded"
-        fingerprint = asdict(self.expansion.expand)
-        if fingerprint["copy_from"] == "nearest":
-            fingerprint |= {"analysis": asdict(self.expansion.analysis), "texts": texts}
-        steps.append(Step(f"{prefix}expand", expanded, fingerprint, self.expand))
-        stages: dict[str, Path] = {}
-        before = expanded
-        for name, settings in self.expansion.stages().items():
-            stages[name] = self.folder / name
-            if name == "graft":
-                steps.append(self.graft(prefix, before, stages[name]))
-            else:
-                steps.append(self.training(prefix, name, before, stages[name], settings))
-            before = stages[name]
-        return steps, stages
-
-    def training(self, prefix: str, name: str, before: Path, after: Path, settings: Any) -> Step:
-        data = {code: self.sources[code] for code in self.expansion.trained_languages(name, self.old)}
-
-        def work() -> str:
-            train_stage(before, after, data, settings, self.recipe.seed)
-            return check()
-
-        def check() -> str:
-            if not PartialState().is_main_process:
-                return ""
-            entry = load_config(after).expansions[-1]["stages"][-1]
-            frozen = check_frozen(before, after, entry["stage"])
-            return f"{entry['steps']} steps; {frozen} frozen tensors are byte-identical"
-
-        fingerprint = {"settings": asdict(settings), "data": {code: text.source for code, text in data.items()}}
-        return Step(f"{prefix}{name}", after, fingerprint, work, every_rank=True, finish=check)
-
-    def graft(self, prefix: str, before: Path, after: Path) -> Step:
-        recipe, settings = self.recipe, self.expansion.graft
-        assert settings is not None
-
-        def work() -> str:
-            report = graft_delta(
-                before, after, recipe.base, settings.instruct, scale=settings.scale,
-                keep_tokenizer=settings.keep_tokenizer, revision=recipe.revision,
-                max_shard_size=self.expansion.expand.max_shard_size, overwrite=True,
-            )  # fmt: skip
-            return f"base and instruct have a cosine of {report.instruct_cosine:.4f}"
-
-        return Step(f"{prefix}graft", after, asdict(settings), work)
-
-    @property
-    def revision(self) -> str | None:
-        return self.recipe.revision if self.start == self.recipe.base else None
-
-    def texts(self, languages: Iterable[str]) -> dict[str, list[str]]:
-        return {code: self.sources[code].load().shuffle(seed=self.recipe.seed)["text"] for code in languages}
-
-    def similarity(self) -> str:
-        model, tokenizer = load_for_inference(self.start, self.revision)
-        settings, new = self.expansion.analysis, list(self.expansion.new)
-        result = measure_similarity(
-            model, tokenizer, self.texts([*self.old, *new]), self.old, new,
-            tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
-        )  # fmt: skip
-        result.to_json(self.folder / "analysis.json")
-        low, high = min(result.similarity), max(result.similarity)
-        return f"similarity {low:.3f} to {high:.3f} over {len(result.similarity)} layers"
-
-    def deviation(self) -> str:
-        model, tokenizer = load_for_inference(self.start, self.revision)
-        work = self.folder / "deviation.work"
-        result = measure_deviation(
-            model, tokenizer, self.texts(self.expansion.new), work_dir=work, seed=self.recipe.seed,
-            **asdict(self.expansion.deviation),
-        )  # fmt: skip
-        result.to_json(self.folder / "analysis.json")
-        shutil.rmtree(work)
-        low, high = min(result.deviation), max(result.deviation)
-        return f"deviation {low:.4g} to {high:.4g} over {len(result.deviation)} layers"
-
-    def plan(self) -> str:
-        path = self.folder / "analysis.json"
-        dmoe = self.expansion.is_dmoe
-        similarity = SimilarityResult.from_json(path) if path.is_file() and not dmoe else None
-        deviation = DeviationResult.from_json(path) if dmoe else None
-        config = load_config(resolve_checkpoint(self.start, self.revision))
-        counts = getattr(config, "num_experts_per_layer", None) or ()
-        plan = make_plan(
-            self.expansion.plan, config.num_hidden_layers, self.old, list(self.expansion.new), similarity,
-            self.recipe.seed, deviation, grows_from=counts,
-        )  # fmt: skip
-        plan.save(self.folder / "plan.json")
-        said = f"experts per layer {' '.join(map(str, plan.experts_per_layer))}"
-        if plan.groups:
-            return f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}"
-        return f"{said}; classifiers in layers {', '.join(map(str, plan.classifier_layers)) or 'none'}"
-
-    def expand(self) -> str:
-        plan, settings = Plan.load(self.folder / "plan.json"), self.expansion.expand
-        options: dict[str, Any] = {
-            "seed": self.recipe.seed,
-            "max_shard_size": settings.max_shard_size,
-            "overwrite": True,
-        }
-        if plan.grows_from:
-            copied = settings.copy_from
-            nearest = isinstance(copied, str)
-            origin: dict[int, Any] = self.nearest() if nearest else dict.fromkeys(range(len(plan.grows_from)), copied)
-            grow_checkpoint(self.start, self.folder / "expanded", plan, copy_from=origin, keep_routers=True, **options)
-            said = f"{plan.total_experts - sum(plan.grows_from)} new experts"
-            return f"{said}; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else said
-        report = expand_checkpoint(
-            self.start,
-            self.folder / "expanded",
-            plan,
-            expert_init=settings.expert_init,
-            conditional_routing=settings.conditional_routing,
-            expert_kind=settings.expert_kind,
-            lora_rank=settings.lora_rank,
-            lora_alpha=settings.lora_alpha,
-            revision=self.revision,
-            **options,
-        )
-        return f"{report.base_parameters:,} -> {report.parameters:,} parameters"
-
-    def nearest(self) -> dict[int, int]:
-        model, tokenizer = load_for_inference(self.start)
-        return nearest_experts(model, tokenizer, self.texts(self.expansion.new), **asdict(self.expansion.analysis))
+def _start(recipe: Recipe) -> dict[str, Any]:
+    """What every step is made from."""
+    base = resolve_checkpoint(recipe.base, recipe.revision)
+    return {"base": [recipe.base, recipe.revision, CheckpointReader(base).fingerprint()], "seed": recipe.seed}
 
 
-def _evaluate(recipe: Recipe, root: Path, models: dict[str, str]) -> str:
-    texts = {code: source.load()["text"] for code, source in recipe.test_sources.items()}
-    expansions = [list(expansion.new) for expansion in recipe.rounds]
-    result = Evaluation(list(recipe.old), [code for new in expansions for code in new], expansions=expansions)
-    settings = recipe.evaluation
-    there = {name: path for name, path in models.items() if name == "base" or Path(path).exists()}
-    for name, path in there.items():
-        model, tokenizer = load_for_inference(path, recipe.revision if name == "base" else None)
-        result.models[name] = evaluate_model(
-            model, tokenizer, texts, settings.block_size, settings.batch_size, settings.max_tokens
-        )
-    result.to_json(root / "evaluation.json")
-    gone = f" ({', '.join(set(models) - set(there))}: no longer kept)" if len(there) < len(models) else ""
-    return f"{len(texts)} languages, {len(there)} models{gone}"
-
-
-def _refuse_changed(done: dict[str, Any], steps: list[Step], fingerprint: str, root: Path) -> None:
-    for step in steps:
-        fingerprint = _fingerprint(fingerprint, step.settings)
-        begun = done.get(_BEGUN, {})
-        unrecorded = begun.get("step") == step.name and step.output.exists()
-        earlier = begun if unrecorded else done.get(step.name)
-        if earlier is not None and earlier["fingerprint"] != fingerprint and not step.repeatable:
-            raise InputError(
-                f"{root}: the recipe was changed after step `{step.name}` had run with it. Give another `output`, undo "
-                "the change, or delete this folder."
-            )
-
-
-def _stands_for(later: Step, step: Step) -> bool:
-    """Whether an earlier step's output is no longer needed: a checkpoint is made from any, a plan from an analysis."""
-    return not later.repeatable and (later.output.suffix != ".json" or step.output.suffix == ".json")
-
-
-def _still_there(step: Step, done: dict[str, Any]) -> bool:
-    return step.output.exists() and (step.name in done or done.get(_BEGUN, {}).get("step") == step.name)
+def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
+    return {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        for key, value in inputs.items()
+    }
 
 
 def _keep_text(recipe: Recipe, root: Path) -> None:
@@ -346,10 +225,6 @@ def _keep_text(recipe: Recipe, root: Path) -> None:
     if recipe.text is not None and not (kept.is_file() and kept.read_text(encoding="utf-8") == recipe.text):
         root.mkdir(parents=True, exist_ok=True)
         kept.write_text(recipe.text, encoding="utf-8")
-
-
-def _fingerprint(before: str, settings: Any) -> str:
-    return hashlib.sha256((before + json.dumps(settings, sort_keys=True)).encode()).hexdigest()[:16]
 
 
 def _say_nothing(line: str) -> None:

@@ -1,144 +1,133 @@
 """A recipe: one YAML file that says how a model learns new languages, from base checkpoint to evaluation."""
 
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
+
+import pydantic
+from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
 from .errors import InputError
-from .settings import (
-    AnalysisSettings,
-    DeviationSettings,
-    EvaluationSettings,
-    ExpandSettings,
-    GraftSettings,
-    GroupSettings,
-    NormalSettings,
-    PlanSettings,
-    PostPretrainSettings,
-    ReviewSettings,
-    from_mapping,
-    read_yaml,
-)
+from .recipe_paths import filled_in
+from .schema import Declared, Text, Whole, json_schema, read
+from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, PlanSettings
+from .stages import ROAD, road, stage_of
+from .stages.base import Stage
+from .yamlfile import read_yaml
 
-# What follows on an expanded checkpoint, in order: of MoE-LPR and LayerMoE, and of DMoE. All train but the graft.
-STAGES = {False: ("post_pretrain", "graft", "review"), True: ("group", "normal", "graft")}
+Sources = dict[Text, Text]
 
 
-@dataclass(frozen=True)
-class Expansion:
-    """One expansion: the languages that it adds, and how.
+class _Expansion(Declared):
+    """The keys of an expansion that are no stage."""
 
-    Attributes:
-        new: language to source of training text.
-        analysis, post_pretrain, review: of LayerMoE and MoE-LPR; `review` None is the ablation "w/o review".
-        deviation, group, normal: of DMoE (`plan: {method: dmoe}`); `normal` None ends after the group stage.
-        graft: of DeltaMoE: after `post_pretrain` (of DMoE: at the end), before `review`. For the last expansion only.
-    """
+    renamed: ClassVar[Mapping[str, str]] = {former: key for key in ROAD for former in stage_of(key).former}
 
-    new: dict[str, str]
-    analysis: AnalysisSettings = field(default_factory=AnalysisSettings)
-    deviation: DeviationSettings = field(default_factory=DeviationSettings)
-    plan: PlanSettings = field(default_factory=PlanSettings)
-    expand: ExpandSettings = field(default_factory=ExpandSettings)
-    post_pretrain: PostPretrainSettings = field(default_factory=PostPretrainSettings)
-    review: ReviewSettings | None = field(default_factory=ReviewSettings)
-    group: GroupSettings = field(default_factory=GroupSettings)
-    normal: NormalSettings | None = field(default_factory=NormalSettings)
-    graft: GraftSettings | None = None
+    new: Annotated[Sources, Field(description="language: training text, of the languages that this expansion adds")]
+    analysis: Annotated[AnalysisSettings, Field(description="how similarity is measured")] = AnalysisSettings()
+    deviation: Annotated[DeviationSettings, Field(description="how deviation is measured (DMoE)")] = DeviationSettings()
+    plan: Annotated[PlanSettings, Field(description="which layer gets how many experts")] = PlanSettings()
+    expand: Annotated[ExpandSettings, Field(description="how new experts start")] = ExpandSettings()
 
     @property
-    def is_dmoe(self) -> bool:
-        return self.plan.method == "dmoe"
+    def family(self) -> str:
+        """The model type that the plan makes."""
+        return "dmoe" if self.plan.method == "dmoe" else "layer_moe"
 
-    @property
-    def measures_similarity(self) -> bool:
-        """Whether the plan is made from the languages' similarity in each layer."""
-        by_similarity = self.plan.classifier_choice == "similarity" and self.plan.classifier_layers > 0
-        return not self.is_dmoe and (self.plan.method == "layer-moe" or by_similarity)
+    def stages(self) -> list[tuple[Stage, Any]]:
+        """The stages that run, in order, with their settings."""
+        found = [(stage, getattr(self, stage.key)) for stage in road(self.family)]
+        return [(stage, settings) for stage, settings in found if settings is not None]
 
-    def stages(self) -> dict[str, Any]:
-        """The stages that run, in order, and their settings."""
-        return {name: getattr(self, name) for name in STAGES[self.is_dmoe] if getattr(self, name) is not None}
-
-    def training_stages(self) -> dict[str, Any]:
-        """Those that train."""
-        return {name: settings for name, settings in self.stages().items() if name != "graft"}
-
-    def trained_languages(self, stage: str, old: Iterable[str]) -> list[str]:
-        """Which languages a stage reads, `old` being those before this expansion."""
-        new_only = self.is_dmoe or (stage == "post_pretrain" and not self.post_pretrain.replay)
-        return [*(() if new_only else old), *self.new]
+    def has(self, key: str) -> bool:
+        """Whether the stage with this key runs."""
+        return any(stage.key == key for stage, _ in self.stages())
 
     def analyzed_languages(self, old: Iterable[str], further: bool) -> list[str]:
-        """Which languages `analysis.tokens` are read of: for the similarity or, in a further expansion, to find the
-        nearest experts."""
-        if self.measures_similarity:
+        """The languages of which `analysis.tokens` are read: for the similarity or, in a further expansion, to find
+        the nearest experts."""
+        if self.plan.needs == "similarity":
             return [*old, *self.new]
         return list(self.new) if further and self.expand.copy_from == "nearest" else []
 
 
-@dataclass(frozen=True, kw_only=True)
+def _stage_keys() -> dict[str, Any]:
+    """A key for each stage."""
+    keys: dict[str, Any] = {}
+    for stage in map(stage_of, ROAD):
+        hint: Any = stage.settings | None if stage.optional else stage.settings
+        default = stage.settings() if stage.runs_unasked else None
+        keys[stage.key] = (hint, Field(default=default, description=f"stage `{stage.name}`: {stage.title.lower()}"))
+    return keys
+
+
+class Expansion(pydantic.create_model("_Staged", __base__=_Expansion, **_stage_keys())):  # type: ignore[misc]
+    """One expansion: the languages that it adds, and how."""
+
+
 class Recipe(Expansion):
     """Everything that `run` needs. Paths may hold `$VARIABLES` of the environment.
 
+    In a file the recipe's own settings hold for each of its `expansions` that has none of its own (`graft` for the last
+    alone).
+
     Attributes:
-        base: folder or hub id of the dense checkpoint.
-        output: folder for everything that `run` makes.
-        old: language to source of training text, of the languages that the base is good at.
-        test: language to source of held-out text, for the evaluation; without it nothing is evaluated.
-        expansions: several expansions, one after the other, instead of the one that the recipe itself describes. In a
-            file the recipe's own settings hold for each that has none of its own (`graft` for the last alone).
-        text: of the file that it was read from. No setting: a recipe that `replace` made has none.
+        text: of the file that it was read from; None of a recipe that was made in Python.
     """
 
-    text: ClassVar[str | None] = None
+    _text: str | None = PrivateAttr(default=None)
 
-    base: str
-    output: str
-    new: dict[str, str] = field(default_factory=dict)
-    old: dict[str, str] = field(default_factory=dict)
-    test: dict[str, str] = field(default_factory=dict)
-    revision: str | None = None
-    seed: int = 0
-    expansions: list[Expansion] = field(default_factory=list)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    base: Annotated[Text, Field(description="folder or hub id of the dense checkpoint")]
+    output: Annotated[Text, Field(description="folder for everything that `run` makes")]
+    new: Sources = Field({}, description="language: training text, of the languages to be learned")
+    old: Sources = Field({}, description="language: training text, of languages that the base is good at")
+    test: Sources = Field({}, description="language: held-out text; without any, nothing is evaluated")
+    revision: Annotated[Text | None, Field(description="revision of a base on the hub")] = None
+    seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
+    expansions: list[Expansion] = Field(
+        [], description="several expansions, one after the other, each with `new` and settings of its own"
+    )
+    evaluation: Annotated[EvaluationSettings, Field(description="how held-out text is scored")] = EvaluationSettings()
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         known = dict(self.old)
         if self.expansions and self.new:
             raise InputError("new: say in each of `expansions` which languages it adds, not here too.")
         for number, expansion in enumerate(self.rounds, start=1):
             check_languages(known, expansion.new)
             known |= expansion.new
-            if expansion.is_dmoe and len(self.rounds) > 1:
-                raise InputError(
-                    f"expansion {number}: a DMoE model grows by `train adapt`, a language at a time: make it the only "
-                    "expansion."
-                )
-            copied = expansion.expand.copy_from
-            if copied != "nearest" and (isinstance(copied, str) or copied < 0):
-                raise InputError(
-                    f"expansion {number}: expand.copy_from: {copied!r} is neither an expert's number nor `nearest`."
-                )
-            if number == 1 and copied not in (0, "nearest"):
-                raise InputError(f"expand.copy_from: {copied}: in the first expansion there is expert 0 alone to copy.")
-            if expansion.graft is not None and number < len(self.rounds):
-                raise InputError(
-                    f"expansion {number}: graft: the later expansions would train a fine-tuned model on plain text; a "
-                    f"delta is added once, in the last expansion. Move `graft` to expansion {len(self.rounds)}."
-                )
+            self._check_expansion(number, expansion)
         if unknown := sorted(set(self.test) - set(known)):
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
         first = self.rounds[0]
-        if not self.old and not first.is_dmoe and (first.review is not None or first.plan.method == "layer-moe"):
+        if not self.old and first.family != "dmoe" and (first.has("review") or first.plan.needs == "similarity"):
             raise InputError(
                 "old: no old language: the review stage and the layer-moe plan need text of the languages that the "
                 "base is good at. Give some, or set `review: null` and another plan method."
             )
+        return self
+
+    def _check_expansion(self, number: int, expansion: Expansion) -> None:
+        if expansion.family == "dmoe" and len(self.rounds) > 1:
+            raise InputError(
+                f"expansion {number}: a DMoE model grows by `train adapt`, a language at a time: make it the only "
+                "expansion."
+            )
+        copied = expansion.expand.copy_from
+        if number == 1 and copied not in (0, "nearest"):
+            raise InputError(f"expand.copy_from: {copied}: in the first expansion there is expert 0 alone to copy.")
+        if expansion.graft is not None and number < len(self.rounds):
+            raise InputError(
+                f"expansion {number}: graft: the later expansions would train a fine-tuned model on plain text; a "
+                f"delta is added once, in the last expansion. Move `graft` to expansion {len(self.rounds)}."
+            )
+
+    @property
+    def text(self) -> str | None:
+        """The text of the file that it was read from."""
+        return self._text
 
     @property
     def rounds(self) -> list[Expansion]:
@@ -156,28 +145,17 @@ class Recipe(Expansion):
             InputError: the file is missing or wrong; the message says where.
         """
         mapping = read_yaml(path)
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         for key in ("base", "output"):
             if isinstance(mapping.get(key), str):
-                mapping[key] = _expanded(mapping[key], f"{path}: {key}", unset_ok)
+                mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)
         for kind in ("old", "new", "test"):
-            _expand_sources(mapping, kind, str(path), unset_ok)
-        _expand_stages(mapping, str(path), unset_ok)
+            _fill_sources(mapping, kind, str(path), unset_ok)
+        _fill_stages(mapping, str(path), unset_ok)
         if isinstance(mapping.get("expansions"), list):
-            shared = {f.name: mapping[f.name] for f in fields(Expansion) if f.name != "new" and f.name in mapping}
-            graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
-            for number, expansion in enumerate(mapping["expansions"], start=1):
-                if isinstance(expansion, dict):
-                    where = f"{path}: expansions[{number - 1}]"
-                    _expand_sources(expansion, "new", where, unset_ok)
-                    _expand_stages(expansion, where, unset_ok)
-                    last = graft if number == len(mapping["expansions"]) else {}
-                    mapping["expansions"][number - 1] = {**shared, **last, **expansion}
-        try:
-            recipe = from_mapping(cls, mapping, "")
-        except InputError as error:
-            raise InputError(f"{path}: {str(error).removeprefix(': ')}") from None
-        object.__setattr__(recipe, "text", text)
+            _share(mapping, str(path), unset_ok)
+        recipe = read(cls, mapping, str(path))
+        recipe._text = text
         return recipe
 
     @property
@@ -198,38 +176,43 @@ class Recipe(Expansion):
             yield from ((f"{part}.{code}", LanguageText(code, source)) for code, source in sources.items())
 
 
-def unset_variable(text: str) -> str | None:
-    """The first environment variable in `text` that is not set."""
-    unset = re.search(r"\$\{?\w+\}?", os.path.expandvars(text))
-    return unset.group() if unset else None
+def recipe_schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(Recipe), "title": "Recipe"}
 
 
-def _expand_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
+def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
+    """Gives each expansion the recipe's own settings where it has none; `graft` goes to the last alone."""
+    own = {*Expansion.model_fields, *Expansion.renamed} - {"new"}
+    shared = {key: mapping[key] for key in own if key in mapping}
+    graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
+    for number, expansion in enumerate(mapping["expansions"], start=1):
+        if isinstance(expansion, dict):
+            where = f"{path}: expansions[{number - 1}]"
+            _fill_sources(expansion, "new", where, unset_ok)
+            _fill_stages(expansion, where, unset_ok)
+            last = graft if number == len(mapping["expansions"]) else {}
+            mapping["expansions"][number - 1] = {**shared, **last, **expansion}
+
+
+def _fill_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
     if isinstance(mapping.get(kind), Mapping):
         # YAML 1.1 reads the unquoted language code `no` as false.
         if any(not isinstance(code, str) for code in mapping[kind]):
             raise InputError(f"{where}: {kind}: put language codes in quotes: YAML reads `no` as false.")
         mapping[kind] = {
-            code: _expanded(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
+            code: filled_in(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
         }
 
 
-def _expand_stages(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
-    """Of every stage: the graft's model, curriculum and held-out text."""
-    for name in {name for stages in STAGES.values() for name in stages}:
-        stage = mapping.get(name)
+def _fill_stages(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
+    """Fills in variables in the files that stages name: a graft's model, curricula and held-out text."""
+    for key in (*ROAD, *_Expansion.renamed):
+        stage = mapping.get(key)
         if not isinstance(stage, dict):
             continue
-        for key in ("instruct", "curriculum"):
-            if isinstance(stage.get(key), str):
-                stage[key] = _expanded(stage[key], f"{where}: {name}.{key}", unset_ok)
+        for name in ("instruct", "curriculum"):
+            if isinstance(stage.get(name), str):
+                stage[name] = filled_in(stage[name], f"{where}: {key}.{name}", unset_ok)
         if isinstance(stage.get("validation"), dict):
-            _expand_sources(stage["validation"], "texts", f"{where}: {name}.validation", unset_ok)
-
-
-def _expanded(source: Any, where: str, unset_ok: bool) -> str:
-    if not isinstance(source, str):
-        raise InputError(f"{where}: {source!r} is not a file, a folder or hub:NAME.")
-    if not unset_ok and (unset := unset_variable(source)):
-        raise InputError(f"{where}: the environment variable {unset} is not set.")
-    return os.path.expandvars(source)
+            _fill_sources(stage["validation"], "texts", f"{where}: {key}.validation", unset_ok)

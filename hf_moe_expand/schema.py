@@ -9,14 +9,19 @@ import types
 import typing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform
 
 import pydantic
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
 
 from .errors import InputError
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 T = TypeVar("T")
 
@@ -71,6 +76,34 @@ def settings(cls: type[T]) -> type[T]:
     return made
 
 
+class _Checked(ModelMetaclass):
+    """Makes a model that a user constructs raise InputError, as one that is read."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except pydantic.ValidationError as error:
+            raise InputError(_explained(error, cls, "")) from None
+
+
+class Declared(BaseModel, metaclass=_Checked):
+    """A frozen pydantic model whose errors are InputErrors. A class attribute `renamed` maps former keys to today's."""
+
+    model_config = ConfigDict(**CONFIG, frozen=True)
+
+
+def changed(value: T, **changes: Any) -> T:
+    """A copy of settings with some fields changed, checked again."""
+    if isinstance(value, BaseModel):
+        return type(value)(**{**{name: getattr(value, name) for name in type(value).model_fields}, **changes})
+    return replace(value, **changes)  # type: ignore[type-var]
+
+
+def plain(value: Any) -> Any:
+    """Settings as JSON has them."""
+    return value.model_dump() if isinstance(value, BaseModel) else asdict(value)
+
+
 def read(cls: type[T], mapping: Any, where: str = "") -> T:
     """An instance of a settings class from a mapping, every key and value checked, inside lists and mappings too.
 
@@ -83,6 +116,8 @@ def read(cls: type[T], mapping: Any, where: str = "") -> T:
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
+    if unknown := [key for key in mapping if key not in keys_of(cls) and key not in getattr(cls, "renamed", {})]:
+        raise InputError(f"{_place(where)}{unknown_key(str(unknown[0]), keys_of(cls))}")
     former: list[str] = []
     current = _with_current_keys(cls, mapping, (), former)
     if former:
@@ -95,7 +130,18 @@ def read(cls: type[T], mapping: Any, where: str = "") -> T:
 
 def json_schema(cls: type) -> dict[str, Any]:
     """The JSON schema of a settings class, for editors."""
-    return _adapter(cls).json_schema()
+    return _in_json_words(_adapter(cls).json_schema())
+
+
+_JSON_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
+def _in_json_words(value: Any) -> Any:
+    """Bounds of numbers under JSON schema's names: pydantic leaves its own where a validator runs first."""
+    if isinstance(value, dict):
+        bounded = value.get("type") in ("integer", "number")
+        return {_JSON_BOUNDS.get(k, k) if bounded else k: _in_json_words(v) for k, v in value.items()}
+    return [_in_json_words(item) for item in value] if isinstance(value, list) else value
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:

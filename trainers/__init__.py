@@ -1,35 +1,51 @@
 """Losses, freezing and the Trainer subclasses that carry them."""
 
 from .curriculum_sampler import CurriculumSampler, LanguageMix
-from .freezing import FreezeReport, Stage, freeze
+from .freezing import EVERYTHING, FreezeReport, Trained, freeze
 from .grouped_sampler import GroupedSampler
 from .losses import (
+    BalanceLoss,
+    ClassifierLoss,
+    GateBudgetLoss,
+    GroupLoss,
+    LanguagePriorLoss,
+    LayerLoss,
+    LocalizedBalanceLoss,
+    LossBatch,
+    RouterLoss,
+    RouterLossWeights,
     classifier_loss,
     expert_selections,
+    gate_budget_loss,
     language_importance,
     language_prior_routing_loss,
     load_balance_loss,
     localized_balance_loss,
 )
-from .router_losses import RouterLossMixin, RouterLossWeights
-from .stages import AdaptTrainer, GroupTrainer, NormalTrainer, PostPretrainTrainer, ReviewTrainer
+from .router_losses import RouterLossMixin
 
 __all__ = [
-    "AdaptTrainer",
+    "EVERYTHING",
+    "BalanceLoss",
+    "ClassifierLoss",
     "CurriculumSampler",
     "FreezeReport",
-    "GroupTrainer",
+    "GateBudgetLoss",
+    "GroupLoss",
     "GroupedSampler",
     "LanguageMix",
-    "NormalTrainer",
-    "PostPretrainTrainer",
-    "ReviewTrainer",
+    "LanguagePriorLoss",
+    "LayerLoss",
+    "LocalizedBalanceLoss",
+    "LossBatch",
+    "RouterLoss",
     "RouterLossMixin",
     "RouterLossWeights",
-    "Stage",
+    "Trained",
     "classifier_loss",
     "expert_selections",
     "freeze",
+    "gate_budget_loss",
     "language_importance",
     "language_prior_routing_loss",
     "load_balance_loss",

@@ -1,26 +1,33 @@
-"""Which parameters each stage trains. Called after loading: loading resets `requires_grad`."""
+"""Which parameters train. Called after loading: loading resets `requires_grad`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 from torch import nn
 
 
-class Stage(StrEnum):
-    """What trains: the newest experts and the routers (`POST_PRETRAIN`); routers and classifiers (`REVIEW`); the last
-    expert and its rows of the routers (`ADAPT`); everything in the others."""
+@dataclass(frozen=True)
+class Trained:
+    """What a stage trains of an expanded model.
 
-    POST_PRETRAIN = "post-pretrain"
-    REVIEW = "review"
-    EVERYTHING = "everything"
-    GROUP = "group"
-    NORMAL = "normal"
-    ADAPT = "adapt"
+    Attributes:
+        everything: all parameters.
+        experts: `new`, those of the last expansion; `last`, the last one alone; or `none`.
+        routers: routers and the gates of conditional routing.
+        classifiers: routing classifiers.
+        last_router_row: of each router the last expert's row alone. `requires_grad` cannot say it: the stage's trainer
+            holds the other rows, and the gates, still.
+    """
 
-    @property
-    def trains_everything(self) -> bool:
-        return self in (Stage.EVERYTHING, Stage.GROUP, Stage.NORMAL)
+    everything: bool = False
+    experts: Literal["none", "new", "last"] = "none"
+    routers: bool = True
+    classifiers: bool = False
+    last_router_row: bool = False
+
+
+EVERYTHING = Trained(everything=True, experts="new", classifiers=True)
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,12 @@ class FreezeReport:
         )
 
 
-def freeze(model: nn.Module, stage: Stage) -> FreezeReport:
-    """Sets `requires_grad` of every parameter of an expanded model for `stage`.
+def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> FreezeReport:
+    """Sets `requires_grad` of every parameter of an expanded model.
 
-    `ADAPT` trains one row of each router, which `requires_grad` cannot say: `AdaptTrainer` holds the others still.
+    Args:
+        trained: what trains.
+        stage: what the report calls it.
 
     Raises:
         ValueError: the model has an adapter, whose own configuration says what trains (and what is saved).
@@ -54,29 +63,28 @@ def freeze(model: nn.Module, stage: Stage) -> FreezeReport:
             "The model has a PEFT adapter, which itself says what trains, and saves nothing else: use MoESFTTrainer or "
             "`class MyTrainer(RouterLossMixin, Trainer)`, which freeze nothing, or merge the adapter first."
         )
-    model.requires_grad_(stage.trains_everything)
+    model.requires_grad_(trained.everything)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)
-    for kind, module in _trained_modules(model, stage):
+    for kind, module in _trained_modules(model, trained):
         module.requires_grad_(True)
         parts[kind] += sum(_size(parameter) for parameter in module.parameters())
     parameters = list(model.parameters())
     trainable = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
     parts["base"] = trainable - sum(parts.values())
-    return FreezeReport(str(stage), trainable, sum(_size(parameter) for parameter in parameters), parts)
+    return FreezeReport(stage, trainable, sum(_size(parameter) for parameter in parameters), parts)
 
 
 def _size(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # DeepSpeed's ZeRO-3 leaves empty shells on the ranks
 
 
-def _trained_modules(model: nn.Module, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, nn.Module]]:
     for ffn in model.expanded_ffns().values():  # type: ignore[operator]
-        if stage is Stage.ADAPT:
-            yield "experts", ffn.experts[-1]
-        elif stage is not Stage.REVIEW:
-            yield from (("experts", expert) for expert in ffn.experts[ffn.experts_of_class[-2] :])
-        yield "routers", ffn.router
-        if ffn.conditional_gate is not None and stage is not Stage.ADAPT:
-            yield "routers", ffn.conditional_gate
-        if ffn.classifier is not None and (stage is Stage.REVIEW or stage.trains_everything):
+        first = {"none": len(ffn.experts), "last": -1, "new": ffn.experts_of_class[-2]}[trained.experts]
+        yield from (("experts", expert) for expert in ffn.experts[first:])
+        if trained.routers:
+            yield "routers", ffn.router
+            if ffn.conditional_gate is not None and not trained.last_router_row:
+                yield "routers", ffn.conditional_gate
+        if ffn.classifier is not None and trained.classifiers:
             yield "classifiers", ffn.classifier

@@ -19,6 +19,7 @@ from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
 from ..modeling.expanded_ffn import init_router
 from ..modeling.lora_expert import init_lora_a
 from ..planning.plan import Plan
+from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
 from .reader import TORCH_DTYPES, TensorInfo
 from .source import COMPANIONS, load_base_config, resolve_checkpoint
@@ -90,7 +91,8 @@ def expand_checkpoint(
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(info.numel for info in dense.reader.tensors.values())
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
-    config.expansions = [_provenance(plan, base, revision, folder, expert_init, seed, base_parameters, parameters)]
+    record = _record(plan, base, revision, folder, expert_init, seed, base_parameters, parameters)
+    History([record]).write(config)
     write_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
     )
@@ -244,7 +246,7 @@ def _random_expert_tensor(
     return OutputTensor(name, info.dtype, info.shape, data)
 
 
-def _provenance(
+def _record(
     plan: Plan,
     base: str | os.PathLike,
     revision: str | None,
@@ -253,29 +255,27 @@ def _provenance(
     seed: int,
     base_parameters: int,
     parameters: int,
-) -> dict[str, Any]:
+) -> ExpansionRecord:
     local = Path(base).is_dir()
     grouped = [code for group in plan.groups for code in group]
-    return {
-        "method": plan.method,
-        "base_model": Path(base).resolve().name if local else str(base),  # no path of this machine
-        # The hub's cache names a snapshot's folder by its commit.
-        "base_revision": revision if local else folder.name,
-        "old_languages": plan.old,
-        "new_languages": plan.new or [code for code in grouped if code not in plan.old],
-        "experts_per_layer": plan.experts_per_layer,
-        "classifier_layers": plan.classifier_layers,
-        "expert_init": expert_init,
-        "seed": seed,
-        "base_parameters": base_parameters,
-        "parameters": parameters,
-        "versions": versions(),
-        "stages": [],
-    }
+    return ExpansionRecord(
+        method=plan.method,
+        base_model=Path(base).resolve().name if local else str(base),  # no path of this machine
+        base_revision=revision if local else folder.name,  # the hub's cache names a snapshot's folder by its commit
+        old_languages=plan.old,
+        new_languages=plan.new or [code for code in grouped if code not in plan.old],
+        experts_per_layer=plan.experts_per_layer,
+        classifier_layers=plan.classifier_layers,
+        expert_init=expert_init,
+        seed=seed,
+        base_parameters=base_parameters,
+        parameters=parameters,
+        versions=versions(),
+    )
 
 
 def versions() -> dict[str, str]:
-    """What made a checkpoint."""
+    """The versions of the software that makes a checkpoint."""
     return {
         "hf_moe_expand": __version__,
         "transformers": transformers.__version__,

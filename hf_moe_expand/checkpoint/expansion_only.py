@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..modeling import MODEL_CLASSES, static_class
 from ..modeling.expansion_only import ADDED, RECORD
+from ..records import History
 from .folder import copy_companions
 from .reader import CheckpointReader
 from .source import load_expanded_config, resolve_checkpoint
@@ -50,16 +51,18 @@ def base_of(config: Any, hub_id: str | None = None) -> BaseModel:
     Raises:
         InputError: config.json records no expansion.
     """
-    if not config.expansions:
+    history = History.of(config)
+    if not len(history):
         raise InputError(
             "config.json records no expansion, so the base model is not known: make the checkpoint with "
             "`hf-moe-expand expand`."
         )
-    first = config.expansions[0]
     if hub_id is not None:
         return BaseModel(hub_id, hub_id, None)
-    revision = first.get("base_revision")  # recorded for a model of the hub only
-    return BaseModel(first["base_model"], first["base_model"] if revision else None, revision)
+    name, revision = history.first.base_model, history.first.base_revision  # of a model of the hub only
+    if name is None:
+        raise InputError("config.json does not say which base model was expanded: give its hub id with --base.")
+    return BaseModel(name, name if revision else None, revision)
 
 
 def save_expansion(

@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import InputError
+from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
-from .history import record
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, zeros
@@ -124,7 +124,7 @@ def export_native(
     tensors = list(_native_tensors(source, form, config))
     _check_fits(source, form, config, tensors)
     settings = {"model": source.name, "expansions": source.config.expansions}
-    record(config, {"stage": "export", "settings": settings})
+    add_stage(config, StageRecord("export", settings=settings))
     write_checkpoint(
         out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
     )
@@ -172,7 +172,7 @@ def export_expert(
         if key in source.names and place.dense is not None and place.expert in (None, 0 if lora else expert)
     ]
     settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
-    record(config, {"stage": "export", "settings": settings})
+    add_stage(config, StageRecord("export", settings=settings))
     write_checkpoint(
         out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
     )

@@ -12,11 +12,10 @@ import torch
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns
-from .depth import layer_list, name_before_insertion
+from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
-from .history import record
 from .source import COMPANIONS, TOKENIZER_FILES
-from .stored import StoredModel, is_finite, places, rounded, widened
+from .stored import StoredModel, is_finite, layer_list, name_before_insertion, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
 # Fields in which models of one shape may differ although they compute something else then.
@@ -150,7 +149,7 @@ def add_delta(
     ]
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
-    record(config, {"stage": step, "settings": settings})
+    add_stage(config, StageRecord(step, settings=settings))
     companions = [
         (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
         (tokenizer.folder, TOKENIZER_FILES),

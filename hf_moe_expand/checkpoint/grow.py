@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from transformers import AutoModelForCausalLM
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..planning.plan import Plan
+from ..records import ExpansionRecord, History
 from .expand import new_router, routing_tensor, versions
 from .folder import write_checkpoint
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
-from .source import COMPANIONS, known_languages, load_expanded_config, resolve_checkpoint
+from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # Routers and classifiers as they were after expansion {}, beside the weights.
@@ -53,25 +55,31 @@ def grow_checkpoint(
     """
     folder = resolve_checkpoint(model)
     config = check_growth(folder, plan)
-    counts, history, known = config.num_experts_per_layer, config.expansions, known_languages(config)
+    counts, history = config.num_experts_per_layer, History.of(config)
     origin = {layer: (copy_from or {}).get(layer, 0) for layer in range(len(counts))}
     sources = {
         layer: [origin[layer]] * (after - before)
         for layer, (before, after) in enumerate(zip(counts, plan.experts_per_layer, strict=True))
         if after > before
     }
-    entry = {
-        "method": plan.method, "base_model": history[0]["base_model"],
-        "base_revision": history[0]["base_revision"], "old_languages": known, "new_languages": plan.new,
-        "experts_per_layer": plan.experts_per_layer, "classifier_layers": plan.classifier_layers,
-        "copied_experts": origin, "seed": seed, "versions": versions(), "stages": [],
-    }  # fmt: skip
+    record = ExpansionRecord(
+        method=plan.method,
+        base_model=history.first.base_model,
+        base_revision=history.first.base_revision,
+        old_languages=history.languages,
+        new_languages=plan.new,
+        experts_per_layer=plan.experts_per_layer,
+        classifier_layers=plan.classifier_layers,
+        copied_experts=origin,
+        seed=seed,
+        versions=versions(),
+    )
     changes = {
         "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
         "classifier_layers": plan.classifier_layers,
     }
     return add_experts(
-        folder, out, sources, entry, config_changes=changes, keep_routers=keep_routers, seed=seed,
+        folder, out, sources, record, config_changes=changes, keep_routers=keep_routers, seed=seed,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
 
@@ -93,7 +101,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     if plan.grows_from != counts:
         made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
         raise InputError(f"The plan was made for {made_for} in its layers, but {folder} has {counts}.")
-    known = known_languages(config)
+    known = History.of(config).languages
     if again := [code for code in plan.new if code in known]:
         raise InputError(f"{', '.join(again)}: the model knows it since an earlier expansion; leave it out of --new.")
     return config
@@ -103,7 +111,7 @@ def add_experts(
     model: str | os.PathLike,
     out: str | os.PathLike,
     sources: Mapping[int, Sequence[int]],
-    entry: dict[str, Any],
+    record: ExpansionRecord,
     *,
     copy_router_rows: bool = False,
     config_changes: Mapping[str, Any] | None = None,
@@ -117,7 +125,7 @@ def add_experts(
     Args:
         model: expanded checkpoint.
         sources: for each layer the experts that its new ones are copies of.
-        entry: what to append to the provenance.
+        record: of the expansion, for the history; the parameter count is filled in.
         copy_router_rows: a new expert gets the router row of the one it is a copy of; else a new row, drawn as the
             router's were.
         config_changes: further fields of the configuration.
@@ -144,12 +152,13 @@ def add_experts(
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
-    before = len(config.expansions)
-    config.expansions = [*config.expansions, entry]
+    history = History.of(config)
+    before = len(history)
     outputs = {name: _copied(reader, name, name) for name in reader.tensors}
     _add_experts(outputs, reader, prefixes, counts, sources, copy_router_rows, seed, config.expert_kind == "lora")
     _replace_classifiers(outputs, reader, prefixes, config, before + 2)
-    entry["parameters"] = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
+    parameters = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
+    history.with_expansion(replace(record, parameters=parameters)).write(config)
     kept = {}
     if keep_routers:
         today = {name: reader.tensor(name) for name in reader.tensors if _ROUTING.search(name)}

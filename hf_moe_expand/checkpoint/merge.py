@@ -8,9 +8,9 @@ import torch
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig
+from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
-from .history import record
 from .source import COMPANIONS
 from .stored import StoredModel, computed
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
@@ -61,7 +61,7 @@ def average_checkpoints(
     first = stored[0]
     tensors = _mean_of_expanded_and_dense(stored, weights)
     settings = {"models": [model.name for model in stored], "weights": weights}
-    record(first.config, {"stage": "average", "settings": settings})
+    add_stage(first.config, StageRecord("average", settings=settings))
     return write_checkpoint(
         out, first.config, tensors, [(first.folder, COMPANIONS)], "average",
         max_shard_size=max_shard_size, overwrite=overwrite,

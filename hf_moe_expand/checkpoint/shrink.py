@@ -1,7 +1,7 @@
 """Back to an earlier expansion: later experts are left out, byte for byte; streamed."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
-from ..trainers import Stage
+from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
 from .grow import KEPT_ROUTERS
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
-
-# Stages, by their names in the history, after which nothing is as it was.
-_CHANGE_EVERYTHING = ("graft", "average", str(Stage.EVERYTHING), str(Stage.NORMAL))
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,8 @@ def shrink_checkpoint(
             f"{folder}: expansion {to} was asked for, but "
             + (f"only 1..{len(history)} came before its last." if history else "it was expanded once only.")
         )
-    _check_left_alone((config.expansions or [])[to:], folder)
+    expansions = History.of(config).expansions
+    _check_left_alone(expansions[to:], folder)
     reader = CheckpointReader(folder)
     with torch.device("meta"):
         prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
@@ -68,8 +66,9 @@ def shrink_checkpoint(
     kept = load_file(kept_file) if kept_file.is_file() else None
     config.num_experts_per_layer = history[to - 1]
     config.earlier_experts_per_layer = history[: to - 1] or None
-    config.expansions = (config.expansions or [])[:to]
-    config.classifier_layers = config.expansions[-1]["classifier_layers"]
+    kept_history = History(expansions[:to])
+    kept_history.write(config)
+    config.classifier_layers = kept_history.last.classifier_layers
     lost = []
     outputs = {name: _copied(reader, name) for name in reader.tensors if ".classifier." not in name}
     for layer, prefix in enumerate(prefixes):
@@ -99,15 +98,14 @@ def shrink_checkpoint(
     return ShrinkReport(Path(out), kept is not None, lost)
 
 
-def _check_left_alone(later: list[dict[str, Any]], folder: Path) -> None:
-    """Refuses where a later expansion changed what the earlier model consisted of, and so left no way back."""
-    for entry in later:
-        for stage in entry["stages"]:
-            if stage["stage"] in _CHANGE_EVERYTHING:
-                raise InputError(
-                    f"{folder}: `{stage['stage']}` changed the earlier experts and shared weights: leaving out "
-                    "the later experts does not lead back. Shrink the checkpoint from before that stage."
-                )
+def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:
+    """Refuses where a later expansion changed the tensors of the earlier model, and so left no way back."""
+    for stage in (stage for expansion in later for stage in expansion.stages):
+        if stage.changes_everything:
+            raise InputError(
+                f"{folder}: `{stage.stage}` changed the earlier experts and shared weights: leaving out the later "
+                "experts does not lead back. Shrink the checkpoint from before that stage."
+            )
 
 
 def _copied(reader: CheckpointReader, name: str) -> OutputTensor:

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import InputError
 from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
+from ..records import History
 
 # What turns text into tokens and back, and says how to generate.
 TOKENIZER_FILES = (
@@ -110,12 +111,9 @@ def load_expanded_config(folder: Path) -> Any:
 
 
 def languages_by_expansion(folder: Path) -> list[list[str]]:
-    """The languages of an expanded checkpoint's base, then those that each expansion brought; empty for any other
+    """The languages of an expanded checkpoint's base, then those that each expansion added; empty for any other
     checkpoint."""
-    expansions = getattr(load_config(folder), "expansions", None)
-    if not expansions:
-        return []
-    return [expansions[0]["old_languages"], *(entry["new_languages"] for entry in expansions)]
+    return History.of(load_config(folder)).by_expansion
 
 
 def load_base_config(folder: Path) -> PreTrainedConfig:
@@ -160,10 +158,4 @@ def grown_from(name: str) -> tuple[list[int], list[str]]:
         InputError: the checkpoint is not expanded.
     """
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
-    return config.num_experts_per_layer, known_languages(config)
-
-
-def known_languages(config: Any) -> list[str]:
-    """The base model's languages and those of every expansion, in order."""
-    known = list(config.expansions[0]["old_languages"])
-    return known + [code for entry in config.expansions for code in entry["new_languages"]]
+    return config.num_experts_per_layer, History.of(config).languages

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,3 +185,18 @@ def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
     if not is_finite(result):
         raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
     return tensor_bytes(result)
+
+
+def layer_list(network: Any) -> str:
+    """The name of a model's list of layers, such as `model.layers`."""
+    return decoder_ffns(network)[0][0].rsplit(".", 2)[0]
+
+
+def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:
+    """A tensor's name in the model without the layers `new`; None for a tensor of theirs."""
+    if not key.startswith(f"{layers}."):
+        return key
+    number, inner = key.removeprefix(f"{layers}.").split(".", 1)
+    if int(number) in new:
+        return None
+    return f"{layers}.{int(number) - sum(layer < int(number) for layer in new)}.{inner}"

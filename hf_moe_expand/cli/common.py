@@ -53,7 +53,7 @@ def evaluate_models(
         if tasks is not None:
             result.tasks[label] = tasks.evaluate(model, tokenizer, batch_size)
     if ensemble is not None:
-        from ..evaluation.ensemble import evaluate_ensemble
+        from ..baselines.ensemble import evaluate_ensemble
 
         del model  # the ensemble needs room for one
         result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(

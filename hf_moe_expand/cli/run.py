@@ -24,8 +24,8 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
+    from ..pipeline import validate_recipe
     from ..recipe import Recipe
-    from ..recipe_checks import validate_recipe
     from ..recipes import find_recipe
 
     for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
@@ -70,6 +70,28 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A name of `recipes ls
     from ..recipes import find_recipe
 
     print(find_recipe(name).read_text(encoding="utf-8"), end="")
+
+
+@recipes_app.command("schema")
+def recipes_schema(
+    out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
+) -> None:
+    """The JSON schema of a recipe: editors complete and check keys with it.
+
+    In VS Code, put `# yaml-language-server: $schema=recipe.schema.json` into a recipe's first line.
+
+    Example: hf-moe-expand recipes schema --out recipe.schema.json
+    """
+    import json
+
+    from ..recipe import recipe_schema
+
+    text = json.dumps(recipe_schema(), indent=2)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+        print(f"wrote {out}")
 
 
 @app.command()

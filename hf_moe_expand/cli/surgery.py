@@ -167,7 +167,7 @@ def expand_branches_(
 
     Example: hf-moe-expand expand-branches qwen-el qwen-tr --plan plan.json --out qwen-mix
     """
-    from ..checkpoint.branches import expand_branches
+    from ..baselines.branches import expand_branches
     from ..planning.plan import Plan
 
     expand_branches(branches, out, Plan.load(plan), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
@@ -186,7 +186,7 @@ def expand_depth_(
 
     Example: hf-moe-expand expand-depth Qwen/Qwen2.5-0.5B qwen-pro --blocks 8
     """
-    from ..checkpoint.depth import expand_depth
+    from ..baselines.depth import expand_depth
 
     new = expand_depth(base, out, blocks, max_shard_size=max_shard_size, overwrite=overwrite)
     print(f"wrote {out}: new are layers {', '.join(map(str, new))}")

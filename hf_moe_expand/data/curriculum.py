@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..settings import from_mapping
+from ..schema import read
 
 # Count-based, as in the paper: examples that put a language into each bin but the last, and the part of the training
 # that each bin takes part in (k = 100k, 40k and 20k of U = 100k steps).
@@ -57,7 +57,7 @@ class Curriculum:
             InputError: the file is missing or wrong.
         """
         try:
-            return from_mapping(cls, read_json(path, "a curriculum"), "")
+            return read(cls, read_json(path, "a curriculum"), "")
         except InputError as error:
             message = str(error).removeprefix(": ")
             raise InputError(message if message.startswith(str(path)) else f"{path}: {message}") from None

@@ -19,21 +19,15 @@ from ..errors import InputError
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
 from ..planning.plan import Plan
-from ..recipe import STAGES
-from ..trainers import Stage, freeze
+from ..records import ExpansionRecord, History, StageRecord
+from ..stages import ROAD, road, stage_of, trained_in
+from ..trainers.freezing import freeze
 from .charts import Change, Line, allocation_chart, change_chart, heat_map, line_chart
 from .report import Evaluation
 from .validation import VALIDATION, ValidationCurves
 
 # What a run folder may hold of its own; the rest lies in folders of its stages and expansions.
 _RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")
-_STAGE_NAMES = {
-    "post_pretrain": "Post-pretraining",
-    "review": "Review",
-    "group": "Group training",
-    "normal": "Normal training",
-    "graft": "Graft",
-}
 _METHODS = {"layer-moe": "LayerMoE", "uniform": "MoE-LPR", "mola": "MoLA", "random": "random counts", "dmoe": "DMoE"}
 _SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
 _PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
@@ -58,20 +52,21 @@ class _Part:
     def stages(self) -> list[str]:
         """Names of the stage folders that are there, in the order in which they were made."""
         plan = self.plan()
-        order = STAGES[plan is not None and plan.method == "dmoe"]
-        return [name for name in order if (self.folder / name / "config.json").is_file()]
+        order = [stage.key for stage in road("dmoe" if plan is not None and plan.groups else "layer_moe")]
+        former = {former: key for key in ROAD for former in stage_of(key).former}  # folders of older runs
+        names = [name for key in order for name in (key, *(old for old, new in former.items() if new == key))]
+        return [name for name in names if (self.folder / name / "config.json").is_file()]
 
     def plan(self) -> Plan | None:
         path = self.folder / "plan.json"
         return Plan.load(path) if path.is_file() else None
 
-    def expansions(self) -> list[dict[str, Any]]:
-        """The history in the last checkpoint's config.json."""
+    def history(self) -> History:
+        """The history of the last checkpoint."""
         for name in [*reversed(self.stages()), "expanded"]:
-            path = self.folder / name / "config.json"
-            if path.is_file():
-                return read_json(path, "a checkpoint's configuration").get("expansions") or []
-        return []
+            if (self.folder / name / "config.json").is_file():
+                return _history(self.folder / name)
+        return History()
 
 
 def make_page(run: str | Path) -> str:
@@ -96,7 +91,7 @@ def make_page(run: str | Path) -> str:
         )
     steps: dict[str, Any] = read_json(root / "steps.json", "the record of a run") if _has(root, "steps.json") else {}
     steps.pop("begun", None)  # the step at work
-    history = next((made for part in reversed(parts) if (made := part.expansions())), [])
+    history = next((made for part in reversed(parts) if len(made := part.history())), History())
     found = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
     facts = {
         "name": root.resolve().name,
@@ -111,9 +106,9 @@ def make_page(run: str | Path) -> str:
         "steps": [{"name": name, **step, "time": _time(step["seconds"])} for name, step in steps.items()],
         "total_time": _time(sum(step["seconds"] for step in steps.values())),
         "versions": [
-            (f"expansion {number}" if len(history) > 1 else "", sorted((entry.get("versions") or {}).items()))
-            for number, entry in enumerate(history, start=1)
-            if entry.get("versions")
+            (f"expansion {number}" if len(history) > 1 else "", sorted(record.versions.items()))
+            for number, record in enumerate(history.expansions, start=1)
+            if record.versions
         ],
     }
     page = _environment().from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(facts)
@@ -159,33 +154,31 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _summary(parts: Sequence[_Part], history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What was made of what."""
+def _summary(parts: Sequence[_Part], history: History) -> dict[str, Any] | None:
+    """Base, methods and languages of the run."""
     plans = [plan for part in parts if (plan := part.plan())]
-    if not history and not plans:
+    if not len(history) and not plans:
         return None
-    rounds = history or [
-        {"method": plan.method, "old_languages": plan.old, "new_languages": plan.new} for plan in plans
-    ]
-    first, last = rounds[0], rounds[-1]
+    records = history.expansions or [ExpansionRecord(plan.method, plan.old, plan.new) for plan in plans]
+    first, last = records[0], records[-1]
     return {
-        "methods": list(dict.fromkeys(_METHODS.get(entry["method"], entry["method"]) for entry in rounds)),
-        "base": first.get("base_model"),
-        "revision": first.get("base_revision"),
-        "seed": first.get("seed"),
-        "old": first["old_languages"],
-        "new": [entry["new_languages"] for entry in rounds],
-        "base_parameters": first.get("base_parameters"),
-        "parameters": last.get("parameters"),
+        "methods": list(dict.fromkeys(_METHODS.get(record.method, record.method) for record in records)),
+        "base": first.base_model,
+        "revision": first.base_revision,
+        "seed": first.seed,
+        "old": first.old_languages,
+        "new": [record.new_languages for record in records],
+        "base_parameters": first.base_parameters,
+        "parameters": last.parameters,
     }
 
 
 # --- languages -----------------------------------------------------------------------------------------------------
 
 
-def _scores(found: Evaluation, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _scores(found: Evaluation, history: History) -> dict[str, Any]:
     if len(history) > 1 and not found.expansions:
-        found.expansions = [list(entry["new_languages"]) for entry in history]
+        found.expansions = [list(record.new_languages) for record in history.expansions]
     names = list(found.models)
     scored = [(kind, [c for c in codes if any(c in found.models[n] for n in names)]) for kind, codes in found.groups()]
     groups = [_score_group(found, kind, codes, names) for kind, codes in scored if codes]
@@ -313,9 +306,8 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
     curves = ValidationCurves.load(folder) if _has(folder, VALIDATION) else None
     if entry is None and not logs and curves is None:
         return None
-    entry = entry or {}
-    settings = entry.get("settings") or {}
-    tokens, documents = entry.get("tokens") or {}, entry.get("documents") or {}
+    settings = (entry and entry.settings) or {}
+    tokens, documents = (entry and entry.tokens) or {}, (entry and entry.documents) or {}
     old = _old_languages(folder)
     figures = list(_training_figures(logs, settings, _name(part, name)))
     if curves is not None and curves.steps:
@@ -323,7 +315,7 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
     step = steps.get(part.prefix + name)
     return {
         "title": _name(part, name),
-        "steps": entry.get("steps"),
+        "steps": entry and entry.steps,
         "time": _time(step["seconds"]) if step else None,
         "data": [(code, documents.get(code), tokens.get(code)) for code in dict.fromkeys([*documents, *tokens])],
         "settings": without_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)) if settings else None,
@@ -332,20 +324,24 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
 
 
 def _name(part: _Part, stage: str) -> str:
-    name = _STAGE_NAMES[stage]
+    known = {name: found for found in map(stage_of, ROAD) for name in (found.key, *found.former)}
+    name = known[stage].title
     return f"{part.title}: {name[0].lower()}{name[1:]}" if part.number else name
 
 
-def _entry(folder: Path) -> dict[str, Any] | None:
+def _history(folder: Path) -> History:
+    return History.of(read_json(folder / "config.json", "a checkpoint's configuration"))
+
+
+def _entry(folder: Path) -> StageRecord | None:
     """What the stage added to the checkpoint's history."""
-    expansions = read_json(folder / "config.json", "a checkpoint's configuration").get("expansions") or [{}]
-    stages = expansions[-1].get("stages") or [None]
-    return stages[-1]
+    history = _history(folder)
+    return history.last.stages[-1] if len(history) and history.last.stages else None
 
 
 def _old_languages(folder: Path) -> list[str]:
-    expansions = read_json(folder / "config.json", "a checkpoint's configuration").get("expansions") or [{}]
-    return list(expansions[-1].get("old_languages") or [])
+    history = _history(folder)
+    return list(history.last.old_languages) if len(history) else []
 
 
 def _training_figures(
@@ -370,7 +366,7 @@ def _training_figures(
         yield figure("loss: of the text (next token), and all parts" if len(main) > 1 else "loss", lines)
     for key in sorted(key for key in known if key.endswith("_loss") and key not in ("next_token_loss", "train_loss")):
         part = key.removesuffix("_loss")
-        weight = settings.get(part)
+        weight = settings.get(f"{part}_coef", settings.get(part))
         if settings and not weight:
             continue
         words = part.replace("_", "-" if part == "language_prior" else " ")
@@ -440,16 +436,16 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
 def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
     """What the stage trained, counted on the model's shape alone, and what the run found when it compared the bytes."""
     folder = part.folder / name
-    stage = (_entry(folder) or {}).get("stage", name.replace("_", "-"))
+    entry = _entry(folder)
+    trained = trained_in(entry.stage) if entry else None
     report = None
-    if stage in set(Stage):
+    if entry is not None and trained is not None:
         config = load_expanded_config(folder)
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config)
-        report = freeze(network, Stage(stage))
-    summary = steps.get(part.prefix + name, {}).get("summary", "")
-    checked = re.search(r"(\d+) frozen tensors are byte-identical", summary)
-    return {"title": _name(part, name), "report": report, "checked": int(checked.group(1)) if checked else None}
+        report = freeze(network, trained, entry.stage)
+    found = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
+    return {"title": _name(part, name), "report": report, "checked": found}
 
 
 def _time(seconds: float) -> str:

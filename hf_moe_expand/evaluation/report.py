@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..settings import from_mapping
+from ..schema import read
 from .harness import TaskScore
 from .perplexity import LanguageScore
 
@@ -54,7 +54,7 @@ class Evaluation:
         if missing := sorted({"old", "new", "models"} - set(value)):
             raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
         models = {
-            n: {c: from_mapping(LanguageScore, score, f"{path}: models.{n}.{c}") for c, score in scores.items()}
+            n: {c: read(LanguageScore, score, f"{path}: models.{n}.{c}") for c, score in scores.items()}
             for n, scores in value["models"].items()
         }
         tasks = {

@@ -14,7 +14,7 @@ from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..models import longest_block
-from ..settings import ValidationSettings, from_mapping
+from ..schema import read
 from .perplexity import LanguageScore, language_stream, target_nats
 
 VALIDATION = "validation.json"
@@ -49,7 +49,7 @@ class ValidationCurves:
         """
         path = Path(path)
         path = path / VALIDATION if path.is_dir() else path
-        curves = from_mapping(cls, read_json(path, "the validation of a training stage"), str(path))
+        curves = read(cls, read_json(path, "the validation of a training stage"), str(path))
         for language, values in [*curves.loss.items(), *curves.bits_per_byte.items()]:
             if len(values) != len(curves.steps):
                 raise InputError(f"{path}: {language!r} has {len(values)} scores for {len(curves.steps)} steps.")
@@ -160,7 +160,7 @@ def _untouched(model: Any) -> Iterator[None]:
 
 
 def validation_callback(
-    settings: ValidationSettings, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str]
+    settings: Any, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str]
 ) -> ValidationCallback:
     """The callback that a stage's settings ask for. Any language may be scored, whether it trains or not.
 
@@ -172,7 +172,7 @@ def validation_callback(
     return ValidationCallback(streams, path, settings.every, block_size, trained)
 
 
-def validation_sources(settings: ValidationSettings) -> dict[str, LanguageText]:
+def validation_sources(settings: Any) -> dict[str, LanguageText]:
     """Where the held-out text is.
 
     Raises:

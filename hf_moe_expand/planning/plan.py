@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..settings import from_mapping
+from ..schema import read
 from .grouping import check_groups
 
 
@@ -85,4 +85,4 @@ class Plan:
             raise InputError(f"{path}: unknown keys {', '.join(unknown)}; a plan has {', '.join(sorted(known))}.")
         if missing := sorted({"method", "experts_per_layer"} - set(value)):
             raise InputError(f"{path}: not a plan: {', '.join(missing)} is missing.")
-        return from_mapping(cls, value, str(path))
+        return read(cls, value, str(path))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from ..settings import read_yaml
+from ..yamlfile import read_yaml
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from ..checkpoint.expand import ffn_dtype, routing_tensor, versions
+from ..checkpoint.folder import write_checkpoint
+from ..checkpoint.merge import averaged, check_same_shape
+from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from ..checkpoint.stored import StoredModel, computed, places
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 from ..errors import InputError
 from ..modeling import DMoEConfig, decoder_ffns
 from ..planning.plan import Plan
-from .expand import ffn_dtype, routing_tensor, versions
-from .folder import write_checkpoint
-from .merge import averaged, check_same_shape
-from .source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from .stored import StoredModel, computed, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+from ..records import ExpansionRecord, History
 
 
 def expand_branches(
@@ -32,7 +33,7 @@ def expand_branches(
     """Writes a DMoE checkpoint whose expert `e` is branch `e`'s FFN (Branch-Train-Mix, DMoE's comparison).
 
     Everything else, the FFNs of layers that stay dense included, is the branches' mean, computed in float32. Routers
-    are drawn as `expand_checkpoint` draws them; they are to be trained (`train normal`).
+    are drawn as `expand_checkpoint` draws them; they are to be trained (`train joint`).
 
     Args:
         branches: dense checkpoints fine-tuned apart from one base, one a language group of the plan, in that order.
@@ -63,24 +64,21 @@ def expand_branches(
         language_groups=plan.groups,
     )
     tensors = _outputs(models, config, seed)
-    config.expansions = [
-        {
-            "method": plan.method,
-            "base_model": first.name,
-            "base_revision": None,
-            "branches": [model.name for model in models],
-            "old_languages": plan.old,
-            "new_languages": [code for group in plan.groups for code in group if code not in plan.old],
-            "experts_per_layer": plan.experts_per_layer,
-            "classifier_layers": [],
-            "expert_init": "branches",
-            "seed": seed,
-            "base_parameters": sum(info.numel for info in first.reader.tensors.values()),
-            "parameters": sum(torch.Size(tensor.shape).numel() for tensor in tensors),
-            "versions": versions(),
-            "stages": [],
-        }
-    ]
+    record = ExpansionRecord(
+        method=plan.method,
+        base_model=first.name,
+        base_revision=None,
+        branches=[model.name for model in models],
+        old_languages=plan.old,
+        new_languages=[code for group in plan.groups for code in group if code not in plan.old],
+        experts_per_layer=plan.experts_per_layer,
+        expert_init="branches",
+        seed=seed,
+        base_parameters=sum(info.numel for info in first.reader.tensors.values()),
+        parameters=sum(torch.Size(tensor.shape).numel() for tensor in tensors),
+        versions=versions(),
+    )
+    History([record]).write(config)
     return write_checkpoint(
         out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches",
         max_shard_size=max_shard_size, overwrite=overwrite,

@@ -1,18 +1,17 @@
 """LLaMA-Pro: copied blocks between a dense model's layers that at first do nothing; streamed."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from ..checkpoint.folder import write_checkpoint
+from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from ..checkpoint.stored import StoredModel, layer_list
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, zeros
 from ..errors import InputError
-from ..modeling import decoder_ffns
-from .folder import write_checkpoint
-from .history import record
-from .source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, check_output, zeros
+from ..records import StageRecord, add_stage
 
 # What a block adds to the residual stream comes out of these two.
 _OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
@@ -75,27 +74,12 @@ def expand_depth(
         if values is not None:
             setattr(config, name, [values[source] for source, _ in sources])
     config.new_layers = new
-    record(config, {"stage": "expand-depth", "settings": {"base": dense.name, "blocks": blocks}})
+    add_stage(config, StageRecord("expand-depth", settings={"base": dense.name, "blocks": blocks}))
     write_checkpoint(
         out, config, tensors, [(folder, TOKENIZER_FILES)], "expand-depth",
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     return new
-
-
-def layer_list(network: Any) -> str:
-    """The name of a model's list of layers, such as `model.layers`."""
-    return decoder_ffns(network)[0][0].rsplit(".", 2)[0]
-
-
-def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:
-    """A tensor's name in the model without the layers `new`; None for a tensor of theirs."""
-    if not key.startswith(f"{layers}."):
-        return key
-    number, inner = key.removeprefix(f"{layers}.").split(".", 1)
-    if int(number) in new:
-        return None
-    return f"{layers}.{int(number) - sum(layer < int(number) for layer in new)}.{inner}"
 
 
 def _sources(old: int, blocks: int) -> list[tuple[int, bool]]:

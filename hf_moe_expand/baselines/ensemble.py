@@ -9,8 +9,8 @@ from tqdm.auto import tqdm
 
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..errors import InputError
+from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
 from ..models import load_for_inference, longest_block
-from .perplexity import LanguageScore, language_stream, target_nats
 
 
 def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:

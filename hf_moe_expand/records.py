@@ -1,0 +1,243 @@
+"""The history that a checkpoint carries in config.json: one record for each expansion, one for each step on it.
+
+A leaf: everything that writes or reads a history does it through these records.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import PureWindowsPath
+from typing import Any, TypeVar
+
+from .errors import InputError
+
+OLD = 0  # class of the languages that the base model came with
+
+# Steps after which no tensor is sure to be what it was, by the names that histories have for them ("normal" and
+# "everything" train all parameters; "normal" is the former name of "joint").
+CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "joint", "normal"})
+
+R = TypeVar("R", bound="_Record")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record reads what it knows and keeps what it does not know."""
+
+    @classmethod
+    def from_dict(cls: type[R], value: Any, where: str) -> R:
+        """Raises: InputError: a field has another shape than every writer gives it; the message starts with `where`."""
+        if not isinstance(value, Mapping):
+            raise InputError(f"{where}: must be an object, found {type(value).__name__}.")
+        known = {f.name: f for f in fields(cls) if f.name != "other"}
+        for name, f in known.items():
+            if f.metadata.get("required") and name not in value:
+                raise InputError(f"{where}: `{name}` is missing.")
+        for name, item in value.items():
+            check = known[name].metadata.get("check") if name in known else None
+            if check is not None and item is not None and not check(item):
+                raise InputError(f"{where}.{name}: {known[name].metadata['wanted']} is needed, found {item!r:.60}.")
+        other = {name: item for name, item in value.items() if name not in known}
+        return cls(**{name: item for name, item in value.items() if name in known}, other=other)  # type: ignore[call-arg]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON as config.json has it; an optional field that says nothing is left out."""
+        written = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "other" and not (f.metadata.get("optional") and value is None):
+                written[f.name] = [item.to_dict() for item in value] if f.name == "stages" else value
+        return written | self.other  # type: ignore[attr-defined]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(kind: type) -> Any:
+    return lambda value: (
+        isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+    )
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "text": (lambda value: isinstance(value, str), "text"),
+    "whole": (_is_whole, "an integer"),
+    "texts": (_is_list_of(str), "a list of texts"),
+    "wholes": (_is_list_of(int), "a list of integers"),
+    "object": (lambda value: isinstance(value, Mapping), "an object"),
+}
+
+
+def _required(kind: str) -> Any:
+    check, wanted = _KINDS[kind]
+    return field(metadata={"required": True, "check": check, "wanted": wanted})
+
+
+def _field(kind: str, default: Any = None, optional: bool = True) -> Any:
+    check, wanted = _KINDS[kind]
+    metadata = {"optional": optional, "check": check, "wanted": wanted}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=type(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class StageRecord(_Record):
+    """A step on a checkpoint: a training stage, a graft, an average.
+
+    Attributes:
+        stage: the step's name.
+        steps: optimizer steps.
+        documents, tokens: text at hand, by language.
+        seed: random seed.
+        settings: the step's settings; of local paths the last part alone.
+    """
+
+    stage: str = _required("text")
+    steps: int | None = _field("whole")
+    documents: dict[str, int] | None = _field("object")
+    tokens: dict[str, int] | None = _field("object")
+    seed: int | None = _field("whole")
+    settings: dict[str, Any] | None = _field("object")
+    other: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def changes_everything(self) -> bool:
+        """Whether the step may have changed every tensor, the base model's own included."""
+        return self.stage in CHANGES_EVERYTHING
+
+
+@dataclass(frozen=True)
+class ExpansionRecord(_Record):
+    """One expansion of a model.
+
+    Attributes:
+        method: the plan's method.
+        old_languages, new_languages: before this expansion, and those it adds.
+        base_model: hub id, or the name of the local folder.
+        base_revision: commit of a hub model; None for a local folder.
+        experts_per_layer: after this expansion, expert 0 counted.
+        classifier_layers: layers with a routing classifier, after this expansion.
+        seed: random seed of routers and random experts.
+        expert_init: how a first expansion's experts started: `copy`, `random` or `branches`.
+        branches: models that became the experts (Branch-Train-Mix).
+        copied_expert: the expert that a DMoE adaptation copied in every layer.
+        copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).
+        base_parameters, parameters: parameter counts of the dense and the expanded model.
+        versions: of the software that made it.
+        stages: the steps since.
+    """
+
+    method: str = _required("text")
+    old_languages: list[str] = _required("texts")
+    new_languages: list[str] = _required("texts")
+    base_model: str | None = _field("text", optional=False)
+    base_revision: str | None = _field("text", optional=False)
+    experts_per_layer: list[int] = _field("wholes", [], optional=False)
+    classifier_layers: list[int] = _field("wholes", [], optional=False)
+    seed: int | None = _field("whole")
+    expert_init: str | None = _field("text")
+    branches: list[str] | None = _field("texts")
+    copied_expert: int | None = _field("whole")
+    copied_experts: dict[Any, int] | None = _field("object")
+    base_parameters: int | None = _field("whole")
+    parameters: int | None = _field("whole")
+    versions: dict[str, str] | None = _field("object")
+    stages: list[StageRecord] = field(default_factory=list)
+    other: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, value: Any, where: str = "expansions") -> "ExpansionRecord":
+        stages = value.get("stages", []) if isinstance(value, Mapping) else []
+        if not isinstance(stages, list):
+            raise InputError(f"{where}.stages: a list is needed, found {type(stages).__name__}.")
+        read = [StageRecord.from_dict(stage, f"{where}.stages[{i}]") for i, stage in enumerate(stages)]
+        bare = super().from_dict({**value, "stages": []} if isinstance(value, Mapping) else value, where)
+        object.__setattr__(bare, "stages", read)
+        return bare
+
+
+@dataclass(frozen=True)
+class History:
+    """The expansions of a model, in order; empty for one that was never expanded."""
+
+    expansions: Sequence[ExpansionRecord] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> "History":
+        """The history in a configuration, or in config.json's mapping.
+
+        Raises:
+            InputError: it has not the shape of one; the message names the entry.
+        """
+        value = config.get("expansions") if isinstance(config, Mapping) else getattr(config, "expansions", None)
+        if not isinstance(value or [], list):
+            raise InputError(f"config.json: expansions: a list is needed, found {type(value).__name__}.")
+        return cls(
+            [ExpansionRecord.from_dict(entry, f"config.json: expansions[{i}]") for i, entry in enumerate(value or [])]
+        )
+
+    def write(self, config: Any) -> None:
+        """Puts the history into a configuration."""
+        config.expansions = [record.to_dict() for record in self.expansions]
+
+    def __len__(self) -> int:
+        return len(self.expansions)
+
+    @property
+    def first(self) -> ExpansionRecord:
+        return self.expansions[0]
+
+    @property
+    def last(self) -> ExpansionRecord:
+        return self.expansions[-1]
+
+    @property
+    def stages(self) -> list[StageRecord]:
+        """Every step, of all expansions."""
+        return [stage for expansion in self.expansions for stage in expansion.stages]
+
+    @property
+    def by_expansion(self) -> list[list[str]]:
+        """The base model's languages, then those that each expansion added; empty for an empty history."""
+        return [self.first.old_languages, *(e.new_languages for e in self.expansions)] if len(self) else []
+
+    @property
+    def languages(self) -> list[str]:
+        """Every language that the model knows, the base model's first."""
+        return list(dict.fromkeys(code for codes in self.by_expansion for code in codes))
+
+    @property
+    def classes(self) -> dict[str, int]:
+        """The class of each language: 0 for the base model's, g for those that expansion g added."""
+        return {code: number for number, codes in enumerate(self.by_expansion) for code in codes}
+
+    def with_expansion(self, record: ExpansionRecord) -> "History":
+        """This history and one expansion more."""
+        return History([*self.expansions, record])
+
+    def with_stage(self, record: StageRecord) -> "History":
+        """This history and one step more on the last expansion."""
+        last = self.last.to_dict()
+        last["stages"] = [*last["stages"], record.to_dict()]
+        return History([*self.expansions[:-1], ExpansionRecord.from_dict(last)])
+
+
+def add_stage(config: Any, record: StageRecord) -> None:
+    """Adds a step to a configuration's history: of an expanded model to its last expansion, of a dense one to the
+    field `history`."""
+    history = History.of(config)
+    if len(history):
+        history.with_stage(record).write(config)
+    else:
+        config.history = [*(getattr(config, "history", None) or []), record.to_dict()]
+
+
+def without_folders(value: Any) -> Any:
+    """Settings as they may be published: of an absolute path the last part stays."""
+    if isinstance(value, dict):
+        return {name: without_folders(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    absolute = isinstance(value, str) and (value.startswith(("/", "~")) or PureWindowsPath(value).is_absolute())
+    return PureWindowsPath(value).name if absolute else value

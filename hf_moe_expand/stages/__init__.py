@@ -1,0 +1,82 @@
+"""The stages of a recipe, one file each.
+
+A stage's file has its name, its configuration, what it trains, its losses, which languages it reads, its check before
+anything runs, and its trainer. A new stage is a new file and its name in one of the tuples below. This module imports
+none of them: the command line's help reads their docstrings alone.
+"""
+
+import ast
+from functools import cache
+from importlib import import_module
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .base import Stage, TrainingStage
+
+# In the order in which a recipe runs those that belong to its kind of model.
+ROAD = ("post_pretrain", "group", "joint", "graft", "review")
+BESIDE = ("adapt", "dense")
+
+
+def stage_of(key: str) -> "Stage":
+    """The stage with this key, such as `post_pretrain`."""
+    return import_module(f"{__name__}.{key}").STAGE
+
+
+@cache
+def road(family: str) -> "tuple[Stage, ...]":
+    """The stages that a recipe may have, in order.
+
+    Args:
+        family: `layer_moe` or `dmoe`, the model type that the recipe's plan makes.
+    """
+    return tuple(stage for stage in map(stage_of, ROAD) if family in stage.families)
+
+
+@cache
+def training_stages() -> "tuple[TrainingStage, ...]":
+    """Every stage that trains an expanded model."""
+    from .base import TrainingStage
+
+    found = (stage_of(key) for key in (*ROAD, "adapt"))
+    return tuple(stage for stage in found if isinstance(stage, TrainingStage))
+
+
+def help_of(key: str) -> str:
+    """The docstring of a stage's file, read without importing it."""
+    source = (files(__name__) / f"{key}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)) or ""
+
+
+def trained_in(name: str) -> Any:
+    """What a stage trains, by its name in a history (a `Trained`); None for a step that is no stage."""
+    from ..trainers.freezing import EVERYTHING
+
+    if name == "everything":
+        return EVERYTHING
+    return next((stage.trains for stage in training_stages() if name in (stage.name, *stage.former)), None)
+
+
+def freeze(model: Any, stage: Any) -> Any:
+    """Sets `requires_grad` of an expanded model's parameters as a stage does.
+
+    Args:
+        model: expanded model, after loading.
+        stage: a stage's name (`post-pretrain`, `review`, `group`, `joint`, `adapt`, or `everything`), or a `Trained`.
+
+    Returns:
+        A `FreezeReport`: how many parameters train, by part.
+
+    Raises:
+        ValueError: the model has a PEFT adapter.
+        InputError: there is no such stage.
+    """
+    from ..errors import InputError
+    from ..trainers import freezing
+
+    trained = trained_in(stage) if isinstance(stage, str) else stage
+    if trained is None:
+        known = ", ".join([*(known.name for known in training_stages()), "everything"])
+        raise InputError(f"{stage!r}: no stage that trains an expanded model; known: {known}.")
+    return freezing.freeze(model, trained, stage if isinstance(stage, str) else "training")

@@ -1,0 +1,178 @@
+"""DMoE, later: one more language; the nearest expert is copied, and only the copy learns.
+
+Example: hf-moe-expand train adapt qwen-dmoe-2 qwen-dmoe-ro --data ro=ro.jsonl --test ro=ro.test.jsonl
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from pydantic import Field
+from tqdm.auto import tqdm
+
+from ..checkpoint.expand import versions
+from ..checkpoint.grow import add_experts
+from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.writer import check_output
+from ..data.sources import LanguageText
+from ..distributed import launched
+from ..errors import InputError
+from ..evaluation.perplexity import evaluate_model
+from ..models import load_for_inference
+from ..records import ExpansionRecord, History, StageRecord
+from ..schema import Count, Whole
+from ..trainers.freezing import Trained
+from .base import TrainingStage
+from .config import BlockSize, StageConfig, key
+from .run import check_frozen, train_stage
+from .scratch import scratch_folder
+from .trainer import StageTrainer
+
+
+@dataclass
+class AdaptConfig(StageConfig):
+    """DMoE's adaptation to a new language (section 3.3): `L = L_CLM`."""
+
+    block_size: BlockSize = key(2048, "tokens in a block")
+    tokens_per_language: Count | None = key(None, "tokens of the language to train on; all of its text by default")
+    sample_tokens: Annotated[Whole, Field(ge=2)] = key(100_000, "tokens of its text that choose the expert to copy")
+
+
+class Adapt(TrainingStage):
+    """DMoE's adaptation."""
+
+    key, name, title, participle = "adapt", "adapt", "Adaptation", "adapted"
+    families = ("dmoe",)
+    config_class = AdaptConfig
+    trains = Trained(experts="last", last_router_row=True)
+
+    def language_classes(self, model_config: Any, languages: Any) -> None:
+        """The stage has no router loss."""
+
+
+class AdaptTrainer(StageTrainer):
+    """DMoE's adaptation: the newest expert of each layer and its row of the router learn one language.
+
+    Everything else stays as it is, bit for bit: the other rows' gradients are zeroed, and routers do not decay.
+    """
+
+    stage = Adapt()
+
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for ffn in self.accelerator.unwrap_model(model).expanded_ffns().values():
+            if ffn.router.weight.grad is not None:
+                ffn.router.weight.grad[:-1] = 0
+        return loss
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("router.weight")]
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What `adapt_language` did.
+
+    Attributes:
+        perplexity: of the new language's sample through each expert alone.
+        nearest: the expert that was copied, the one with the lowest perplexity.
+        expert: the new expert's number.
+        record: the stage's record in the history.
+        frozen: tensors that were found byte-identical; of the routers all rows but the new one were, too.
+    """
+
+    perplexity: list[float]
+    nearest: int
+    expert: int
+    record: StageRecord
+    frozen: int
+
+
+def expert_perplexities(
+    model: Any, tokenizer: Any, language: str, texts: list[str], block_size: int, max_tokens: int
+) -> list[float]:
+    """Perplexity of a language's text through each expert alone (hard routing, DMoE section 3.3)."""
+    found = []
+    for expert in tqdm(range(len(model.config.language_groups)), desc="nearest expert", unit="expert"):
+        with model.use_expert(expert):
+            score = evaluate_model(model, tokenizer, {language: texts}, block_size, max_tokens=max_tokens)
+        found.append(score[language].perplexity)
+    return found
+
+
+def adapt_language(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    source: LanguageText,
+    config: AdaptConfig | None = None,
+    seed: int | None = None,
+    overwrite: bool = False,
+) -> Adaptation:
+    """Adds a language to a DMoE checkpoint and leaves every other byte of it unchanged.
+
+    In each expanded layer the expert through which the language's text has the lowest perplexity is copied with its
+    row of the router; the copies and their rows train on the language's text. Can be done again for further languages.
+
+    Args:
+        model: DMoE checkpoint.
+        out: folder to write.
+        source: text of the new language.
+        config: of the training.
+        seed: random seed; by default the configuration's.
+
+    Raises:
+        InputError: the checkpoint is not DMoE's, or knows the language already.
+    """
+    config = config or AdaptConfig()
+    seed = config.seed if seed is None else seed
+    folder = resolve_checkpoint(model)
+    out = check_output(out, overwrite, folder)
+    expanded = load_expanded_config(folder)
+    STAGE.check_model(expanded)
+    groups, language = expanded.language_groups, source.language
+    for number, group in enumerate(groups):
+        if language in group:
+            raise InputError(f"{folder}: knows {language!r} already (expert {number}: {', '.join(group)}).")
+    state = launched()
+    found: list[float] = []
+    if state.is_main_process:
+        network, tokenizer = load_for_inference(folder)
+        texts = source.load().shuffle(seed=seed)["text"]
+        found = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
+        del network
+    (found,) = broadcast_object_list([found])
+    nearest = min(range(len(found)), key=found.__getitem__)
+    with scratch_folder(Path(out).with_name(f"{out.name}.grown"), state.is_main_process) as scratch:
+        grown = scratch / "model"
+        if state.is_main_process:
+            counts = expanded.num_experts_per_layer
+            add_experts(
+                folder, grown, {layer: [nearest] for layer, count in enumerate(counts) if count > 1},
+                _record(expanded, language, nearest, seed), copy_router_rows=True,
+                config_changes={"language_groups": [*groups, [language]]}, overwrite=True,
+            )  # fmt: skip
+        state.wait_for_everyone()
+        record = train_stage(grown, out, {language: source}, config, seed, overwrite)
+        frozen = check_frozen(grown, out, record.stage)
+        state.wait_for_everyone()
+    return Adaptation(found, nearest, len(groups), record, frozen)
+
+
+def _record(expanded: Any, language: str, nearest: int, seed: int) -> ExpansionRecord:
+    return ExpansionRecord(
+        method="dmoe-adapt",
+        base_model=History.of(expanded).last.base_model,
+        base_revision=None,
+        old_languages=[code for group in expanded.language_groups for code in group],
+        new_languages=[language],
+        copied_expert=nearest,
+        experts_per_layer=[count + (count > 1) for count in expanded.num_experts_per_layer],
+        seed=seed,
+        versions=versions(),
+    )
+
+
+STAGE = AdaptTrainer.stage

@@ -1,0 +1,111 @@
+"""`TrainingArguments` in a recipe: which arguments are known, which are ours to set, and which the library refuses."""
+
+import copy
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import pydantic
+from transformers import TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+
+from ..distributed import SHARDING, check_sharding
+from ..errors import InputError
+from ..schema import Flag, Number, Whole, read, unknown_key
+from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
+
+_CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
+# Ours to set: where things go, and what the losses rely on.
+_RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
+_SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
+_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
+_FILES = ("deepspeed", "accelerator_config", "fsdp_config")
+_STRICT = {int: Whole, float: Number, bool: Flag, type(None): type(None)}
+
+
+def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Refuses keys that `TrainingArguments` does not have, those that are ours to set, and numbers of another type.
+
+    Returns:
+        The arguments under the names that the installed transformers has for them.
+    """
+    known = {f.name: f.default for f in fields(TrainingArguments) if f.init}
+    arguments = {_CHECKPOINTING.sub(CHECKPOINTING, name): value for name, value in training.items()}
+    for key, value in arguments.items():
+        if key in _RESERVED:
+            raise InputError(f"{where}: `{key}` is set by hf-moe-expand; leave it out.")
+        if key in _SCORED and value not in (known[key], False):
+            raise InputError(f"{where}: leave `{key}` out; held-out text is scored by `validation`, beside `training`.")
+        if key in _PUBLISHED and value != known[key]:
+            raise InputError(f"{where}: leave `{key}` out; `hf-moe-expand push` publishes the finished checkpoint.")
+        if key == "save_only_model" and value:
+            raise InputError(f"{where}: leave `{key}` out; an interrupted run could not go on as it was.")
+        if key in _FILES and not isinstance(value, str | Mapping | None):
+            raise InputError(f"{where}.{key}: {value!r} is neither a file nor a mapping.")
+        if key not in [*known, SHARDING]:
+            raise InputError(f"{where}: {unknown_key(key, known)}")
+    check_sharding(training, where)
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        given = training.get(name)
+        if isinstance(given, Mapping) and given.get("use_reentrant"):
+            raise InputError(
+                f"{where}: reentrant gradient checkpointing silently drops the gradient of the router losses; set "
+                f"{name}: {{use_reentrant: false}}."
+            )
+    if training.get("label_smoothing_factor"):
+        raise InputError(f"{where}: label_smoothing_factor is not supported; set it to 0.")
+    numbers = {name: value for name, value in arguments.items() if name in _numbers().model_fields}
+    checked = read(_numbers(), numbers, where).model_dump(exclude_unset=True)
+    # Copies: the library fills in what a mapping leaves out. The keys of scoring are off, in whatever words.
+    rest = {name: copy.deepcopy(value) for name, value in arguments.items() if name not in _SCORED}
+    return {**rest, **checked}
+
+
+@cache
+def _numbers() -> type[pydantic.BaseModel]:
+    """The arguments that are numbers or truth values, with their types."""
+    hints = typing.get_type_hints(TrainingArguments)
+    found: dict[str, Any] = {}
+    for f in fields(TrainingArguments):
+        options = typing.get_args(hints[f.name]) or (hints[f.name],)
+        if f.init and all(option in _STRICT for option in options):
+            strict: Any = _STRICT[options[0]]
+            for option in options[1:]:
+                strict = strict | _STRICT[option]
+            found[f.name] = (strict, None)
+    return pydantic.create_model("TrainingNumbers", **found)
+
+
+@contextmanager
+def refused_by_the_library(where: str) -> Iterator[None]:
+    """Turns what `TrainingArguments` raises into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, AttributeError) as error:
+        raise InputError(f"{where}: {error}") from None
+    except KeyError as error:
+        raise InputError(f"{where}: {error} is none of the values that this key knows.") from None
+
+
+def accepted_arguments(arguments: TrainingArguments) -> None:
+    """Refuses arguments that the library would refuse, or misread, in the middle of the work.
+
+    Raises:
+        InputError: a report's library is not installed, or a number is out of range.
+    """
+    with refused_by_the_library("training"):
+        for integration in get_reporting_integration_callbacks(arguments.report_to):
+            integration()  # refuses where its library is not installed
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"training.{name} is {getattr(arguments, name)}: must be at least 1.")
+    if not 0 < arguments.learning_rate < float("inf"):
+        raise InputError(f"training.learning_rate is {arguments.learning_rate:g}: must be above 0, and finite.")
+    if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
+        raise InputError("training: max_steps and num_train_epochs ask for no step: give one of them, above 0.")

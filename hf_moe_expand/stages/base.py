@@ -1,0 +1,252 @@
+"""What every stage of a recipe is, and what every training stage is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from datasets import Dataset
+
+from ..checkpoint.source import COMPANIONS, load_expanded_config
+from ..data.packing import PackedText, pack_texts
+from ..errors import InputError
+from ..records import History
+from ..trainers.curriculum_sampler import LanguageMix
+from ..trainers.freezing import Trained
+from ..trainers.masking import Masking
+from .config import StageConfig, StageSettings, settings_of
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known of a stage before anything runs.
+
+    Attributes:
+        key: what messages call the settings, a recipe's key; empty for a file of their own.
+        old, new: the languages before the expansion and those it adds.
+        output: folder of the run.
+        seed: random seed.
+        has_gates: the model has the gates of conditional routing; None where that is not known.
+        longest: positions that the model takes; None where it sets no limit.
+        base, revision: the dense model.
+        offline: nothing is downloaded, and what needs an absent file is left out with a line that says so.
+        skipped: those lines.
+    """
+
+    key: str
+    old: Sequence[str]
+    new: Sequence[str]
+    output: Path
+    seed: int
+    has_gates: bool = False
+    longest: int | None = None
+    base: str = ""
+    revision: str | None = None
+    offline: bool = False
+    skipped: list[str] = field(default_factory=list)
+
+    def at(self, name: str) -> str:
+        """What messages call a field of the settings."""
+        return f"{self.key}.{name}" if self.key else name
+
+
+class Stage(ABC):
+    """A step of a recipe on an expanded model.
+
+    Attributes:
+        key: its key in a recipe, and its folder in a run.
+        name: its verb under `train`, and its name in a history.
+        former: former names.
+        title: its heading on a run's page.
+        participle: what an evaluation calls the model after it.
+        families: model types that it belongs to.
+        runs_unasked: a recipe that does not name it has it, with default settings.
+        optional: a recipe may leave it out with `null`.
+    """
+
+    key: ClassVar[str]
+    name: ClassVar[str]
+    former: ClassVar[tuple[str, ...]] = ()
+    title: ClassVar[str]
+    participle: ClassVar[str]
+    families: ClassVar[tuple[str, ...]] = ("layer_moe",)
+    runs_unasked: ClassVar[bool] = True
+    optional: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def settings(self) -> type:
+        """The class of its settings in YAML."""
+
+    @abstractmethod
+    def check(self, settings: Any, situation: Situation) -> list[str]:
+        """Checks all that can be known before anything runs; returns what was found to be right.
+
+        Raises:
+            InputError: a setting is wrong.
+        """
+
+    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+        """The languages whose training text it reads."""
+        return []
+
+
+class TrainingStage(Stage):
+    """A stage that trains.
+
+    Attributes:
+        config_class: its configuration.
+        trains: what it trains.
+        trainer_class: its Trainer, set where that is defined.
+        companions: files that go along with the trained model.
+        one_expert_runs: every token goes to one expert while it trains.
+    """
+
+    config_class: ClassVar[type[StageConfig]]
+    trains: ClassVar[Trained]
+    trainer_class: Any = None
+    companions: ClassVar[Sequence[str]] = COMPANIONS
+    one_expert_runs: ClassVar[bool] = False
+
+    @property
+    def settings(self) -> type[StageSettings]:
+        return settings_of(self.config_class)
+
+    def losses(self, config: Any) -> list[Any]:
+        """The router losses that its configuration asks for."""
+        return []
+
+    def trained(self, config: Any) -> tuple[str, Trained]:
+        """Its name in a history, and what trains, under this configuration."""
+        return self.name, self.trains
+
+    def masking(self, config: Any) -> Masking | None:
+        """What is masked while it trains."""
+        return getattr(config, "masking", None)
+
+    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+        return list(new)
+
+    def check(self, settings: Any, situation: Situation) -> list[str]:
+        from .checks import check_stage
+
+        return check_stage(self, settings, situation)
+
+    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+        """Refuses text, by language, that does not go with the stage.
+
+        Args:
+            config: the stage's configuration or settings.
+            given: languages with text.
+            old, new: the model's languages before its last expansion, and those that this one added.
+
+        Raises:
+            InputError: text of a language is missing, or too much.
+        """
+        if not list(given):
+            raise InputError("No text was given.")
+
+    def check_model(self, model_config: Any) -> None:
+        """Refuses a model of another kind.
+
+        Raises:
+            InputError: the stage does not belong to models of this type.
+        """
+        if model_config.model_type in self.families:
+            return
+        if "dmoe" in self.families:
+            raise InputError(
+                f"The checkpoint has no language groups (model_type {model_config.model_type!r}): `train {self.name}` "
+                "belongs to DMoE; expand the base with a dmoe plan."
+            )
+        raise InputError(
+            "This is a DMoE checkpoint, which has no frozen expert for old languages to return to: use `train group`, "
+            "`train joint` or `train adapt`."
+        )
+
+    def load_config(self, folder: Path) -> Any:
+        """The configuration of a checkpoint that the stage trains.
+
+        Raises:
+            InputError: it is a checkpoint of another kind.
+        """
+        config = load_expanded_config(folder)
+        self.check_model(config)
+        return config
+
+    def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
+        """Refuses text that does not go with the model, and masking that it has no gates for.
+
+        Raises:
+            InputError: a language is unknown to the model, or is missing.
+        """
+        old, new = languages_of(model_config)
+        if unknown := sorted(set(data) - set(old) - set(new)):
+            raise InputError(
+                f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
+                f"{', '.join(new) or 'none'}). The plan says which they are (--old and --new of `plan`)."
+            )
+        self.check_text(config, data, old, new)
+        check_masking(self.masking(config), model_config.conditional_routing)
+
+    def make_trainer(self, network: Any, config: Any, packed: PackedText, callbacks: list[Any]) -> Any:
+        """The Trainer of a loaded model."""
+        return self.trainer_class(network, config, train_dataset=packed, callbacks=callbacks)
+
+    def to_write(self, folder: Path, config: Any, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint's weights, of a finished training's whole ones; on the first rank."""
+        return weights
+
+    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
+        """Blocks of the stage's text.
+
+        Args:
+            texts: of each language, column `text`.
+            model_config: configuration of the expanded model, whose history orders the languages.
+        """
+        old, new = languages_of(model_config)
+        texts = {code: texts[code] for code in (*old, *new) if code in texts}
+        return pack_texts(
+            texts, tokenizer, config.block_size, config.seed, languages=[*old, *new],
+            groups=self.block_groups(texts, model_config, config), **self.amounts(texts, model_config, config),
+        )  # fmt: skip
+
+    def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: Any) -> dict[str, Any]:
+        """How much text of each language is taken: arguments of `pack_texts`."""
+        return {"tokens_per_language": getattr(config, "tokens_per_language", None)}
+
+    def block_groups(self, texts: Iterable[str], model_config: Any, config: Any) -> list[list[str]] | None:
+        """Languages that may share a block; None for all."""
+        return None
+
+    def mix(self, packed: PackedText, model_config: Any, config: Any) -> LanguageMix | None:
+        """How languages are drawn; None for shuffled rows."""
+        return None
+
+    def language_classes(self, model_config: Any, languages: Sequence[str]) -> list[int] | None:
+        """The class of each language for the losses: 0 for the base model's, g for those that expansion g added."""
+        classes = History.of(model_config).classes
+        return [classes.get(code, 0) for code in languages]
+
+
+def check_masking(masking: Masking | None, has_gates: bool, where: str = "masking") -> None:
+    """Refuses to mask gates where there are none.
+
+    Raises:
+        InputError: `conditional_routing` is masked, but no layer has a gate.
+    """
+    if masking is not None and masking.conditional_routing and not has_gates:
+        raise InputError(
+            f"{where}.conditional_routing masks a gate, and the checkpoint has none: expand with "
+            "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
+        )
+
+
+def languages_of(model_config: Any) -> tuple[list[str], list[str]]:
+    """The languages before a model's last expansion, and those that it added; a DMoE model's in the groups' order."""
+    last = History.of(model_config).last
+    groups = getattr(model_config, "language_groups", None)
+    if not groups:
+        return last.old_languages, last.new_languages
+    return last.old_languages, [code for group in groups for code in group if code not in last.old_languages]

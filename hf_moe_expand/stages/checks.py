@@ -1,0 +1,103 @@
+"""What can be known of a training stage's settings before anything runs."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..evaluation.validation import validation_sources
+from ..recipe_paths import unset_variable
+from .arguments import check_training_arguments
+from .base import Situation, TrainingStage, check_masking
+from .mixing import is_mixed, read_curriculum
+
+
+def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> list[str]:
+    """Checks training arguments, languages, curriculum and held-out text of a stage.
+
+    Raises:
+        InputError: one of them is wrong; the message names the key.
+    """
+    check_training_arguments(settings.training, situation.at("training"))
+    settings = _on_this_machine(settings, situation)
+    settings.config(situation.output, situation.seed, situation.key)
+    languages = list(dict.fromkeys(stage.languages(settings, situation.old, situation.new)))
+    named(situation.key, stage.check_text, settings, languages, list(situation.old), list(situation.new))
+    check_masking(stage.masking(settings), situation.has_gates, situation.at("masking"))
+    if situation.longest is not None and settings.block_size > situation.longest:
+        raise InputError(
+            f"{situation.at('block_size')} is {settings.block_size}, but the base takes {situation.longest} positions."
+        )
+    validation = getattr(settings, "validation", None)
+    named_files = [*(validation.texts.values() if validation else ()), getattr(settings, "curriculum", None)]
+    unset = next(filter(None, map(unset_variable, filter(None, named_files))), None)
+    if situation.offline and unset:
+        situation.skipped.append(f"skipped: {situation.key}: {unset} is not set")
+    else:
+        check_mix(settings, languages, situation.key)
+    return []
+
+
+def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
+    """Checks what a stage's settings, or its configuration, say of languages: held-out text, temperature, curriculum.
+
+    Args:
+        languages: that the stage trains on.
+        where: what messages call the settings.
+
+    Raises:
+        InputError: one of them is wrong, or does not go with the languages or the training arguments.
+    """
+    prefix = f"{where}." if where else ""
+    validation = getattr(settings, "validation", None)
+    for code, source in validation_sources(validation).items() if validation is not None else ():
+        named(f"{prefix}validation.texts.{code}", source.check)
+    temperature = getattr(settings, "temperature", 1.0)
+    if not temperature > 0:
+        raise InputError(f"{prefix}temperature is {temperature:g}: must be larger than 0; 1 leaves the data as it is.")
+    if not is_mixed(settings):
+        return
+    training = _given(settings)
+    accelerator = training.get("accelerator_config")
+    if isinstance(accelerator, str):
+        raise InputError(f"{prefix}training.accelerator_config: a mapping is needed here, not a file.")
+    if training.get("ignore_data_skip") or (accelerator or {}).get("split_batches"):
+        raise InputError(
+            f"{prefix}training: ignore_data_skip and split_batches do not go with a curriculum or a temperature, whose "
+            "batches have an order; leave them out."
+        )
+    curriculum = read_curriculum(settings, languages)
+    if curriculum is None:
+        return
+    if "num_train_epochs" in training or training.get("max_steps", curriculum.steps) != curriculum.steps:
+        raise InputError(
+            f"{settings.curriculum} is for {curriculum.steps} steps, but {prefix}training sets another length: leave "
+            "max_steps and num_train_epochs out, or make the curriculum again with --steps."
+        )
+
+
+def named(key: str, check: Callable[..., object], *arguments: Any) -> None:
+    """Runs a check whose refusal says under which key the mistake is."""
+    try:
+        check(*arguments)
+    except InputError as error:
+        raise InputError(f"{key}: {error}" if key else str(error)) from None
+
+
+def _given(settings: Any) -> Mapping[str, Any]:
+    """The training arguments that a user gave, of settings or a configuration."""
+    return settings.given if hasattr(settings, "given") else settings.training
+
+
+def _on_this_machine(settings: Any, situation: Situation) -> Any:
+    """Settings without what only the machine that trains can check."""
+    training = dict(settings.training)
+    if not torch.accelerator.is_available():
+        training.pop("tf32", None)  # refused on a machine without a GPU, which need not be the one to train on
+    launcher = training.get("deepspeed")
+    if situation.offline and isinstance(launcher, str) and not Path(launcher).is_file():
+        situation.skipped.append(f"skipped: {situation.key}: training.deepspeed: {launcher} is not on this machine")
+        del training["deepspeed"]
+    return settings.model_copy(update={"training": training})

@@ -1,0 +1,185 @@
+"""The configuration of a training stage: `transformers.TrainingArguments` with the stage's own fields.
+
+A subclass declares its fields once. They are the check, the keys of a stage in a recipe, the arguments of
+`HfArgumentParser`, the table in docs/settings.md and the JSON schema.
+"""
+
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar
+
+import pydantic
+import torch
+from pydantic import Field
+from transformers import TrainingArguments
+
+from ..errors import InputError
+from ..schema import Count, Declared, Text, Whole, read, settings
+from .arguments import accepted_arguments, check_training_arguments, refused_by_the_library
+
+BlockSize = Annotated[Whole, Field(ge=2)]
+
+
+def key(default: Any, help: str) -> Any:
+    """A field of a stage: its default, and what documentation and `--help` say of it."""
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@settings
+class ValidationSettings:
+    """Held-out text that is scored while a stage trains."""
+
+    texts: Annotated[dict[Text, Text], Field(description="held-out text, language to file")] = field(
+        default_factory=dict
+    )
+    every: Annotated[Count, Field(description="steps between two scores; the model is scored at the end too")] = 50
+    max_tokens: Annotated[
+        Annotated[Whole, Field(ge=2)] | None, Field(description="tokens of each language to score, at most")
+    ] = 20_000
+
+
+@dataclass
+class StageConfig(TrainingArguments):
+    """Fields common to every training stage.
+
+    Every argument of `TrainingArguments` works. Other defaults than its own: `logging_steps` 10, `save_total_limit` 1,
+    `report_to` none, `seed` 0.
+
+    Raises:
+        InputError: a field has another type, is out of range, or contradicts another one.
+    """
+
+    _settings: ClassVar[Any]
+    # Former names of fields: read for one release, with a warning.
+    renamed: ClassVar[Mapping[str, str]] = {}
+    _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, "distributed_config")  # type: ignore[assignment]
+
+    logging_steps: float = 10
+    save_total_limit: int | None = 1
+    report_to: str | list[str] | None = "none"
+    seed: int = 0
+    distributed_config: dict | str | None = field(
+        default=None,
+        metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"},
+    )
+    block_size: BlockSize = key(1024, "tokens in a block")
+
+    def __post_init__(self) -> None:
+        # What was given, before TrainingArguments fills in the rest: the history records it.
+        self.given = {name: getattr(self, name) for name in _argument_names() if self._was_given(name)}
+        own = {name: _from_json(getattr(self, name)) for name in own_fields(type(self))}
+        checked = read(settings_of(type(self)), own)
+        for name in own:
+            setattr(self, name, getattr(checked, name))
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.data_seed is None:
+            self.data_seed = self.seed
+        if self.distributed_config is not None and "save_strategy" not in self.given:
+            self.save_strategy = "no"
+        with refused_by_the_library("training"):
+            super().__post_init__()
+            self.get_process_log_level()
+        accepted_arguments(self)
+
+    def _was_given(self, name: str) -> bool:
+        value, default = getattr(self, name), _default(name)
+        return value != default and bool(value or default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `TrainingArguments.to_dict`: JSON, the stage's own fields too."""
+        own = self.recorded()
+        return {**super().to_dict(), **{name: own[name] for name in own_fields(type(self))}}
+
+    def recorded(self) -> dict[str, Any]:
+        """The stage's settings as its history has them: its own fields, and the training arguments that were given."""
+        own = {name: getattr(self, name) for name in own_fields(type(self))}
+        return {name: _json(value) for name, value in own.items()} | {
+            "training": {name: _json(value) for name, value in self.given.items()}
+        }
+
+
+class StageSettings(Declared):
+    """A stage in a recipe or in a file of its own: the fields of its configuration, and under `training` the keys that
+    go to `TrainingArguments` as they are."""
+
+    config_class: ClassVar[type[StageConfig]]
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    training: dict[Text, Any] = Field({}, description="goes to `transformers.TrainingArguments` as it is")
+
+    def config(self, output_dir: Any, seed: int, where: str = "") -> StageConfig:
+        """The stage's configuration.
+
+        Raises:
+            InputError: a training argument is unknown, ours to set, or one that the library refuses.
+        """
+        prefix = f"{where}." if where else ""
+        training = check_training_arguments(self.training, f"{prefix}training")
+        own = {name: getattr(self, name) for name in own_fields(self.config_class)}
+        try:
+            config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
+        except InputError as error:
+            raise InputError(f"{where}: {error}" if where else str(error)) from None
+        config.given = dict(self.training)
+        return config
+
+
+def own_fields(cls: type[StageConfig]) -> dict[str, Any]:
+    """The fields that a stage adds to `TrainingArguments`, and their types."""
+    library = {f.name for f in fields(TrainingArguments)} | {"distributed_config"}
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(cls) if f.name not in library}
+
+
+def settings_of(cls: type[StageConfig]) -> type[StageSettings]:
+    """The class of a stage's settings in YAML, made of its configuration's own fields; always the same one."""
+    if "_settings" not in vars(cls):
+        cls._settings = _settings_class(cls)
+    return cls._settings
+
+
+def _settings_class(cls: type[StageConfig]) -> type[StageSettings]:
+    declared = {f.name: f for f in fields(cls)}
+    keys: dict[str, Any] = {}
+    for name, hint in own_fields(cls).items():
+        f = declared[name]
+        default = {"default": f.default} if f.default is not MISSING else {"default_factory": f.default_factory}
+        keys[name] = (hint, Field(**default, description=f.metadata["help"]))
+    made = pydantic.create_model(cls.__name__.replace("Config", "Settings"), __base__=StageSettings, **keys)
+    made.__doc__ = cls.__doc__
+    made.config_class, made.renamed = cls, cls.renamed
+    return made
+
+
+@cache
+def _argument_names() -> tuple[str, ...]:
+    """The training arguments that a history records."""
+    others = ("block_size", "output_dir", "seed", "data_seed")
+    return tuple(f.name for f in fields(StageConfig) if f.init and f.name not in others)
+
+
+@cache
+def _default(name: str) -> Any:
+    f = StageConfig.__dataclass_fields__[name]
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
+def _from_json(value: Any) -> Any:
+    """A mapping that a command line gave as JSON."""
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{value!r}: not a JSON object ({error.msg}).") from None
+    return _json(value)
+
+
+def _json(value: Any) -> Any:
+    """Settings as mappings, members of enumerations as their values."""
+    return asdict(value) if is_dataclass(value) else getattr(value, "value", value)  # type: ignore[arg-type]

@@ -1,0 +1,134 @@
+"""Train a dense model further, the plain baseline: all of it, LoRA, or new blocks alone.
+
+Example: hf-moe-expand train dense Qwen/Qwen2.5-0.5B qwen-ft --data el=el.jsonl --config dense.yaml
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from pydantic import Field
+from transformers import AutoModelForCausalLM, set_seed
+
+from ..checkpoint.compare import compare_checkpoints
+from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from ..checkpoint.stored import layer_list
+from ..data.packing import PackedText, collate_without_languages, pack_texts
+from ..errors import InputError
+from ..schema import Count, Number, Text, settings
+from ..trainers.freezing import EVERYTHING
+from .base import TrainingStage
+from .config import StageConfig, key
+from .recording import RecordingTrainer
+
+
+@settings
+class LoraSettings:
+    """Low-rank adapters of `train dense`, merged into the weights at the end."""
+
+    r: Annotated[Count, Field(description="rank")] = 16
+    alpha: Annotated[Number, Field(description="the update is scaled by alpha / r")] = 32
+    target_modules: Annotated[
+        Text | list[Text], Field(description="modules with an adapter: `all-linear`, or names")
+    ] = field(default="all-linear")
+
+
+@dataclass
+class DenseConfig(StageConfig):
+    """Continued pre-training of a dense model: `L = L_NTP`."""
+
+    tokens_per_language: Count | None = key(None, "tokens of each language to train on; all of its text by default")
+    method: Literal["full", "lora", "new-blocks"] = key(
+        "full", "what trains: `full`, all of it; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
+    )
+    lora: LoraSettings | str | None = key(LoraSettings, "the adapters of `method: lora`")
+
+
+class Dense(TrainingStage):
+    """The plain baselines: full fine-tuning, LoRA, LLaMA-Pro's new blocks."""
+
+    key, name, title, participle = "dense", "dense", "Dense training", "trained"
+    families = ()
+    config_class = DenseConfig
+    trains = EVERYTHING
+    companions = TOKENIZER_FILES
+
+    def load_config(self, folder: Path) -> Any:
+        return load_base_config(folder)
+
+    def check_data(self, config: DenseConfig, data: Mapping[str, Any], model_config: Any) -> None:
+        if config.method != "lora" and config.lora != LoraSettings():
+            raise InputError(f"lora: settings were given, but the method is {config.method}; set `method: lora`.")
+        if config.method == "new-blocks" and not getattr(model_config, "new_layers", None):
+            raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
+        self.check_text(config, data, (), ())
+
+    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
+        return pack_texts(
+            texts, tokenizer, config.block_size, config.seed, tokens_per_language=config.tokens_per_language
+        )
+
+    def make_trainer(self, network: Any, config: DenseConfig, packed: PackedText, callbacks: list[Any]) -> Any:
+        if config.method == "lora":
+            set_seed(config.seed)  # adapters start at random
+            network = _with_adapters(network, config.lora)
+        elif config.method == "new-blocks":
+            _freeze_all_but(network, network.config.new_layers)
+        trainer = RecordingTrainer(network, config, collate_without_languages, packed.dataset, callbacks=callbacks)
+        trainer.packed, trainer.trained_as = packed, f"dense {config.method}"
+        return trainer
+
+    def to_write(self, folder: Path, config: DenseConfig, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _merged(folder, config.lora, weights) if config.method == "lora" else weights
+
+
+def check_old_blocks(before: str | os.PathLike, after: str | os.PathLike) -> int:
+    """The number of tensors outside the new blocks, all of them found byte-identical.
+
+    Raises:
+        RuntimeError: one of them changed, or a tensor appeared or disappeared.
+    """
+    folder = resolve_checkpoint(before)
+    config: Any = load_base_config(folder)
+    with torch.device("meta"):
+        layers = layer_list(AutoModelForCausalLM.from_config(config))
+    new = tuple(f"{layers}.{layer}." for layer in config.new_layers)
+    found = compare_checkpoints(folder, after)
+    wrong = [name for name in found.changed if not name.startswith(new)] + found.added + found.removed
+    if wrong:
+        raise RuntimeError(f"{after}: training new blocks changed other tensors: {', '.join(wrong[:5])}.")
+    return sum(not name.startswith(new) for name in found.identical)
+
+
+def _with_adapters(network: Any, lora: Any) -> Any:
+    try:
+        return get_peft_model(
+            network,
+            LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"),
+        )
+    except ValueError as error:
+        raise InputError(f"lora: {error}") from None
+
+
+def _merged(folder: Path, lora: Any, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights with the trained adapters in them; of the launch's model only these are needed."""
+    network = _with_adapters(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False), lora
+    )
+    network.load_state_dict({name: value.cpu() for name, value in trained.items() if "lora_" in name}, strict=False)
+    return network.merge_and_unload().state_dict()
+
+
+def _freeze_all_but(network: Any, layers: list[int]) -> None:
+    network.requires_grad_(False)
+    blocks = network.get_submodule(layer_list(network))
+    for layer in layers:
+        blocks[layer].requires_grad_(True)
+
+
+STAGE = Dense()

@@ -1,0 +1,43 @@
+"""DeltaMoE: what fine-tuning changed in the base model is added to the expanded one.
+
+Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
+"""
+
+from dataclasses import field
+from typing import Annotated, Any
+
+from pydantic import AllowInfNan, Field
+
+from ..checkpoint.graft import check_fine_tune
+from ..schema import Flag, Number, Text, settings
+from .base import Situation, Stage
+
+
+@settings
+class GraftSettings:
+    """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
+
+    instruct: Annotated[Text, Field(description="folder or hub id of the fine-tune")]
+    scale: Annotated[Number, AllowInfNan(False), Field(description="how many times the change is added")] = 1.0
+    keep_tokenizer: Annotated[
+        Flag, Field(description="keep the model's tokenizer, chat template and generation config, not the fine-tune's")
+    ] = field(default=False)
+
+
+class Graft(Stage):
+    """Alignment without alignment data."""
+
+    key, name, title, participle = "graft", "graft", "Graft", "grafted"
+    families = ("layer_moe", "dmoe")
+    settings = GraftSettings  # type: ignore[assignment]
+    runs_unasked = False
+    optional = True
+
+    def check(self, settings: Any, situation: Situation) -> list[str]:
+        if situation.offline:
+            return [f"skipped: whether {settings.instruct} is a fine-tune of {situation.base}"]
+        check_fine_tune(situation.base, settings.instruct, settings.keep_tokenizer, situation.revision)
+        return [f"graft: {settings.instruct}, of the base's shapes"]
+
+
+STAGE = Graft()

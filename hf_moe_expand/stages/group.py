@@ -1,0 +1,110 @@
+"""DMoE, first: batches of one language group each train its expert alone; routers learn to tell groups apart.
+
+Example: hf-moe-expand train group qwen-dmoe qwen-dmoe-1 --data el=el.jsonl --data tr=tr.jsonl --config group.yaml
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import Sampler
+
+from ..errors import InputError
+from ..schema import Coefficient
+from ..trainers.freezing import EVERYTHING
+from ..trainers.grouped_sampler import GroupedSampler
+from ..trainers.losses import BalanceLoss, GroupLoss
+from .config import BlockSize, ValidationSettings, key
+from .mixing import MixedConfig, MixingStage
+from .trainer import StageTrainer
+
+
+@dataclass
+class GroupConfig(MixedConfig):
+    """DMoE's extension stage (Eq. 4): `L = L_CLM + group_coef * L_group`, lambda = 1.28."""
+
+    renamed: ClassVar = {"balance": "balance_coef", "group": "group_coef"}
+
+    block_size: BlockSize = key(2048, "tokens in a block")
+    group_coef: Coefficient = key(1.28, "lambda: weight of the language-group loss")
+    balance_coef: Coefficient = key(0.0, "weight of the load-balancing loss")
+    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text that is scored meanwhile")
+
+
+class Group(MixingStage):
+    """DMoE's first stage."""
+
+    key, name, title, participle = "group", "group", "Group training", "group-trained"
+    families = ("dmoe",)
+    config_class = GroupConfig
+    trains = EVERYTHING
+    one_expert_runs = True
+
+    def losses(self, config: GroupConfig) -> list[Any]:
+        return [BalanceLoss(config.balance_coef), GroupLoss(config.group_coef)]
+
+    def block_groups(self, texts: Iterable[str], model_config: Any, config: GroupConfig) -> list[list[str]]:
+        return super().block_groups(texts, model_config, config) or model_config.language_groups
+
+    def groups_of_languages(self, languages: Sequence[str], model_config: Any) -> list[int]:
+        return self.language_classes(model_config, languages)
+
+    def language_classes(self, model_config: Any, languages: Sequence[str]) -> list[int]:
+        group_of = {code: number for number, group in enumerate(model_config.language_groups) for code in group}
+        return [group_of.get(code, 0) for code in languages]
+
+    def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
+        super().check_data(config, data, model_config)
+        given, groups = set(data), model_config.language_groups
+        for number, group in enumerate(groups):
+            if not set(group) & given:
+                raise InputError(f"Group {number} ({', '.join(group)}): no text was given for any of its languages.")
+        if alone := sorted(given - {code for group in groups for code in group}):
+            raise InputError(f"{', '.join(alone)}: in no language group of this checkpoint; leave its text out.")
+
+
+class GroupTrainer(StageTrainer):
+    """DMoE's extension stage: batches of one language group each train that group's expert alone.
+
+    All parameters train. `language_classes` gives the group of each language id, which is the number of its expert;
+    `GroupConfig(group_coef=0)` is the ablation without the classification loss. The rows of the data set must hold one
+    group each.
+
+    Raises:
+        ValueError: a batch mixes groups, or a group has less than one batch of rows.
+    """
+
+    stage = Group()
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if self.mix is not None:
+            return super()._get_train_sampler(train_dataset)
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        classes = self._classes()
+        groups = [classes[int(languages[0])] for languages in dataset["language_ids"]]
+        return GroupedSampler(groups, self.args.per_device_train_batch_size, self.args.seed)
+
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        # Around the backward pass too: gradient checkpointing runs the forward pass again there.
+        with self.accelerator.unwrap_model(model).use_expert(self._group_of(inputs)):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _classes(self) -> list[int]:
+        if self._language_classes is None:
+            raise ValueError("GroupTrainer needs language_classes: the language group of each language id.")
+        return self._language_classes.tolist()
+
+    def _group_of(self, inputs: dict) -> int:
+        classes = self._classes()
+        ids = inputs["language_ids"].unique().tolist()
+        groups = {classes[i] for i in ids if i >= 0}
+        if len(groups) != 1:
+            raise ValueError(
+                f"A batch holds languages of {len(groups)} groups ({sorted(groups)}): in this stage each batch belongs "
+                "to one group. Pack documents group by group."
+            )
+        return groups.pop()
+
+
+STAGE = GroupTrainer.stage

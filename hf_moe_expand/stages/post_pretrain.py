@@ -1,0 +1,91 @@
+"""Stage 1: new experts and routers learn new-language text; the base model is frozen.
+
+Example: hf-moe-expand train post-pretrain qwen-el qwen-el-1 --data el=el.jsonl --config stage1.yaml
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..errors import InputError
+from ..schema import Coefficient, Flag, Share
+from ..trainers.freezing import EVERYTHING, Trained
+from ..trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
+from ..trainers.masking import Masking
+from .config import ValidationSettings, key
+from .mixing import MixedConfig, MixingStage
+from .trainer import StageTrainer
+
+
+@dataclass
+class PostPretrainConfig(MixedConfig):
+    """Stage 1 (MoE-LPR Eq. 8, LayerMoE Eq. 4): `L = L_NTP + balance_coef * L_balance`."""
+
+    renamed: ClassVar = {
+        "balance": "balance_coef", "language_prior": "language_prior_coef", "budget": "budget_coef",
+        "localized_balance": "localized_balance_coef",
+    }  # fmt: skip
+
+    balance_coef: Coefficient = key(0.01, "weight of the load-balancing loss")
+    language_prior_coef: Coefficient = key(0.0, "weight of the LPR loss, for one-stage training; needs `replay`")
+    replay: Flag = key(False, "train on text of the old languages too")
+    everything: Flag = key(False, "train all parameters: the plain mixture as baseline")
+    masking: Masking | str | None = key(Masking, "what is masked while it trains")
+    budget_coef: Coefficient = key(
+        0.1, "weight of the loss that holds the gates at `gate_budget` (conditional routing)"
+    )
+    gate_budget: Share = key(0.8, "mean weight of the routed experts that the loss asks for")
+    localized_balance_coef: Coefficient = key(0.0, "weight of LoRAMoE's localized balancing constraint")
+    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text that is scored meanwhile")
+
+
+class PostPretrain(MixingStage):
+    """MoE-LPR's and LayerMoE's first stage."""
+
+    key, name, title, participle = "post_pretrain", "post-pretrain", "Post-pretraining", "post-pretrained"
+    config_class = PostPretrainConfig
+    trains = Trained(experts="new")
+
+    def trained(self, config: PostPretrainConfig) -> tuple[str, Trained]:
+        return ("everything", EVERYTHING) if config.everything else (self.name, self.trains)
+
+    def losses(self, config: PostPretrainConfig) -> list[Any]:
+        losses: list[Any] = [
+            BalanceLoss(config.balance_coef),
+            LanguagePriorLoss(config.language_prior_coef),
+            GateBudgetLoss(config.budget_coef, config.gate_budget),
+        ]
+        if config.localized_balance_coef:
+            losses.append(LocalizedBalanceLoss(config.localized_balance_coef))
+        return losses
+
+    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+        return [*(old if settings.replay else ()), *new]
+
+    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+        given = list(given)
+        if missing := [code for code in new if code not in given]:
+            raise InputError(f"{', '.join(missing)}: no text was given for a language that this expansion adds.")
+        given_old = [code for code in old if code in given]
+        if given_old and not config.replay:
+            raise InputError(
+                f"{', '.join(given_old)}: post-pretraining sees new languages only; set `replay: true` to train on old "
+                "ones too."
+            )
+        if config.language_prior_coef and not given_old:
+            raise InputError(
+                "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
+            )
+
+
+class PostPretrainTrainer(StageTrainer):
+    """Stage 1: new experts and routers learn new-language text.
+
+    With `PostPretrainConfig(language_prior_coef=0.1, replay=True)` and old languages in the data it is the one-stage
+    ablation; with `everything=True` the plain "MoE" baseline, in which the base trains too.
+    """
+
+    stage = PostPretrain()
+
+
+STAGE = PostPretrainTrainer.stage

@@ -1,0 +1,63 @@
+"""RecordingTrainer: a Trainer that stops where training is over or diverged, and says what it did."""
+
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ..data.packing import PackedText
+from ..errors import InputError
+from ..records import StageRecord, without_folders
+from .config import StageConfig
+
+
+class RecordingTrainer(Trainer):
+    """`transformers.Trainer` for the stages.
+
+    Attributes:
+        packed: the text that it trains on, where that is known.
+        trained_as: what the history calls the training.
+        record: what the history gets, once the training is over.
+    """
+
+    packed: PackedText | None = None
+    trained_as = "training"
+    record: StageRecord | None = None
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
+        if self.state.global_step >= self.state.max_steps:  # resumed from the last step's checkpoint
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise InputError(
+                f"{self.trained_as}: the loss is {loss.item()} at step {self.state.global_step + 1}: the training "
+                "diverged, and no checkpoint is written. Lower the learning rate, add warmup steps, or train in bf16 "
+                "instead of fp16."
+            )
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        norm = logs.get("grad_norm")
+        if norm is not None and not norm < float("inf") and not self.args.fp16:  # fp16's scaler skips such a step
+            raise InputError(
+                f"{self.trained_as}: the norm of the gradient is {norm} at step {self.state.global_step}: the training "
+                "diverged, and no checkpoint is written. Lower the learning rate, or add warmup steps."
+            )
+        super().log(logs, *args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains, and makes `record` where the arguments are a stage's configuration."""
+        result = super().train(*args, **kwargs)
+        config: Any = self.args
+        if isinstance(config, StageConfig):
+            documents, tokens = (self.packed.documents, self.packed.tokens) if self.packed is not None else ({}, {})
+            # Validation leaves no trace in the weights, nor in the history.
+            settings = {name: value for name, value in config.recorded().items() if name != "validation"}
+            self.record = StageRecord(
+                self.trained_as, result.global_step, documents, tokens, config.seed, without_folders(settings)
+            )
+        return result

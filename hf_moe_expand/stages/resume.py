@@ -1,0 +1,95 @@
+"""The folder beside a stage's output that holds its training checkpoints, and how an interrupted run goes on."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.reader import CheckpointReader
+from ..data.sources import LanguageText
+from ..errors import InputError
+from ..jsonfile import read_json, write_json
+
+STARTED_WITH = "started_with.json"
+
+
+class TrainingFolder:
+    """`OUT.training`: made by `begin`, removed by `remove`. A folder that is not ours is neither used nor removed.
+
+    Args:
+        out: the stage's output.
+        model: folder of the checkpoint that trains.
+        settings: the stage's settings, JSON.
+        data: text of each language.
+        seed: random seed.
+
+    Raises:
+        InputError: the folder holds something else, or an input lies in it.
+    """
+
+    def __init__(
+        self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int
+    ) -> None:
+        self.path = out.with_name(f"{out.name}.training")
+        self.started_with = beginning(model, settings, data, seed)
+        inputs = [model, *(file for text in data.values() for file in text.files())]
+        here = self.path.resolve()
+        for path in inputs:
+            if here == path.resolve() or here in path.resolve().parents:
+                raise InputError(
+                    f"{path}: lies in {self.path}, the folder for this training's checkpoints, which is removed at the "
+                    "end: move it, or give another output."
+                )
+        if self.path.exists() and not self._is_ours():
+            raise InputError(
+                f"{self.path}: holds something else than an interrupted training of {out.name}, and would be removed "
+                "at the end: move it, or give another output."
+            )
+
+    def _is_ours(self) -> bool:
+        return self.path.is_dir() and ((self.path / STARTED_WITH).is_file() or not any(self.path.iterdir()))
+
+    def resume(self) -> str | None:
+        """The last whole training checkpoint of an interrupted run that began as this one, if there is one.
+
+        Raises:
+            InputError: the interrupted run began with other settings, data or another model.
+        """
+        record = self.path / STARTED_WITH
+        # Written last: without it the process was killed while it saved.
+        whole = [path.parent for path in self.path.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
+        if not record.is_file() or not whole:
+            return None
+        before = read_json(record, "the record of a training run")
+        if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
+            raise InputError(
+                f"{self.path}: holds an interrupted run with other {', '.join(changed)}. Delete the folder to start "
+                "anew, or undo the change to go on."
+            )
+        return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
+
+    def begin(self, writes: bool) -> None:
+        """Makes the folder and its record; on the rank that `writes`."""
+        if writes:
+            write_json(self.path / STARTED_WITH, self.started_with)
+
+    def remove(self) -> None:
+        """Removes the folder."""
+        if self._is_ours():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:
+    """The inputs that must match for a run to resume: model, settings, seed, and the data's contents. JSON."""
+    sources = {code: [text.source, *text.digests()] for code, text in data.items()}
+    found = {"model": CheckpointReader(folder).fingerprint(), "settings": settings, "seed": seed, "data": sources}
+    return json.loads(json.dumps(found))
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,79 @@
+"""Stage 2: routers and classifiers learn, on old and new text, to send old-language tokens home.
+
+Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl --config stage2.yaml
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from datasets import Dataset
+
+from ..data.mixing import review_documents
+from ..errors import InputError
+from ..schema import Coefficient, Count, Positive
+from ..trainers.freezing import Trained
+from ..trainers.losses import BalanceLoss, ClassifierLoss, LanguagePriorLoss
+from .base import TrainingStage, languages_of
+from .config import BlockSize, StageConfig, ValidationSettings, key
+from .trainer import StageTrainer
+
+
+@dataclass
+class ReviewConfig(StageConfig):
+    """Stage 2 (MoE-LPR Eq. 11, LayerMoE Eq. 12): `L_NTP + language_prior_coef * L_LPR + classifier_coef * L_CLS`."""
+
+    renamed: ClassVar = {
+        "balance": "balance_coef", "language_prior": "language_prior_coef", "classifier": "classifier_coef",
+    }  # fmt: skip
+
+    block_size: BlockSize = key(512, "tokens in a block")
+    old_documents: Count | None = key(None, "documents of each old language; as many as there are by default")
+    new_per_old: Positive = key(2.0, "new documents for each old document")
+    language_prior_coef: Coefficient = key(0.1, "weight of the LPR loss")
+    classifier_coef: Coefficient = key(0.1, "weight of the classifiers' loss")
+    balance_coef: Coefficient = key(0.0, "weight of the load-balancing loss")
+    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text that is scored meanwhile")
+
+
+class Review(TrainingStage):
+    """MoE-LPR's and LayerMoE's second stage."""
+
+    key, name, title, participle = "review", "review", "Review", "reviewed"
+    config_class = ReviewConfig
+    trains = Trained(classifiers=True)
+    optional = True
+
+    def losses(self, config: ReviewConfig) -> list[Any]:
+        return [
+            BalanceLoss(config.balance_coef),
+            LanguagePriorLoss(config.language_prior_coef),
+            ClassifierLoss(config.classifier_coef),
+        ]
+
+    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+        return [*old, *new]
+
+    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+        given = list(given)
+        if missing := [code for code in (*old, *new) if code not in given]:
+            raise InputError(f"{', '.join(missing)}: review needs text of every old and new language.")
+        if not old:
+            raise InputError("no old language: review needs text of the languages that the base is good at.")
+
+    def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: ReviewConfig) -> dict[str, Any]:
+        available = {code: len(dataset) for code, dataset in texts.items()}
+        old, new = languages_of(model_config)
+        return {"documents": review_documents(available, old, new, config.old_documents, config.new_per_old)}
+
+
+class ReviewTrainer(StageTrainer):
+    """Stage 2: routers and classifiers learn who belongs where, on old and new text.
+
+    `ReviewConfig(language_prior_coef=0)` is the ablation without LPR.
+    """
+
+    stage = Review()
+
+
+STAGE = ReviewTrainer.stage

@@ -1,0 +1,170 @@
+"""One training stage from a checkpoint folder to a checkpoint folder."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..checkpoint.compare import compare_checkpoints
+from ..checkpoint.folder import copy_companions
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.writer import check_output, new_folder
+from ..data.sources import LanguageText
+from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
+from ..errors import InputError
+from ..evaluation.validation import VALIDATION, validation_callback
+from ..models import load_tokenizer
+from ..records import StageRecord, add_stage, without_folders
+from ..trainers.freezing import freeze
+from . import BESIDE, ROAD, stage_of, trained_in
+from .base import TrainingStage
+from .checks import check_mix
+from .config import StageConfig
+from .mixing import read_curriculum
+from .resume import TrainingFolder
+
+
+def train_stage(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    data: Mapping[str, LanguageText],
+    config: StageConfig,
+    seed: int | None = None,
+    overwrite: bool = False,
+) -> StageRecord:
+    """Trains one stage and writes the trained checkpoint.
+
+    Which languages are old and which are new is read from the checkpoint. A run that was interrupted goes on from its
+    last training checkpoint (`save_steps`), kept beside `out` until the stage is done. The launch may split the model
+    over ranks (docs/distributed.md): what is written is whole, in the checkpoint's own type.
+
+    Args:
+        model: expanded checkpoint; a dense one for `DenseConfig`.
+        data: text of each language: of the new ones in stage 1, of all of them in review and in DMoE's stages, of the
+            newest in adaptation.
+        config: of the stage, such as `PostPretrainConfig(bf16=True)`; its class says which stage it is.
+        seed: random seed; by default the configuration's.
+
+    Returns:
+        The record that the stage adds to the checkpoint's history.
+
+    Raises:
+        InputError: the data does not fit the checkpoint's languages, a setting is wrong, or the training diverged.
+    """
+    stage = stage_for(config)
+    folder = resolve_checkpoint(model)
+    out = check_output(out, overwrite, folder)
+    before = stage.load_config(folder)
+    if seed is not None:
+        config.seed = config.data_seed = seed
+    stage.check_data(config, data, before)
+    check_mix(config, list(data))
+    curriculum = read_curriculum(config, list(data))
+    if curriculum is not None:
+        config.max_steps = curriculum.steps
+    settings = config.recorded() | ({} if curriculum is None else {"curriculum": curriculum.to_dict()})
+    work = TrainingFolder(out, folder, settings, data, config.seed)
+    config.output_dir = str(work.path)
+    resume = work.resume()
+    tokenizer = load_tokenizer(folder, model)
+    callbacks: list[Any] = []
+    with config.main_process_first(desc="pack"):  # the others find its result in the cache
+        packed = stage.pack({code: source.load() for code, source in data.items()}, tokenizer, before, config)
+        validation: Any = getattr(config, "validation", None)
+        if validation is not None and validation.texts:
+            path = work.path / VALIDATION
+            callbacks.append(validation_callback(validation, tokenizer, path, config.block_size, list(data)))
+    # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
+    network = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        **sharding(config.distributed_config),  # type: ignore[arg-type]
+    )
+    trainer = stage.make_trainer(network, config, packed, callbacks)
+    check_deepspeed(trainer, before)
+    work.begin(trainer.is_world_process_zero())
+    trainer.train(resume_from_checkpoint=resume)
+    record = replace(trainer.record, settings=without_folders({n: v for n, v in settings.items() if n != "validation"}))
+    add_stage(before, record)
+    weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
+    if trainer.is_world_process_zero():
+        weights = stage.to_write(folder, config, weights)
+        check_finite(weights, stage.name)
+        with new_folder(out, overwrite) as partial:
+            save_whole(weights, before, partial, folder)
+            copy_companions(folder, partial, stage.companions)
+            trainer.state.save_to_json(str(partial / "trainer_state.json"))
+            if callbacks:
+                shutil.copyfile(work.path / VALIDATION, partial / VALIDATION)
+        work.remove()
+    trainer.accelerator.wait_for_everyone()
+    return record
+
+
+def check_finite(weights: Mapping[str, torch.Tensor], stage: str) -> None:
+    """Refuses weights that are no numbers, before they are written.
+
+    Raises:
+        InputError: names the first such tensor.
+    """
+    for name, weight in weights.items():
+        if weight.is_floating_point() and not torch.isfinite(weight).all():
+            raise InputError(f"{stage}: {name} is not finite after training, which diverged: no checkpoint is written.")
+
+
+def stage_for(config: StageConfig) -> TrainingStage:
+    """The stage that a configuration belongs to.
+
+    Raises:
+        InputError: none does.
+    """
+    for key in (*ROAD, *BESIDE):
+        stage = stage_of(key)
+        if isinstance(stage, TrainingStage) and type(config) is stage.config_class:
+            return stage
+    raise InputError(
+        f"{type(config).__name__} is no stage's configuration: pass PostPretrainConfig, ReviewConfig, GroupConfig, "
+        "JointConfig, AdaptConfig or DenseConfig."
+    )
+
+
+def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str) -> int:
+    """The number of tensors that `stage` had to leave alone, all of them found byte-identical (P3).
+
+    Args:
+        stage: its name in the history.
+
+    Raises:
+        RuntimeError: one of them changed, or a tensor appeared or disappeared.
+    """
+    before = resolve_checkpoint(before)
+    config = load_expanded_config(before)
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    trained = trained_in(stage)
+    freeze(network, trained, stage)
+    moving = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+    found = compare_checkpoints(before, after)
+    wrong = [name for name in found.changed if name not in moving] + found.added + found.removed
+    if trained.last_router_row:
+        wrong += [
+            name for name in found.changed if name.endswith("router.weight") and not _same_rows(before, after, name)
+        ]
+    if wrong:
+        raise RuntimeError(
+            f"{after}: stage {stage} changed tensors that it had to leave alone: {', '.join(wrong[:5])}."
+        )
+    return len(found.identical)
+
+
+def _same_rows(before: Path, after: str | os.PathLike, router: str) -> bool:
+    """Whether all rows of a router but the last are the same."""
+    left, right = (CheckpointReader(Path(folder)).tensor(router)[:-1] for folder in (before, after))
+    return torch.equal(left, right)

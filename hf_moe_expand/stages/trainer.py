@@ -1,0 +1,173 @@
+"""StageTrainer: `transformers.Trainer` that freezes, packs, trains and records as a stage asks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from datasets import Dataset
+from torch.utils.data import Sampler
+
+from ..data.packing import PackedText, collate_blocks
+from ..errors import InputError
+from ..records import add_stage
+from ..trainers.curriculum_sampler import CurriculumSampler, LanguageMix
+from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
+from ..trainers.masking import Masking
+from ..trainers.router_losses import RouterLossMixin
+from .base import TrainingStage, languages_of
+from .config import StageConfig
+from .recording import RecordingTrainer
+
+
+class StageTrainer(RouterLossMixin, RecordingTrainer):  # type: ignore[misc]
+    """A stage's Trainer: freezes what the stage must not move, and trains with the stage's losses.
+
+    With the stage's own configuration as `args` all else follows from it, and the finished training is recorded in
+    `model.config.expansions`:
+
+        trainer = PostPretrainTrainer(model, PostPretrainConfig("out"), train_dataset=ds, processing_class=tokenizer)
+
+    `train_dataset` holds text (columns `text` and, where the model knows several languages, `language`, a code for each
+    row) or packed blocks (`input_ids` and `language_ids`; id i is language i of the old languages followed by the new
+    ones, as `pack_texts` numbers them).
+
+    Args:
+        router_losses: instead of the losses that the configuration asks for.
+        language_classes: the class of each language id; by default 0 for a language of the base model, g for one that
+            expansion g added.
+        everything: train all parameters.
+        mix: which rows belong to which language, and when languages are drawn; by default rows are shuffled.
+        masking: what is masked while it trains.
+
+    Raises:
+        InputError: the data set is of another form, lacks a language or has one that the model does not know; or the
+            loss is not finite.
+    """
+
+    stage: ClassVar[TrainingStage]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "stage" in vars(cls):
+            type(cls.stage).trainer_class = cls
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *,
+        processing_class: Any = None,
+        router_losses: Any = None,
+        language_classes: Sequence[int] | None = None,
+        everything: bool = False,
+        mix: LanguageMix | None = None,
+        masking: Masking | None = None,
+        **others: Any,
+    ) -> None:
+        config = args if isinstance(args, self.stage.config_class) else None
+        name, trained = self.stage.trained(config) if config else (self.stage.name, self.stage.trains)
+        self.trained_as = "everything" if everything else name
+        self.freeze_report: FreezeReport = freeze(model, EVERYTHING if everything else trained, self.trained_as)
+        if config is not None:
+            router_losses = self.stage.losses(config) if router_losses is None else router_losses
+            masking = self.stage.masking(config) if masking is None else masking
+        elif router_losses is None:
+            router_losses = self.stage.losses(self.stage.settings().model_construct())
+        if train_dataset is not None:
+            train_dataset, mix, language_classes = self._prepared(
+                model, config, train_dataset, processing_class, mix, language_classes
+            )
+        self.mix, self.masking = mix, masking
+        if masking is not None:  # TEMPORARY
+            model.config.expert_output_masking = masking.expert_output
+            model.config.final_output_masking = masking.final_output
+            model.config.conditional_routing_masking = masking.conditional_routing
+            model.config.gating_dropout = masking.gating_dropout
+        super().__init__(
+            model, args, data_collator or collate_blocks, train_dataset, processing_class=processing_class,
+            router_losses=router_losses, language_classes=language_classes, **others,
+        )  # fmt: skip
+        if self.is_world_process_zero():
+            print(self.freeze_report)
+
+    # --- data -----------------------------------------------------------------------------------------------------
+
+    def _prepared(
+        self,
+        model: Any,
+        config: StageConfig | None,
+        data: Any,
+        tokenizer: Any,
+        mix: LanguageMix | None,
+        classes: Sequence[int] | None,
+    ) -> tuple[Any, LanguageMix | None, Sequence[int] | None]:
+        """The data set in blocks, how languages are drawn, and their classes."""
+        columns = set(getattr(data, "column_names", None) or ())
+        if isinstance(data, PackedText):
+            self.packed = data
+        elif "text" in columns:
+            self.packed = self._packed(model, config, data, tokenizer)
+        if self.packed is None:
+            if config is not None and classes is None and "language_ids" in columns:
+                old, new = languages_of(model.config)
+                classes = self.stage.language_classes(model.config, [*old, *new])
+            return data, mix, classes
+        if config is not None and mix is None:
+            mix = self.stage.mix(self.packed, model.config, config)
+        if classes is None:
+            classes = self.stage.language_classes(model.config, self.packed.languages)
+        return self.packed.dataset, mix, classes
+
+    def _packed(self, model: Any, config: StageConfig | None, data: Dataset, tokenizer: Any) -> PackedText:
+        if config is None or tokenizer is None:
+            raise InputError(
+                f"train_dataset holds text: pass {self.stage.config_class.__name__}(...) as args, which says how it is "
+                "packed, and the tokenizer as processing_class."
+            )
+        old, new = languages_of(model.config)
+        texts = _by_language(data, old, new)
+        self.stage.check_text(config, texts, old, new)
+        with config.main_process_first(desc="pack"):
+            return self.stage.pack(texts, tokenizer, model.config, config)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        if self.mix is None:
+            return super()._get_train_sampler(train_dataset)
+        training = self.args
+        rows = self.get_total_train_batch_size(training)
+        if self.mix.entry is not None and training.max_steps <= 0:
+            raise InputError("A curriculum needs max_steps, the length of the training that it was made for.")
+        if training.max_steps <= 0:  # the sampler's one epoch holds all the training
+            training.max_steps = math.ceil(training.num_train_epochs * sum(self.mix.rows) / rows)
+        batch = 1 if self.mix.groups is None else self._train_batch_size
+        return CurriculumSampler(self.mix, training.max_steps, rows, training.seed, batch)
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains, and adds the stage to the history in `model.config` where its configuration is known."""
+        result = super().train(*args, **kwargs)
+        if self.record is not None:
+            add_stage(self.accelerator.unwrap_model(self.model).config, self.record)
+        return result
+
+
+def _by_language(data: Dataset, old: Sequence[str], new: Sequence[str]) -> Mapping[str, Dataset]:
+    """The texts of each language of a data set."""
+    if "language" not in data.column_names:
+        if len(new) != 1:
+            raise InputError(
+                f"train_dataset has no column `language`, but this expansion adds {', '.join(new) or 'no language'}: "
+                "give each row its language's code."
+            )
+        return {new[0]: data.select_columns(["text"])}
+    rows: dict[str, list[int]] = {}
+    for number, code in enumerate(data["language"]):
+        rows.setdefault(code, []).append(number)
+    if unknown := sorted(str(code) for code in rows if code not in (*old, *new)):
+        raise InputError(
+            f"train_dataset has the language {', '.join(unknown)}, but this model knows {', '.join([*old, *new])}."
+        )
+    return {code: data.select(rows[code]).select_columns(["text"]) for code in (*old, *new) if code in rows}

@@ -1,0 +1,107 @@
+"""The step before a plan: similarity of languages (LayerMoE) or deviation of layers (DMoE)."""
+
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from ..analysis.deviation import measure_deviation
+from ..analysis.similarity import measure_similarity, token_blocks
+from ..checkpoint.source import resolve_checkpoint
+from ..errors import InputError
+from ..models import load_for_inference, load_tokenizer
+from ..schema import plain
+from .base import Checks, Done, Round, Step
+
+
+@dataclass
+class AnalyzeSimilarity(Step):
+    """Measures how alike languages are in each layer."""
+
+    round: Round
+
+    def __post_init__(self) -> None:
+        self.name, self.output = f"{self.round.prefix}analyze", self.round.folder / "analysis.json"
+
+    def inputs(self) -> dict[str, Any]:
+        codes = self.round.expansion.analyzed_languages(self.round.old, self.round.number > 1)
+        return {
+            "analysis": plain(self.round.expansion.analysis), "old": self.round.old, "new": self.round.new,
+            "texts": self.round.contents(codes),
+        }  # fmt: skip
+
+    def check(self, checks: Checks) -> None:
+        check_tokens(self.round, checks)
+
+    def work(self) -> Done:
+        round_, settings = self.round, self.round.expansion.analysis
+        model, tokenizer = load_for_inference(round_.start, round_.revision)
+        result = measure_similarity(
+            model, tokenizer, round_.texts([*round_.old, *round_.new]), round_.old, round_.new,
+            tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
+        )  # fmt: skip
+        result.to_json(self.output)
+        low, high = min(result.similarity), max(result.similarity)
+        return Done(f"similarity {low:.3f} to {high:.3f} over {len(result.similarity)} layers")
+
+
+@dataclass
+class AnalyzeDeviation(Step):
+    """Measures how far training moves each layer, and which languages move them alike."""
+
+    round: Round
+
+    def __post_init__(self) -> None:
+        self.name, self.output = f"{self.round.prefix}analyze", self.round.folder / "analysis.json"
+
+    def inputs(self) -> dict[str, Any]:
+        new = self.round.new
+        return {"deviation": plain(self.round.expansion.deviation), "new": new, "texts": self.round.contents(new)}
+
+    def check(self, checks: Checks) -> None:
+        """Refuses text that is too little however it is cut: a token has at least a byte."""
+        if checks.offline:
+            return
+        settings = self.round.expansion.deviation
+        needed = settings.steps * settings.batch_size * settings.block_size
+        for code in self.round.new:
+            source = self.round.sources[code]
+            if not source.files():
+                continue  # the hub's text is taken for enough
+            size = 0
+            for text in source.documents():
+                size += len(text.encode()) + 1
+                if size >= needed:
+                    break
+            if size < needed:
+                raise InputError(
+                    f"Language {code!r} has {size:,} bytes of text, but the deviation analysis reads {needed:,} tokens "
+                    "(steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., "
+                    "batch_size: ...}`."
+                )
+
+    def work(self) -> Done:
+        round_ = self.round
+        model, tokenizer = load_for_inference(round_.start, round_.revision)
+        work = round_.folder / "deviation.work"
+        result = measure_deviation(
+            model, tokenizer, round_.texts(round_.new), work_dir=work, seed=round_.recipe.seed,
+            **plain(round_.expansion.deviation),
+        )  # fmt: skip
+        result.to_json(self.output)
+        shutil.rmtree(work)
+        low, high = min(result.deviation), max(result.deviation)
+        return Done(f"deviation {low:.4g} to {high:.4g} over {len(result.deviation)} layers")
+
+
+def check_tokens(round_: Round, checks: Checks) -> None:
+    """Refuses local text with fewer tokens than the similarity or the search for the nearest experts reads."""
+    if checks.offline:
+        return
+    settings, recipe = round_.expansion.analysis, checks.recipe
+    tokenizer: Any = None
+    for code in round_.expansion.analyzed_languages(round_.old, further=round_.number > 1):
+        source = round_.sources[code]
+        if source.files() and checks.counted.get(code, 0) < settings.tokens:
+            tokenizer = tokenizer or load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+            token_blocks(code, source.documents(), tokenizer, settings.tokens, settings.block_size)
+            checks.counted[code] = settings.tokens

@@ -1,0 +1,52 @@
+"""The last step: every checkpoint of the run scored on held-out text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.perplexity import evaluate_model
+from ..evaluation.report import Evaluation
+from ..models import load_for_inference
+from ..recipe import Recipe
+from ..schema import plain
+from .base import Checks, Done, Step, contents
+
+
+@dataclass
+class Evaluate(Step):
+    """Scores the base and each stage's model.
+
+    Attributes:
+        models: what results call each model, to its folder or hub id.
+    """
+
+    repeatable = True
+    name = "evaluate"
+
+    recipe: Recipe
+    root: Path
+    models: dict[str, str]
+
+    def __post_init__(self) -> None:
+        self.output = self.root / "evaluation.json"
+
+    def inputs(self) -> dict[str, Any]:
+        return {"evaluation": plain(self.recipe.evaluation), "test": contents(self.recipe.test_sources)}
+
+    def check(self, checks: Checks) -> None:
+        """The held-out text is checked with all other text."""
+
+    def work(self) -> Done:
+        recipe, settings = self.recipe, self.recipe.evaluation
+        texts = {code: source.load()["text"] for code, source in recipe.test_sources.items()}
+        expansions = [list(expansion.new) for expansion in recipe.rounds]
+        result = Evaluation(list(recipe.old), [code for new in expansions for code in new], expansions=expansions)
+        kept = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
+        for name, path in kept.items():
+            model, tokenizer = load_for_inference(path, recipe.revision if name == "base" else None)
+            result.models[name] = evaluate_model(
+                model, tokenizer, texts, settings.block_size, settings.batch_size, settings.max_tokens
+            )
+        result.to_json(self.output)
+        gone = f" ({', '.join(set(self.models) - set(kept))}: no longer kept)" if len(kept) < len(self.models) else ""
+        return Done(f"{len(texts)} languages, {len(kept)} models{gone}")

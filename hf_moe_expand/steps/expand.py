@@ -1,0 +1,81 @@
+"""The step that expands a dense checkpoint, or grows an expanded one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..analysis.routing import nearest_experts
+from ..checkpoint.expand import check_kinds, expand_checkpoint
+from ..checkpoint.grow import grow_checkpoint
+from ..checkpoint.writer import check_shard_size
+from ..errors import InputError
+from ..models import load_for_inference
+from ..planning.plan import Plan
+from ..schema import plain
+from .analyze import check_tokens
+from .base import Checks, Done, Round, Step, named
+
+
+@dataclass
+class Expand(Step):
+    """Writes the checkpoint with new experts."""
+
+    round: Round
+
+    def __post_init__(self) -> None:
+        self.name, self.output = f"{self.round.prefix}expand", self.round.folder / "expanded"
+
+    @property
+    def _copies_nearest(self) -> bool:
+        return self.round.number > 1 and self.round.expansion.expand.copy_from == "nearest"
+
+    def inputs(self) -> dict[str, Any]:
+        found = {"expand": plain(self.round.expansion.expand)}
+        if self._copies_nearest:
+            found |= {"analysis": plain(self.round.expansion.analysis), "texts": self.round.contents(self.round.new)}
+        return found
+
+    def check(self, checks: Checks) -> None:
+        settings = self.round.expansion.expand
+        named("expand", check_kinds, settings.expert_init, settings.expert_kind)
+        named("expand", check_shard_size, settings.max_shard_size)
+        copied = settings.copy_from
+        if self.round.number > 1 and isinstance(copied, int) and checks.config is not None and copied >= checks.least:
+            raise InputError(
+                f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have experts "
+                f"0..{checks.least - 1} only."
+            )
+        if self._copies_nearest:
+            check_tokens(self.round, checks)
+
+    def work(self) -> Done:
+        round_, settings = self.round, self.round.expansion.expand
+        plan = Plan.load(round_.folder / "plan.json")
+        options: dict[str, Any] = {
+            "seed": round_.recipe.seed, "max_shard_size": settings.max_shard_size, "overwrite": True
+        }  # fmt: skip
+        if plan.grows_from:
+            nearest = self._copies_nearest
+            layers = range(len(plan.grows_from))
+            origin = self._nearest() if nearest else dict.fromkeys(layers, int(settings.copy_from))
+            grow_checkpoint(round_.start, self.output, plan, copy_from=origin, keep_routers=True, **options)
+            said = f"{plan.total_experts - sum(plan.grows_from)} new experts"
+            copied = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else ""
+            return Done(said + copied)
+        report = expand_checkpoint(
+            round_.start,
+            self.output,
+            plan,
+            expert_init=settings.expert_init,
+            conditional_routing=settings.conditional_routing,
+            expert_kind=settings.expert_kind,
+            lora_rank=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            revision=round_.revision,
+            **options,
+        )
+        return Done(f"{report.base_parameters:,} -> {report.parameters:,} parameters")
+
+    def _nearest(self) -> dict[int, int]:
+        model, tokenizer = load_for_inference(self.round.start)
+        settings = plain(self.round.expansion.analysis)
+        return nearest_experts(model, tokenizer, self.round.texts(self.round.new), **settings)

@@ -1,0 +1,65 @@
+"""The step that makes the plan."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..analysis.result import DeviationResult, SimilarityResult
+from ..checkpoint.source import load_config, resolve_checkpoint
+from ..planning.make import make_plan
+from ..schema import plain
+from .base import Checks, Done, Round, Step
+
+
+@dataclass
+class MakePlan(Step):
+    """Decides which layer gets how many experts."""
+
+    round: Round
+
+    def __post_init__(self) -> None:
+        self.name, self.output = f"{self.round.prefix}plan", self.round.folder / "plan.json"
+
+    def inputs(self) -> dict[str, Any]:
+        return {"plan": plain(self.round.expansion.plan), "old": self.round.old, "new": self.round.new}
+
+    def check(self, checks: Checks) -> None:
+        """Makes a plan from equal numbers: it has the real one's totals and layer counts."""
+        if checks.config is None:
+            return
+        layers, codes, settings = checks.config.num_hidden_layers, self.round.new, self.round.expansion.plan
+        same = [1.0] * layers
+        similarity = SimilarityResult(list(checks.recipe.old), codes, 0, {}, None, same, same)
+        falling = [1 - layer / layers for layer in range(layers)]
+        alike = [[float(a == b) for b in codes] for a in codes]
+        deviation = DeviationResult(codes, falling, dict.fromkeys(codes, falling), alike, [], 0, 0.0, 0, 0, 0)
+        plan = make_plan(
+            settings, layers, list(checks.recipe.old), codes, similarity, checks.recipe.seed, deviation,
+            grows_from=checks.counts,
+        )  # fmt: skip
+        grown = plan.experts_per_layer
+        if settings.method in ("moe-lpr", "uniform", "mola"):
+            checks.least = min(grown)
+        else:
+            checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
+        checks.counts = grown
+        classifiers = len(plan.classifier_layers)
+        checks.found.append(
+            f"expansion {self.round.number}: {plan.method}, {plan.total_experts} experts, "
+            f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
+        )
+
+    def work(self) -> Done:
+        round_, path = self.round, self.round.folder / "analysis.json"
+        needs = round_.expansion.plan.needs
+        similarity = SimilarityResult.from_json(path) if needs == "similarity" else None
+        deviation = DeviationResult.from_json(path) if needs == "deviation" else None
+        config = load_config(resolve_checkpoint(round_.start, round_.revision))
+        plan = make_plan(
+            round_.expansion.plan, config.num_hidden_layers, round_.old, round_.new, similarity, round_.recipe.seed,
+            deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
+        )  # fmt: skip
+        plan.save(self.output)
+        said = f"experts per layer {' '.join(map(str, plan.experts_per_layer))}"
+        if plan.groups:
+            return Done(f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
+        return Done(f"{said}; classifiers in layers {', '.join(map(str, plan.classifier_layers)) or 'none'}")

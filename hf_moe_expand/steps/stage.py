@@ -1,0 +1,109 @@
+"""The steps that work on an expanded checkpoint: a training stage, or a graft."""
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+from ..checkpoint.graft import graft_delta
+from ..checkpoint.source import load_config
+from ..data.mixing import review_documents
+from ..data.sources import LanguageText
+from ..models import longest_block
+from ..records import History
+from ..schema import plain
+from ..stages.base import Situation, Stage, TrainingStage
+from ..stages.run import check_frozen, train_stage
+from .base import Checks, Done, Round, Step, contents
+
+
+@dataclass
+class StageStep(Step):
+    """A stage on the checkpoint `before`."""
+
+    round: Round
+    stage: Stage
+    settings: Any
+    before: Path
+
+    def __post_init__(self) -> None:
+        self.name, self.output = f"{self.round.prefix}{self.stage.key}", self.round.folder / self.stage.key
+
+    def _situation(self, checks: Checks) -> Situation:
+        recipe = checks.recipe
+        return Situation(
+            key=self.stage.key, old=self.round.old, new=self.round.new, output=Path(recipe.output), seed=recipe.seed,
+            has_gates=recipe.rounds[0].expand.conditional_routing,
+            longest=None if checks.config is None else longest_block(checks.config),
+            base=recipe.base, revision=recipe.revision, offline=checks.offline,
+        )  # fmt: skip
+
+    def inputs(self) -> dict[str, Any]:
+        return {self.stage.key: plain(self.settings)}
+
+    def check(self, checks: Checks) -> None:
+        situation = self._situation(checks)
+        checks.found += self.stage.check(self.settings, situation) + situation.skipped
+
+    def work(self) -> Done:
+        raise NotImplementedError
+
+
+class TrainStep(StageStep):
+    """A training stage."""
+
+    every_rank = True
+    stage: TrainingStage
+
+    def _data(self) -> dict[str, LanguageText]:
+        codes = self.stage.languages(self.settings, self.round.old, self.round.new)
+        return {code: self.round.sources[code] for code in dict.fromkeys(codes)}
+
+    def inputs(self) -> dict[str, Any]:
+        return {**super().inputs(), "texts": contents(self._data())}
+
+    def check(self, checks: Checks) -> None:
+        super().check(checks)
+        if not checks.offline and getattr(self.settings, "old_documents", None) is not None:
+            self._check_documents()
+
+    def _check_documents(self) -> None:
+        """Refuses local text with fewer documents than the review mixes: it comes after days of stage 1."""
+        review, old, new = self.settings, self.round.old, self.round.new
+        wanted = dict.fromkeys(old, review.old_documents)
+        wanted |= dict.fromkeys(new, max(1, round(review.old_documents * review.new_per_old)))
+        available = {code: _count(self.round.sources[code], count) for code, count in wanted.items()}
+        review_documents(available, old, new, review.old_documents, review.new_per_old)
+
+    def work(self) -> Done:
+        recipe = self.round.recipe
+        config = self.settings.config(self.output, recipe.seed)
+        train_stage(self.before, self.output, self._data(), config)
+        return self.finish()
+
+    def finish(self) -> Done:
+        if not PartialState().is_main_process:
+            return Done("")
+        record = History.of(load_config(self.output)).last.stages[-1]
+        frozen = check_frozen(self.before, self.output, record.stage)
+        return Done(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})
+
+
+class GraftStep(StageStep):
+    """DeltaMoE's graft."""
+
+    def work(self) -> Done:
+        recipe, settings = self.round.recipe, self.settings
+        report = graft_delta(
+            self.before, self.output, recipe.base, settings.instruct, scale=settings.scale,
+            keep_tokenizer=settings.keep_tokenizer, revision=recipe.revision,
+            max_shard_size=self.round.expansion.expand.max_shard_size, overwrite=True,
+        )  # fmt: skip
+        return Done(f"base and instruct have a cosine of {report.instruct_cosine:.4f}")
+
+
+def _count(source: LanguageText, most: int) -> int:
+    """Documents of a source, as far as `most`; the hub's text is taken for enough."""
+    return sum(1 for _ in islice(source.documents(), most)) if source.files() else most
