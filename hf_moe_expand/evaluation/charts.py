@@ -13,6 +13,7 @@ from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 from .drawing import (
     COLOURS,
     TOOLTIP,
+    cell_size,
     draw_allocation,
     draw_cells,
     draw_changes,
@@ -27,59 +28,42 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 WIDTH = 340
-_MOST_NUMBERED = 24  # rows or columns whose cells have numbers in them
 _VARIABLES = {colour: f"var(--{name})" for name, colour in COLOURS.items()}
 _REFERENCE = "{http://www.w3.org/1999/xlink}href"
 _DECIMALS = re.compile(r"(\.\d\d)\d+")
 
 
 def _chart(
-    draw: Callable[Concatenate["Axes", P], None], height: Callable[..., float]
+    draw: Callable[Concatenate["Axes", P], object], size: Callable[..., tuple[float, float]], grown: bool = False
 ) -> Callable[Concatenate[str, P], str]:
-    """A function that makes such a chart; before the arguments of `draw` it takes the chart's description."""
+    """A function that makes such a chart: it takes a description, then the arguments of `draw`.
+
+    Args:
+        size: in points, from the arguments of `draw`.
+        grown: the size is that of the axes alone, and the chart keeps it; else it is as wide as its column.
+    """
 
     def chart(description: str, *args: P.args, **kwargs: P.kwargs) -> str:
-        with drawing(WIDTH, height(args[0])) as figure:
-            draw(figure.subplots(), *args, **kwargs)
-            return _svg(figure, description)
+        with drawing(*size(*args), layout=None if grown else "constrained") as figure:
+            draw(figure.add_axes((0, 0, 1, 1)) if grown else figure.subplots(), *args, **kwargs)
+            return _svg(figure, description, grown)
 
     return chart
 
 
-line_chart = _chart(draw_lines, lines_height)
-allocation_chart = _chart(draw_allocation, lambda experts: 210)
-change_chart = _chart(draw_changes, lambda changes: 20 * len(changes) + 40)
+def _map_size(rows: Sequence[str], columns: Sequence[str], *_: object) -> tuple[float, float]:
+    width, height = cell_size(rows, columns)
+    return width * len(columns), height * len(rows)
 
 
-def heat_map(
-    description: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float | None]],
-    title: str = "",
-    percent: bool = False,
-    most: float | None = None,
-    rule_after: int = 0,
-    blocks: Sequence[int] = (),
-) -> str:
-    """Cells the darker, the larger the value: see `draw_cells`. Many cells are small and have no numbers in them."""
-    numbered = max(len(rows), len(columns)) <= _MOST_NUMBERED
-    wide, high, size = (30, 18, 10.5) if numbered else (9, 9, 7.0)
-    turned = max(map(len, columns), default=0) > wide / size + 1
-    with drawing(wide * len(columns), high * len(rows), layout=None) as figure:
-        axes = figure.add_axes((0, 0, 1, 1))
-        draw_cells(axes, rows, columns, values, percent, most, numbered, turned, rule_after, blocks)
-        axes.tick_params(labelsize=size, pad=3)
-        axes.set_title(title, loc="left", pad=4, weight="bold")
-        return _svg(figure, description, grown=True)
+line_chart = _chart(draw_lines, lambda lines, *_: (WIDTH, lines_height(lines)))
+allocation_chart = _chart(draw_allocation, lambda *_: (WIDTH, 210))
+change_chart = _chart(draw_changes, lambda changes, *_: (WIDTH, 20 * len(changes) + 40))
+heat_map = _chart(draw_cells, _map_size, grown=True)
 
 
-def _svg(figure: "Figure", description: str, grown: bool = False) -> str:
-    """The figure as one flat SVG element.
-
-    Args:
-        grown: it has room for what lies outside, and keeps its size; else it is as wide as its column.
-    """
+def _svg(figure: "Figure", description: str, grown: bool) -> str:
+    """The figure as one flat SVG element."""
     figure.patch.set_visible(False)
     stream = StringIO()
     with warnings.catch_warnings():

@@ -21,9 +21,9 @@ COLOURS = {
 }  # fmt: skip
 INK, QUIET, HAIR, ACCENT, PAPER, ON = COLOURS.values()
 _STYLE = {
-    "axes.axisbelow": True, "axes.facecolor": "none", "axes.formatter.limits": (-4, 7),
+    "axes.axisbelow": True, "axes.edgecolor": HAIR, "axes.facecolor": "none", "axes.formatter.limits": (-4, 7),
     "axes.formatter.useoffset": False, "axes.labelcolor": QUIET, "axes.labelsize": 10.5, "axes.spines.bottom": False,
-    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False,
+    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.03,
     "axes.titlecolor": QUIET, "axes.titlesize": 10.5, "axes.ymargin": 0.08, "figure.constrained_layout.h_pad": 4 / 72,
     "figure.constrained_layout.w_pad": 4 / 72, "font.size": 10.5, "grid.color": HAIR, "grid.linewidth": 1,
     "lines.linewidth": 1.8, "lines.markersize": 4, "lines.scale_dashes": False, "lines.dashed_pattern": [4, 3],
@@ -34,6 +34,7 @@ _STYLE = {
 LINE = 13  # points: the height of a line of text
 MOST_LABELS = 12
 _MOST_POINTS = 200
+_NUMBERED = (30, 18)  # points: a cell with a number
 _LONGEST = 14  # letters of a label
 TOOLTIP = "tooltip:"  # how the gid of a line begins whose name the page shows on hovering
 
@@ -205,19 +206,17 @@ def draw_cells(
     rows: Sequence[str],
     columns: Sequence[str],
     values: Sequence[Sequence[float | None]],
+    title: str = "",
     percent: bool = False,
     most: float | None = None,
-    numbered: bool = True,
-    turned: bool = False,
     rule_after: int = 0,
     blocks: Sequence[int] = (),
 ) -> "QuadMesh":
-    """Cells the darker, the larger the value, with the numbers in them.
+    """Cells the darker, the larger the value, with the numbers in them where `cell_size` has room for them.
 
     Args:
         values: `[rows, columns]`; None leaves a cell empty.
         most: the value of the darkest; the largest by default.
-        turned: names of columns are upright.
         rule_after: a rule below so many rows.
         blocks: sizes of squares on the diagonal, framed.
     """
@@ -225,6 +224,7 @@ def draw_cells(
     from matplotlib.patches import Rectangle
 
     shown = [[math.nan if value is None else value for value in row] for row in values]
+    numbered = cell_size(rows, columns) == _NUMBERED
     most = most or max((value for row in shown for value in row if math.isfinite(value)), default=0) or 1
     # One colour, ever less transparent: the page's own accent and paper then give the shades.
     shades = LinearSegmentedColormap.from_list("accent", [to_rgba(ACCENT, 0), to_rgba(ACCENT, 1)])
@@ -236,10 +236,12 @@ def draw_cells(
                 colour = ON if value / most > 0.55 else INK
                 axes.text(j + 0.5, i + 0.5, number, ha="center", va="center_baseline", color=colour, size=9.5)
     upright: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center"}
+    wide = max(map(len, columns), default=0) > (4 if numbered else 2)
     names = [short(label) for label in columns]
-    axes.set_xticks([j + 0.5 for j in range(len(columns))], names, **upright if turned else {})
+    axes.set_xticks([j + 0.5 for j in range(len(columns))], names, **upright if wide else {})
     axes.set_yticks([i + 0.5 for i in range(len(rows))], [short(label) for label in rows])
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
+    axes.set_title(title, loc="left", weight="bold")
     if rule_after:
         axes.hlines(rule_after, 0, len(columns), color=INK, linewidth=1.5, clip_on=False)
     begin = 0
@@ -247,6 +249,11 @@ def draw_cells(
         axes.add_patch(Rectangle((begin, begin), size, size, fill=False, edgecolor=INK, linewidth=1.8, clip_on=False))
         begin += size
     return cells
+
+
+def cell_size(rows: Sequence[object], columns: Sequence[object]) -> tuple[int, int]:
+    """Width and height of a cell in points; those of a large map have no room for numbers."""
+    return _NUMBERED if max(len(rows), len(columns)) <= 24 else (16, 16)
 
 
 def short(label: str) -> str:

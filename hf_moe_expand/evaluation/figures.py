@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .drawing import Line, draw_allocation, draw_cells, draw_deviation, draw_lines, drawing, with_means
+from .drawing import Line, cell_size, draw_allocation, draw_cells, draw_deviation, draw_lines, drawing, with_means
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,17 +43,15 @@ def plot_deviation(
         groups: order and frame the languages.
         layers: the chosen ones are filled.
     """
-    side = max(260, 17 * len(languages) + 65)
+    side = max(260, cell_size(languages, languages)[0] * len(languages) + 65)
     width = max(288, 14 * len(deviation))
     with drawing(side + 60 + width, side) as figure:
         left, right = figure.subplots(1, 2, width_ratios=[side + 60, width])
         names, values = grouped(languages, similarity, groups)
         cells = draw_cells(
-            left, names, names, values, numbered=False, turned=True, blocks=[len(group) for group in groups]
+            left, names, names, values, "similarity of languages", blocks=[len(group) for group in groups]
         )
-        left.set_aspect("equal")
         figure.colorbar(cells, ax=left, label="cosine of FFN changes", shrink=0.8)
-        left.set_title("similarity of languages", loc="left")
         draw_deviation(right, deviation, layers)
         right.set_box_aspect(min(1.0, side / width))  # no taller than wide beside a hundred languages
         _save(figure, path)
@@ -79,7 +77,8 @@ def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int =
     most = max(map(len, result.top1_share[names[0]]))
     columns = min(columns, len(layers))
     rows = -(-len(layers) // columns)
-    size = (max(columns * max(80, 19 * most + 25), 240) + 100, max(rows * (19 * len(names) + 54) + 22, 180))
+    wide, high = cell_size(names, range(most))
+    size = (max(columns * max(80, wide * most + 25), 240) + 100, max(rows * (high * len(names) + 54) + 22, 180))
     with drawing(*size) as figure:
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes in grid[len(layers) :]:
@@ -87,14 +86,13 @@ def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int =
         for index, (layer, axes) in enumerate(zip(layers, grid, strict=False)):
             values = [result.top1_share[code][index] for code in names]
             experts = [str(expert) for expert in range(len(values[0]))]
-            cells = draw_cells(
-                axes, names, experts, values, most=1.0, numbered=False, rule_after=len(old) if old and new else 0
-            )
-            axes.set_title(f"layer {layer}", loc="left")
+            rule = len(old) if old and new else 0
+            cells = draw_cells(axes, names, experts, values, f"layer {layer}", percent=True, most=1.0, rule_after=rule)
             axes.set_xlim(0, most)  # boxes of one size, or the layout leaves no room for the languages' names
             if index % columns:
                 axes.set_yticks([])
-        figure.colorbar(cells, ax=grid, label="share of tokens (top-1)", shrink=min(0.8, 290 / size[1]), aspect=30)
+        label = "share of tokens (top-1; cells: in %)"
+        figure.colorbar(cells, ax=grid, label=label, shrink=min(0.8, 290 / size[1]), aspect=30)
         figure.supxlabel("expert (above the line: old languages)" if old and new else "expert", fontsize=10.5)
         _save(figure, path)
 
@@ -119,4 +117,4 @@ def expert_0_lines(result: "RoutingResult") -> list[Line]:
 
 def _save(figure: "Figure", path: str | Path) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, bbox_inches="tight", pad_inches=0.08)
