@@ -12,7 +12,7 @@ from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
 from hf_moe_expand.analysis.result import DeviationResult
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation import figures
+from hf_moe_expand.evaluation import drawing, figures
 
 # One document a language, so that the order of documents is none.
 TEXTS = {
@@ -263,12 +263,15 @@ def test_the_picture_orders_languages_by_group_and_marks_layers(tmp_path):
     languages, similarity = ["a", "b", "c"], [[1.0, 0.1, 0.8], [0.1, 1.0, 0.2], [0.8, 0.2, 1.0]]
     figure = Figure()
     left, right = figure.subplots(1, 2)
-    figures._draw_similarity(figure, left, languages, similarity, [["a", "c"], ["b"]])
+    names, values = figures.grouped(languages, similarity, [["a", "c"], ["b"]])
+    assert values == [[None, 0.8, 0.1], [0.8, None, 0.2], [0.1, 0.2, None]]
+    drawing.draw_cells(left, names, names, values, blocks=[2, 1])
     assert [label.get_text() for label in left.get_yticklabels()] == ["a", "c", "b"]
-    assert left.images[0].get_array().filled(-1).tolist() == [[-1, 0.8, 0.1], [0.8, -1, 0.2], [0.1, 0.2, -1]]
-    assert [(patch.get_x(), patch.get_width()) for patch in left.patches] == [(-0.5, 2), (1.5, 1)]
-    figures._draw_deviation(right, [3.0, 1.0, 2.0], [0, 2])
-    colours = right.collections[0].get_facecolors().tolist()
-    assert colours[0] == colours[2] != colours[1]
+    assert left.collections[0].get_array().filled(-1).tolist() == [[-1, 0.8, 0.1], [0.8, -1, 0.2], [0.1, 0.2, -1]]
+    assert [(patch.get_x(), patch.get_width()) for patch in left.patches] == [(0, 2), (2, 1)]
+    drawing.draw_deviation(right, [3.0, 1.0, 2.0], [0, 2])
+    _, others, chosen = right.lines
+    assert (list(others.get_xdata()), list(chosen.get_xdata())) == ([1], [0, 2])
+    assert others.get_markerfacecolor() != chosen.get_markerfacecolor()
     figures.plot_deviation(tmp_path / "new" / "x.svg", languages, similarity, [2.0, 2.0])
     assert "<svg" in (tmp_path / "new" / "x.svg").read_text()

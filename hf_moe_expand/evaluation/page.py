@@ -22,7 +22,9 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
-from .charts import Change, Line, allocation_chart, change_chart, heat_map, line_chart
+from .charts import allocation_chart, change_chart, heat_map, line_chart
+from .drawing import Change, Line, with_means
+from .figures import expert_0_lines, grouped
 from .report import Evaluation
 from .validation import VALIDATION, ValidationCurves
 
@@ -195,7 +197,7 @@ def _scores(found: Evaluation, history: History) -> dict[str, Any]:
     return {
         "models": names,
         "groups": groups,
-        "figure": Markup(change_chart(changes, f"Bits per byte before and after. {described}.", "bits per byte")),
+        "figure": Markup(change_chart(f"Bits per byte before and after. {described}.", changes, "bits per byte")),
         "perplexity": found.rows("perplexity"),
     }
 
@@ -265,7 +267,7 @@ def _plan(part: _Part) -> dict[str, Any] | None:
         "measure": label if measure else None,
         "figure": Markup(
             allocation_chart(
-                plan.experts_per_layer, description, measure, label, plan.classifier_layers, plan.grows_from
+                description, plan.experts_per_layer, measure, label, plan.classifier_layers, plan.grows_from
             )
         ),
         "rows": rows,
@@ -284,13 +286,11 @@ def _analysis(folder: Path) -> tuple[SimilarityResult | None, DeviationResult | 
 
 def _language_similarity(found: DeviationResult, groups: Sequence[Sequence[str]]) -> Markup:
     """How alike languages are, group by group; the diagonal, 1 by definition, is empty."""
-    names = [language for group in groups for language in group] or found.languages
-    order = [found.languages.index(name) for name in names]
-    values = [[None if i == j else found.similarity[i][j] for j in order] for i in order]
+    names, values = grouped(found.languages, found.similarity, groups)
     description = "Cosine of two languages' changes of the FFNs; groups are framed: " + "; ".join(
         " ".join(group) for group in groups
     )
-    return Markup(heat_map(names, names, values, description, blocks=[len(group) for group in groups]))
+    return Markup(heat_map(description, names, names, values, blocks=[len(group) for group in groups]))
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def _training_figures(
     def figure(caption: str, lines: list[Line], **options: Any) -> dict[str, Any]:
         ends = [f"{line.label} {line.points[0][1]:.3f} to {line.points[-1][1]:.3f}" for line in lines if line.points]
         description = f"{stage}, {caption} by step: {'; '.join(ends)}."
-        return {"caption": caption, "svg": Markup(line_chart(lines, description, "step", **options))}
+        return {"caption": caption, "svg": Markup(line_chart(description, lines, "step", **options))}
 
     main = [(key, label) for key, label in (("loss", "all"), ("next_token_loss", "text")) if key in known]
     if main:
@@ -391,7 +391,7 @@ def _validation_figure(curves: ValidationCurves, old: Sequence[str]) -> dict[str
         for code, values in sorted(curves.bits_per_byte.items(), key=lambda item: item[0] not in old)
     ]
     ends = "; ".join(f"{line.label} {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
-    svg = line_chart(lines, f"Bits per byte of held-out text by step: {ends}.", "step")
+    svg = line_chart(f"Bits per byte of held-out text by step: {ends}.", with_means(lines), "step")
     return {"caption": "bits per byte of held-out text", "svg": Markup(svg)}
 
 
@@ -412,14 +412,10 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
         said = "; ".join(f"{c} {' '.join(f'{v:.2f}' for v in row)}" for c, row in zip(old + new, values, strict=True))
         description = f"Layer {layer}, share of each language's tokens by expert: {said}."
         rule = len(old) if old and new else 0
-        maps.append(Markup(heat_map(old + new, experts, values, description, f"layer {layer}", True, 1.0, rule)))
-    lines = [
-        Line(code, found.layers, found.expert_0_score[code], kind)
-        for kind, codes in (("old", old), ("new", new))
-        for code in codes
-    ]
+        maps.append(Markup(heat_map(description, old + new, experts, values, f"layer {layer}", True, 1.0, rule)))
+    lines = expert_0_lines(found)
     ends = "; ".join(f"{line.label} {sum(line.y) / len(line.y):.2f}" for line in lines)
-    svg = line_chart(lines, f"Router's score of expert 0, mean over layers: {ends}.", "layer", (0, 1))
+    svg = line_chart(f"Router's score of expert 0, mean over layers: {ends}.", with_means(lines), "layer", (0, 1))
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
         "both": bool(old and new),
