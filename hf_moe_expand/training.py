@@ -45,9 +45,17 @@ from .trainers import (
     NormalTrainer,
     PostPretrainTrainer,
     ReviewTrainer,
-    RouterLossWeights,
     Stage,
     freeze,
+)
+from .trainers.losses import (
+    BalanceLoss,
+    ClassifierLoss,
+    GateBudgetLoss,
+    GroupLoss,
+    LanguagePriorLoss,
+    LocalizedBalanceLoss,
+    RouterLoss,
 )
 from .trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 
@@ -475,19 +483,21 @@ def _trainer(
         common["mix"] = _mix(packed, config, settings, curriculum)
     if isinstance(settings, GroupSettings):
         group_of = {code: number for number, group in enumerate(config.language_groups) for code in group}
-        losses = RouterLossWeights(settings.balance, group=settings.group)
+        losses: list[RouterLoss] = [BalanceLoss(settings.balance), LanguagePriorLoss(0.0), GroupLoss(settings.group)]
         classes = [group_of[code] for code in packed.languages]
         return GroupTrainer(network, router_losses=losses, language_classes=classes, **common)
     if isinstance(settings, AdaptSettings):
         return AdaptTrainer(network, **common)
     if isinstance(settings, NormalSettings):
-        return NormalTrainer(network, router_losses=RouterLossWeights(settings.balance), **common)
+        losses = [BalanceLoss(settings.balance), LanguagePriorLoss(0.0), GateBudgetLoss(0.0)]
+        return NormalTrainer(network, router_losses=losses, **common)
     common["language_classes"] = _language_classes(config, packed.languages)
     if isinstance(settings, ReviewSettings):
-        losses = RouterLossWeights(settings.balance, settings.language_prior, settings.classifier)
+        losses = [BalanceLoss(settings.balance), LanguagePriorLoss(settings.language_prior)]
+        losses += [GateBudgetLoss(0.0), ClassifierLoss(settings.classifier)]
         return ReviewTrainer(network, router_losses=losses, **common)
-    losses = RouterLossWeights(
-        settings.balance, settings.language_prior, budget=settings.budget, gate_budget=settings.gate_budget,
-        localized_balance=settings.localized_balance,
-    )  # fmt: skip
+    losses = [BalanceLoss(settings.balance), LanguagePriorLoss(settings.language_prior)]
+    losses.append(GateBudgetLoss(settings.budget, settings.gate_budget))
+    if settings.localized_balance:
+        losses.append(LocalizedBalanceLoss(settings.localized_balance))
     return PostPretrainTrainer(network, router_losses=losses, everything=settings.everything, **common)

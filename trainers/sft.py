@@ -39,8 +39,8 @@ class CollatorWithLanguages(DataCollatorForLanguageModeling):
 class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
     """`trl.SFTTrainer` with router losses: the same data sets, the same `SFTConfig`, LoRA by `peft_config` as there.
 
-    The balance loss needs nothing more. Language-prior and classifier losses need to know languages. A data set tells
-    them in one of two columns:
+    The balance loss needs nothing more. Losses with `needs_languages`, as the language-prior and the classifier loss,
+    need to know languages. A data set tells them in one of two columns:
 
     - `language`: a code such as "el" for each row, None where unknown. The class of each code is in the model's
       config.json, which records its expansions, or in `language_classes={"en": 0, "el": 1}`.
@@ -93,7 +93,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         elif self._needs_languages:
             raise InputError(
                 f"The {dataset_name} data set has no column `language` (a code for each row), nor `language_ids` (an "
-                "id for each token of tokenised text): the language-prior and classifier losses need one of them."
+                "id for each token of tokenised text): the losses need one of them. " + self._who_needs_languages()
             )
         else:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
@@ -118,8 +118,10 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
                 f"The {name} data set has a column `language`, but a list of language_classes is for a column "
                 f"`language_ids`: pass the class of each code, such as {example}."
             )
-        if not self._codes_given and self.router_losses.group:
-            raise InputError(f"The group loss needs the group of each code of the column `language`: pass {example}.")
+        if not self._codes_given and (needs := [loss.name for loss in self._active_losses() if loss.needs_groups]):
+            raise InputError(
+                f"The {needs[0]} loss needs the group of each code of the column `language`: pass {example}."
+            )
         if len(self._class_of_code) == 1:
             raise InputError(
                 f"The {name} data set has a column `language`, but the model's config.json records no languages: pass "

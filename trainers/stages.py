@@ -1,6 +1,7 @@
 """The trainers of each stage: MoE-LPR's and LayerMoE's two, DMoE's extension and adaptation."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,16 @@ from transformers import Trainer
 from .curriculum_sampler import CurriculumSampler, LanguageMix
 from .freezing import FreezeReport, Stage, freeze
 from .grouped_sampler import GroupedSampler
-from .router_losses import RouterLossMixin, RouterLossWeights
+from .losses import (
+    LOGGED,
+    BalanceLoss,
+    ClassifierLoss,
+    GateBudgetLoss,
+    GroupLoss,
+    LanguagePriorLoss,
+    RouterLoss,
+)
+from .router_losses import RouterLossMixin
 
 
 class _StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
@@ -21,20 +31,21 @@ class _StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
     """
 
     stage: Stage
-    default_losses: RouterLossWeights
+    default_losses: Sequence[RouterLoss]
 
     def __init__(
         self,
         model: Any,
         *args: Any,
-        router_losses: RouterLossWeights | None = None,
+        router_losses: Sequence[RouterLoss] | None = None,
         everything: bool = False,
         mix: LanguageMix | None = None,
         **kwargs: Any,
     ) -> None:
         self.mix = mix
         self.freeze_report: FreezeReport = freeze(model, Stage.EVERYTHING if everything else self.stage)
-        super().__init__(model, *args, router_losses=router_losses or self.default_losses, **kwargs)
+        losses = self.default_losses if router_losses is None else router_losses
+        super().__init__(model, *args, router_losses=losses, **kwargs)
         if self.is_world_process_zero():
             print(self.freeze_report)
 
@@ -52,38 +63,38 @@ class _StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
 class PostPretrainTrainer(_StageTrainer):
     """Stage 1 (MoE-LPR Eq. 8, LayerMoE Eq. 4): new experts and routers learn new-language text.
 
-    `L = L_NTP + 0.01 * L_balance`. With `router_losses=RouterLossWeights(balance=0.01, language_prior=0.1)` and old
-    languages in the data it is the one-stage ablation; with `everything=True` the plain "MoE" baseline, in which
-    the base trains too.
+    `L = L_NTP + 0.01 * L_balance`. With `router_losses=[BalanceLoss(0.01), LanguagePriorLoss(0.1)]` and old languages
+    in the data it is the one-stage ablation; with `everything=True` the plain "MoE" baseline, in which the base trains
+    too.
     """
 
     stage = Stage.POST_PRETRAIN
-    default_losses = RouterLossWeights(balance=0.01)
+    default_losses = (BalanceLoss(0.01), LanguagePriorLoss(0.0), GateBudgetLoss(0.0))
 
 
 class ReviewTrainer(_StageTrainer):
     """Stage 2 (MoE-LPR Eq. 11, LayerMoE Eq. 12): routers and classifiers learn who belongs where, on old and new text.
 
-    `L = L_NTP + 0.1 * L_LPR + 0.1 * L_CLS`; `RouterLossWeights(language_prior=0)` is the ablation without LPR.
+    `L = L_NTP + 0.1 * L_LPR + 0.1 * L_CLS`; `[ClassifierLoss(0.1)]` is the ablation without LPR.
     """
 
     stage = Stage.REVIEW
-    default_losses = RouterLossWeights(language_prior=0.1, classifier=0.1)
+    default_losses = (BalanceLoss(0.0), LanguagePriorLoss(0.1), GateBudgetLoss(0.0), ClassifierLoss(0.1))
 
 
 class GroupTrainer(_StageTrainer):
     """DMoE's extension stage (Eq. 4): batches of one language group each train that group's expert alone.
 
     `L = L_CLM + 1.28 * mean over (layer, token) of - log p(group | token)`; all parameters train. `language_classes`
-    gives the group of each language id, which is the number of its expert; `RouterLossWeights(group=0)` is the ablation
-    without the classification loss. The rows of the data set must hold one group each.
+    gives the group of each language id, which is the number of its expert; `[GroupLoss(0.0)]` is the ablation without
+    the classification loss. The rows of the data set must hold one group each.
 
     Raises:
         ValueError: a batch mixes groups, or a group has less than one batch of rows.
     """
 
     stage = Stage.GROUP
-    default_losses = RouterLossWeights(group=1.28)
+    default_losses = (BalanceLoss(0.0), LanguagePriorLoss(0.0), GroupLoss(1.28))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is not None:
@@ -119,7 +130,7 @@ class NormalTrainer(_StageTrainer):
     """DMoE after its extension stage, or any expanded model with nothing frozen: mixed batches, the top experts."""
 
     stage = Stage.NORMAL
-    default_losses = RouterLossWeights(balance=0.02)
+    default_losses = (BalanceLoss(0.02), LanguagePriorLoss(0.0), GateBudgetLoss(0.0))
 
 
 class AdaptTrainer(_StageTrainer):
@@ -129,7 +140,7 @@ class AdaptTrainer(_StageTrainer):
     """
 
     stage = Stage.ADAPT
-    default_losses = RouterLossWeights()
+    default_losses = LOGGED
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)

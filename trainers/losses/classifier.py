@@ -1,0 +1,62 @@
+"""The loss of LayerMoE's routing classifiers: which class of languages a token belongs to.
+
+Shape suffixes: T tokens, C classes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...modeling import LayerRouting
+from .base import LayerLoss, LossBatch
+
+
+def classifier_loss(
+    classifier_logits_TC: torch.Tensor,
+    class_T: torch.Tensor,
+    mask_T: torch.Tensor | None = None,
+    count: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`L_CLS`: cross-entropy of the routing classifier over all counted tokens.
+
+    LayerMoE's Eq. 11 as printed sums over old tokens only, which a constant classifier would satisfy. Given a router's
+    logits and the language group of each token it is DMoE's language-group loss (Eq. 3), `- log p(group | token)`.
+
+    Args:
+        class_T: class of each token's language, 0 = old.
+        mask_T: which tokens count; all by default.
+        count: what to divide the sum by, if not by the number of counted tokens.
+    """
+    if mask_T is not None:
+        classifier_logits_TC, class_T = classifier_logits_TC[mask_T], class_T[mask_T]
+    divisor = max(class_T.shape[0], 1) if count is None else count
+    return F.cross_entropy(classifier_logits_TC, class_T, reduction="sum") / divisor
+
+
+@dataclass(frozen=True)
+class ClassifierLoss(LayerLoss):
+    """`classifier_loss` over the tokens of known language in the step, in the layers with a classifier (gamma of
+    LayerMoE)."""
+
+    name = "classifier"
+    metrics = ("classifier_loss", "classifier_accuracy")
+    needs_languages = True
+    over = "tagged"
+
+    coef: float = 0.1
+
+    def applies_to(self, routing: LayerRouting) -> bool:
+        return routing.classifier_logits is not None
+
+    def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
+        logits_TC: Any = batch.routing[layer].classifier_logits
+        record_accuracy(batch, "classifier_accuracy", logits_TC)
+        return classifier_loss(logits_TC, batch.tokens.class_T, batch.tokens.tagged_T, count)
+
+
+def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor) -> None:
+    """Records the share of the tokens of known language whose class has the largest logit."""
+    right_T = (logits_TC.argmax(-1) == batch.tokens.class_T)[batch.tokens.tagged_T]
+    batch.record(metric, right_T.sum(), batch.local.tagged)

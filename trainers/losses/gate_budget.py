@@ -1,0 +1,62 @@
+"""The budget of conditional routing's gates (Elbayad et al. 2022).
+
+Shape suffixes: T tokens, N experts of a layer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import InputError
+from ...modeling import LayerRouting
+from .base import LayerLoss, LossBatch
+
+
+def gate_budget_loss(
+    router_logits_TN: torch.Tensor,
+    budget: float,
+    mask_T: torch.Tensor | None = None,
+    count: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`L_budget = mean_t |g(x_t) - b|` of conditional routing (Elbayad et al. Eq. 7).
+
+    Args:
+        router_logits_TN: of a layer with a gate: the score of expert 0, the shared one, is `1 - g`.
+        budget: b, the share of the routed experts.
+        mask_T: which tokens count; all by default.
+        count: what to divide the sum by, if not by the number of counted tokens.
+    """
+    distance_T = (1 - router_logits_TN.softmax(-1)[:, 0] - budget).abs()
+    if mask_T is not None:
+        distance_T = distance_T[mask_T]
+    divisor = max(distance_T.shape[0], 1) if count is None else count
+    return distance_T.sum() / divisor
+
+
+@dataclass(frozen=True)
+class GateBudgetLoss(LayerLoss):
+    """`gate_budget_loss` over the tokens of the step, in the layers with a gate (lambda_CMR of Elbayad et al.).
+
+    Args:
+        budget: b, the share of the routed experts, from 0 to 1.
+
+    Raises:
+        InputError: the budget is no share.
+    """
+
+    name = "budget"
+    metrics = ("budget_loss",)
+
+    coef: float = 0.1
+    budget: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.budget <= 1:
+            raise InputError(f"GateBudgetLoss: budget is {self.budget}; a share is at least 0 and at most 1.")
+
+    def applies_to(self, routing: LayerRouting) -> bool:
+        return routing.conditional
+
+    def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
+        return gate_budget_loss(batch.routing[layer].router_logits, self.budget, batch.tokens.counted_T, count)

@@ -1,0 +1,39 @@
+"""The language-prior routing loss of MoE-LPR and LayerMoE: tokens of old languages go to expert 0.
+
+Shape suffixes: T tokens, N experts of a layer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .base import LayerLoss, LossBatch
+
+
+def language_prior_routing_loss(
+    router_logits_TN: torch.Tensor, old_T: torch.Tensor, count: float | torch.Tensor | None = None
+) -> torch.Tensor:
+    """`L_LPR = - mean over old tokens of log G_0(t)` (MoE-LPR Eq. 9-10): old-language tokens go to expert 0.
+
+    Args:
+        old_T: bool, the tokens of old languages (F(t) in the paper).
+        count: what to divide the sum by, if not by the number of old tokens here (zero of them give 0).
+    """
+    log_scores_T = router_logits_TN.log_softmax(-1)[:, 0]
+    divisor = old_T.sum().clamp(min=1) if count is None else count
+    return -log_scores_T[old_T].sum() / divisor
+
+
+@dataclass(frozen=True)
+class LanguagePriorLoss(LayerLoss):
+    """`language_prior_routing_loss` over the old tokens of the step (beta of MoE-LPR, LayerMoE)."""
+
+    name = "language_prior"
+    metrics = ("language_prior_loss",)
+    needs_languages = True
+    over = "old"
+
+    coef: float = 0.1
+
+    def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
+        return language_prior_routing_loss(batch.routing[layer].router_logits, batch.tokens.old_T, count)
