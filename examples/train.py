@@ -10,7 +10,7 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from hf_moe_expand import LanguageText, RouterLossMixin, RouterLossWeights
+from hf_moe_expand import ClassifierLoss, LanguagePriorLoss, LanguageText, RouterLossMixin
 from hf_moe_expand.data.packing import collate_blocks, pack_texts
 from hf_moe_expand.trainers import Stage, freeze
 
@@ -40,7 +40,7 @@ trainer = MyTrainer(
     TrainingArguments(asked.out, max_steps=asked.steps, learning_rate=5e-5, logging_steps=1, report_to="none"),
     train_dataset=packed.dataset,  # columns input_ids and language_ids
     data_collator=collate_blocks,
-    router_losses=RouterLossWeights(language_prior=0.1, classifier=0.1),
+    router_losses=[LanguagePriorLoss(0.1), ClassifierLoss(0.1)],
     language_classes=[0] * len(asked.old) + [1] * len(asked.new),  # of each language id: 0 is old
 )
 trainer.train()

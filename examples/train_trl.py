@@ -11,7 +11,7 @@ import torch
 from datasets import load_dataset
 from trl import SFTConfig
 
-from hf_moe_expand import MoESFTTrainer, RouterLossWeights
+from hf_moe_expand import BalanceLoss, LanguagePriorLoss, MoESFTTrainer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="expanded checkpoint")
@@ -33,7 +33,7 @@ trainer = MoESFTTrainer(
         report_to="none",
     ),
     train_dataset=load_dataset("json", data_files=asked.data, split="train"),
-    router_losses=RouterLossWeights(balance=0.01, language_prior=0.1),
+    router_losses=[BalanceLoss(0.01), LanguagePriorLoss(0.1)],
 )
 trainer.train()
 trainer.save_model()

@@ -12,7 +12,7 @@ from one_step import build
 from peft import LoraConfig
 from trl import SFTConfig
 
-from hf_moe_expand import MoESFTTrainer, Plan, RouterLossWeights, expand_checkpoint
+from hf_moe_expand import BalanceLoss, ClassifierLoss, LanguagePriorLoss, MoESFTTrainer, Plan, expand_checkpoint
 from hf_moe_expand.distributed import leave_ranks
 
 ROWS = [
@@ -58,10 +58,10 @@ def lora(**changes):
 
 
 def trainer(folder, rows=ROWS, model=None, balance=0.0, prior=0.0, classifier=0.0, adapter=None, **changes):
+    losses = [BalanceLoss(balance), LanguagePriorLoss(prior), ClassifierLoss(classifier)]
     return MoESFTTrainer(
         build() if model is None else model, settings(folder, **changes), train_dataset=Dataset.from_list(rows),
-        processing_class=byte_tokenizer(), router_losses=RouterLossWeights(balance, prior, classifier),
-        peft_config=adapter, language_classes=LANGUAGES,
+        processing_class=byte_tokenizer(), router_losses=losses, peft_config=adapter, language_classes=LANGUAGES,
     )  # fmt: skip
 
 

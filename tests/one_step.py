@@ -11,7 +11,17 @@ from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, PostPretrainTrainer, ReviewTrainer, RouterLossWeights
+from hf_moe_expand import (
+    BalanceLoss,
+    ClassifierLoss,
+    GateBudgetLoss,
+    LanguagePriorLoss,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    LocalizedBalanceLoss,
+    PostPretrainTrainer,
+    ReviewTrainer,
+)
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.distributed import leave_ranks
 
@@ -57,7 +67,7 @@ def build(backbone="qwen2", **fields):
 def train(
     folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
     same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None, localized=0.0,
-    budget=0.0, fields=None,
+    budget=0.0, fields=None, losses=None,
 ):  # fmt: skip
     model = build(backbone, **fields or {}) if model is None else model
     ids, languages = rows()
@@ -72,11 +82,13 @@ def train(
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
         train_sampling_strategy="sequential", **checkpointed(checkpointing),
     )  # fmt: skip
+    if losses is None:
+        losses = [BalanceLoss(balance), LanguagePriorLoss(prior), GateBudgetLoss(budget)]
+        losses += [LocalizedBalanceLoss(localized), ClassifierLoss(classifier)]
     kind = ReviewTrainer if stage == "review" else PostPretrainTrainer
     trainer = kind(
         model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,
-        router_losses=RouterLossWeights(balance, prior, classifier, budget=budget, localized_balance=localized),
-        language_classes=[0, 1], everything=everything,
+        router_losses=losses, language_classes=[0, 1], everything=everything,
     )  # fmt: skip
     trainer.train()
     if logs is not None:

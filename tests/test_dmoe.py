@@ -19,7 +19,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.settings import AdaptSettings, GroupSettings, NormalSettings, PostPretrainSettings
-from hf_moe_expand.trainers import GroupedSampler, RouterLossWeights
+from hf_moe_expand.trainers import GroupedSampler, GroupLoss
 from hf_moe_expand.training import check_frozen, train_stage
 
 GROUPS = [["en", "es"], ["el"], ["tr", "hu"]]
@@ -120,7 +120,7 @@ def group_step(model, rows, tmp_path, batch=4, steps=1, weight=1.28, checkpointi
     )  # fmt: skip
     trainer = GroupTrainer(
         model, args=arguments, train_dataset=rows, data_collator=collate_blocks, language_classes=[0, 0, 1, 2, 2],
-        router_losses=RouterLossWeights(group=weight),
+        router_losses=[GroupLoss(weight)],
     )  # fmt: skip
     trainer.train()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

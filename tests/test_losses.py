@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hf_moe_expand.trainers import (
-    RouterLossWeights,
     classifier_loss,
     expert_selections,
     language_prior_routing_loss,
@@ -102,9 +101,3 @@ def test_losses_divided_by_a_given_count_add_up_over_any_split():
     two = logits[:, :2]
     classifier = sum(classifier_loss(two[a:b], classes[a:b], count=10) for a, b in pairs)
     assert classifier.item() == pytest.approx(classifier_loss(two, classes).item(), rel=1e-5)
-
-
-def test_no_loss_is_added_unasked():
-    weights = RouterLossWeights()
-    assert not any((weights.balance, weights.language_prior, weights.classifier, weights.group, weights.budget))
-    assert not weights.localized_balance

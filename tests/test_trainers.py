@@ -9,7 +9,14 @@ from datasets import Dataset
 from one_step import build, rows, train
 from transformers import Trainer, TrainingArguments
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, ReviewTrainer, RouterLossMixin, RouterLossWeights
+from hf_moe_expand import (
+    BalanceLoss,
+    LanguagePriorLoss,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    ReviewTrainer,
+    RouterLossMixin,
+)
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.trainers import Stage, expert_selections, freeze, load_balance_loss
 
@@ -155,7 +162,7 @@ def plain_trainer(tmp_path, network, **changes):
     arguments = TrainingArguments(output_dir=str(tmp_path), **options)
     return MyTrainer(
         network, arguments, train_dataset=dataset, eval_dataset=dataset, data_collator=collate_blocks,
-        router_losses=RouterLossWeights(balance=0.1, language_prior=0.1), language_classes=[0, 1],
+        router_losses=[BalanceLoss(0.1), LanguagePriorLoss(0.1)], language_classes=[0, 1],
     )  # fmt: skip
 
 

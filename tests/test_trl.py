@@ -18,7 +18,7 @@ from one_step import build
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
-from hf_moe_expand import MoESFTTrainer, RouterLossMixin, RouterLossWeights
+from hf_moe_expand import BalanceLoss, GroupLoss, LanguagePriorLoss, MoESFTTrainer, RouterLossMixin
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.trainers import load_balance_loss
 
@@ -171,7 +171,7 @@ CUTS = [
 
 
 def letters_trainer(folder, data, **cut):
-    options = {"processing_class": byte_tokenizer(), "router_losses": RouterLossWeights(language_prior=0.1)}
+    options = {"processing_class": byte_tokenizer(), "router_losses": [LanguagePriorLoss(0.1)]}
     return MoESFTTrainer(build(), settings(folder, **cut), train_dataset=data, **options, language_classes=LANGUAGES)
 
 
@@ -194,7 +194,7 @@ def tokenised_trainer(folder, **cut):
     data = Dataset.from_list([{"input_ids": ids, "language_ids": languages} for ids, languages in TOKENISED])
     return MoESFTTrainer(
         build(), settings(folder, **cut), train_dataset=data, processing_class=byte_tokenizer(),
-        router_losses=RouterLossWeights(language_prior=0.1), language_classes=[1, 0, 1, 0, 0],
+        router_losses=[LanguagePriorLoss(0.1)], language_classes=[1, 0, 1, 0, 0],
     )  # fmt: skip
 
 
@@ -242,9 +242,7 @@ def expanded(tmp_path_factory):
 def test_languages_are_those_that_the_checkpoint_records(tmp_path, expanded):
     data = Dataset.from_list(LETTERS)
     for model in (str(expanded), AutoModelForCausalLM.from_pretrained(expanded)):
-        one = MoESFTTrainer(
-            model, settings(tmp_path), train_dataset=data, router_losses=RouterLossWeights(language_prior=0.1)
-        )
+        one = MoESFTTrainer(model, settings(tmp_path), train_dataset=data, router_losses=[LanguagePriorLoss(0.1)])
         assert check_letters(*collated(one)) == 65
     other = {"el": 0, "en": 1, "tr": 1}
     anew = MoESFTTrainer(model, settings(tmp_path), train_dataset=data, language_classes=other)
@@ -257,9 +255,7 @@ def test_languages_are_those_that_the_checkpoint_records(tmp_path, expanded):
         {"old_languages": ["en"], "new_languages": ["el"]},
         {"old_languages": ["en", "el"], "new_languages": ["tr"]},
     ]
-    grown = MoESFTTrainer(
-        model, settings(tmp_path), train_dataset=data, router_losses=RouterLossWeights(language_prior=0.1)
-    )
+    grown = MoESFTTrainer(model, settings(tmp_path), train_dataset=data, router_losses=[LanguagePriorLoss(0.1)])
     ids, languages = collated(grown)
     assert dict(zip(ids, languages, strict=True)) | {256: None} == {64: 0, 65: 1, 66: -1, 67: 2, 256: None}
     assert grown._language_classes.tolist() == [0, 1, 2]
@@ -274,7 +270,7 @@ def test_refusals_say_what_to_set(tmp_path, expanded):
         changes = {name: options.pop(name) for name in ("packing", "max_length") if name in options}
         return MoESFTTrainer(
             options.pop("model", build()), settings(tmp_path, **changes), train_dataset=Dataset.from_list(rows),
-            processing_class=byte_tokenizer(), router_losses=RouterLossWeights(language_prior=prior), **options,
+            processing_class=byte_tokenizer(), router_losses=[LanguagePriorLoss(prior)], **options,
         )  # fmt: skip
 
     with pytest.raises(InputError, match="records no languages: pass the class of each code, such as"):
@@ -302,7 +298,7 @@ def test_refusals_say_what_to_set(tmp_path, expanded):
     with pytest.raises(InputError, match="group loss needs the group of each code of the column `language`: pass"):
         MoESFTTrainer(
             str(expanded), settings(tmp_path), train_dataset=Dataset.from_list(LETTERS),
-            router_losses=RouterLossWeights(group=1.0),
+            router_losses=[GroupLoss(1.0)],
         )  # fmt: skip
 
 
@@ -317,7 +313,7 @@ class MoEDPOTrainer(RouterLossMixin, DPOTrainer):
 
 
 def dpo(folder, kind=DPOTrainer, rows=PREFERENCES, balance=None, steps=1, model=None, **options):
-    losses = {} if balance is None else {"router_losses": RouterLossWeights(balance=balance)}
+    losses = {} if balance is None else {"router_losses": [BalanceLoss(balance)]}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": steps}
     return kind(
         build() if model is None else model, args=settings(folder, DPOConfig, **sizes), **losses, **options,
@@ -420,14 +416,14 @@ def test_the_documents_python_runs(tmp_path, monkeypatch, expanded):
         monkeypatch.setattr(trl, name, lambda folder, real=real, **given: real(folder, **{**given, **small}))
     namespace = {}
     found = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
-    assert len(found) == 4
+    assert len(found) == 5
     for block in found:
         exec(block, namespace)
     merged = AutoModelForCausalLM.from_pretrained("qwen-el-merged").eval()
     ids = torch.arange(24)[None]
     torch.testing.assert_close(merged(ids).logits, namespace["merged"].eval()(ids).logits)
     assert (merged(ids).logits - AutoModelForCausalLM.from_pretrained(expanded).eval()(ids).logits).abs().max() > 0
-    assert type(namespace["trainer"]).__name__ == "MoEDPOTrainer"
+    assert any("router_z_loss" in entry for entry in namespace["trainer"].state.log_history)
 
 
 def test_trl_is_imported_on_first_use_alone():

@@ -62,7 +62,7 @@ class RouterLossMixin:
         self.router_losses = LOGGED if router_losses is None else checked_losses(router_losses)
         self._language_classes = torch.tensor(language_classes) if language_classes is not None else None
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
-        self._metrics = Metrics()
+        self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
         self._check_arguments()
 
@@ -213,7 +213,7 @@ class RouterLossMixin:
     def _loss_batch(
         self, mode: str, routing: list, tokens: TokenMasks, in_step: bool, **of_the_model: Any
     ) -> LossBatch:
-        record = partial(self._metrics.record, mode)
+        record = partial(self._router_metrics.record, mode)
         selections = [expert_selections(r.routed_logits, r.top_k, tokens.counted_T) for r in routing]
         counts = tokens.counts().float()
         local = TokenCounts(*counts)
@@ -243,15 +243,15 @@ class RouterLossMixin:
         if mode == "train" and not self._trainer_divides(num_items) and num_items is not None:
             averaged = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
             ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1  # type: ignore[attr-defined]
-            self._metrics.record(mode, "next_token_loss", loss / ranks * num_items, targets)
+            self._router_metrics.record(mode, "next_token_loss", loss / ranks * num_items, targets)
         else:
-            self._metrics.record(mode, "next_token_loss", loss * targets, targets)
+            self._router_metrics.record(mode, "next_token_loss", loss * targets, targets)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
         prefix = "eval_" if mode == "eval" else ""
         # Without `_sum_over_ranks`'s division: numerator and denominator both count a tensor-parallel group's ranks.
-        ratios = self._metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))  # type: ignore[attr-defined]
+        ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))  # type: ignore[attr-defined]
         logs.update({prefix + name: value for name, value in ratios})
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 

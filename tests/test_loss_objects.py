@@ -1,0 +1,355 @@
+"""The losses as objects: against their functions, in the mixin, and those that a user writes."""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from one_step import build, rows, train
+from transformers import Trainer, TrainingArguments
+
+import hf_moe_expand
+from hf_moe_expand import (
+    BalanceLoss,
+    ClassifierLoss,
+    GateBudgetLoss,
+    GroupLoss,
+    LanguagePriorLoss,
+    LayerLoss,
+    LocalizedBalanceLoss,
+    LossBatch,
+    RouterLoss,
+    RouterLossMixin,
+    RouterLossWeights,
+)
+from hf_moe_expand.data.packing import collate_blocks
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling import LayerRouting
+from hf_moe_expand.trainers.losses import (
+    TokenCounts,
+    TokenMasks,
+    classifier_loss,
+    expert_selections,
+    gate_budget_loss,
+    language_prior_routing_loss,
+    load_balance_loss,
+    localized_balance_loss,
+)
+
+CLASSES = torch.tensor([0, 1, 1, 0, -1, 1, 0, 2, 1, 0, 0])
+PADDING = torch.tensor([False] * 9 + [True] * 2)
+LOSSES = [
+    BalanceLoss(0.3), LanguagePriorLoss(0.3), ClassifierLoss(0.3), GroupLoss(0.3), GateBudgetLoss(0.3, 0.6),
+    LocalizedBalanceLoss(0.3, 0.2),
+]  # fmt: skip
+BY_NAME = [pytest.param(loss, id=loss.name) for loss in LOSSES]
+
+
+def masks(classes=CLASSES, padding=PADDING):
+    tagged = (classes >= 0) & ~padding
+    return TokenMasks(~padding, tagged & (classes == 0), tagged, classes.clamp(min=0))
+
+
+def layers(conditional=False, seed=0):
+    """Routing of three layers, two with a classifier, of 11 tokens."""
+    torch.manual_seed(seed)
+    return [
+        LayerRouting(torch.randn(11, 4, requires_grad=True), classes, 2, conditional)
+        for classes in (torch.randn(11, 3, requires_grad=True), None, torch.randn(11, 3, requires_grad=True))
+    ]
+
+
+def batch_of(routing, tokens, step=None, sums=None):
+    """The value that a loss gets on one rank: a micro-batch of a step with `step` tokens."""
+    counts = tokens.counts().float()
+    sums = defaultdict(lambda: torch.zeros(2)) if sums is None else sums
+
+    def record(name, numerator, denominator):
+        sums[name] = sums[name] + torch.stack([numerator.detach(), denominator])
+
+    own = TokenCounts(*counts.clamp(min=1))
+    return LossBatch(
+        routing, tokens, TokenCounts(*counts), own, own if step is None else TokenCounts(*step),
+        [expert_selections(r.routed_logits, r.top_k, tokens.counted_T) for r in routing], lambda tensor: tensor, record,
+    )  # fmt: skip
+
+
+def functions(loss, routing, tokens):
+    """The loss of each layer that it applies to, by its function."""
+    for r in routing:
+        if isinstance(loss, BalanceLoss):
+            yield load_balance_loss(r.routed_logits, r.top_k, tokens.counted_T)
+        elif isinstance(loss, LanguagePriorLoss):
+            yield language_prior_routing_loss(r.router_logits, tokens.old_T)
+        elif isinstance(loss, GroupLoss):
+            yield classifier_loss(r.router_logits, tokens.class_T, tokens.tagged_T)
+        elif isinstance(loss, LocalizedBalanceLoss):
+            yield localized_balance_loss(r.router_logits, tokens.old_T, tokens.new_T, 0.2)
+        elif isinstance(loss, GateBudgetLoss) and r.conditional:
+            yield gate_budget_loss(r.router_logits, 0.6, tokens.counted_T)
+        elif isinstance(loss, ClassifierLoss) and r.classifier_logits is not None:
+            yield classifier_loss(r.classifier_logits, tokens.class_T, tokens.tagged_T)
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+@pytest.mark.parametrize("loss", BY_NAME)
+def test_a_loss_is_the_mean_of_its_function_over_layers(loss, conditional):
+    routing, tokens, sums = layers(conditional), masks(), defaultdict(lambda: torch.zeros(2))
+    expected = list(functions(loss, routing, tokens))
+    found = loss(batch_of(routing, tokens, sums=sums))
+    if not expected:
+        assert isinstance(loss, GateBudgetLoss)
+        assert found == 0
+        assert not sums
+        return
+    mean = sum(expected) / len(expected)
+    torch.testing.assert_close(found, mean)
+    parameters = [logits for r in routing for logits in (r.router_logits, r.classifier_logits) if logits is not None]
+    gradients = [
+        torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+        for value in (loss.weighted(batch_of(routing, tokens)), 0.3 * mean)
+    ]
+    torch.testing.assert_close(*gradients)
+    assert tuple(sorted(sums)) == tuple(sorted(loss.metrics))
+    numerator, denominator = sums[f"{loss.name}_loss"].tolist()
+    assert numerator / denominator == pytest.approx(mean.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", BY_NAME)
+def test_the_shares_of_micro_batches_add_up_to_the_step(loss):
+    """Means over tokens add up to the whole step's; balance losses are means over micro-batches, weighted by tokens."""
+    routing, tokens = layers(conditional=isinstance(loss, GateBudgetLoss)), masks()
+    parts = []
+    for cut in (slice(0, 4), slice(4, 11)):
+        cut_routing = [
+            replace(r, router_logits=r.router_logits[cut],
+                    classifier_logits=None if r.classifier_logits is None else r.classifier_logits[cut])
+            for r in routing
+        ]  # fmt: skip
+        parts.append((cut_routing, masks(CLASSES[cut], PADDING[cut])))
+    step = tokens.counts().float()
+    found = sum(loss(batch_of(*part, step)) for part in parts)
+    expected = loss(batch_of(routing, tokens))
+    if loss.per_micro_batch:
+        expected = sum(loss(batch_of(*part)) * part[1].counted_T.sum() for part in parts) / tokens.counted_T.sum()
+    torch.testing.assert_close(found, expected)
+
+
+def test_accuracies_are_shares_of_the_tokens_of_known_language():
+    routing, tokens, sums = layers(), masks(), defaultdict(lambda: torch.zeros(2))
+    for loss in (ClassifierLoss(), GroupLoss()):
+        loss(batch_of(routing, tokens, sums=sums))
+    for name, logits in (
+        ("group_accuracy", [r.router_logits for r in routing]),
+        ("classifier_accuracy", [r.classifier_logits for r in routing if r.classifier_logits is not None]),
+    ):
+        right = sum(one[t].argmax().item() == CLASSES[t].item() for one in logits for t in range(9))
+        assert sums[name].tolist() == [right, 8 * len(logits)]
+
+
+@dataclass(frozen=True)
+class Anchor(RouterLoss):
+    """Distillation: on old tokens the model keeps the predictions of expert 0 alone. The mean over old tokens."""
+
+    name = "anchor"
+    metrics = ("anchor_loss",)
+    needs_languages = True
+    needs_outputs = True
+
+    def __call__(self, batch):
+        with torch.no_grad(), batch.model.use_expert(0):
+            teacher = batch.model(
+                input_ids=batch.inputs["input_ids"], attention_mask=batch.inputs.get("attention_mask")
+            )
+        total = old_tokens_divergence(batch.outputs.logits, teacher.logits, batch.tokens.old_T)
+        batch.record("anchor_loss", total, batch.local.old)
+        return total / batch.step.old
+
+
+def old_tokens_divergence(logits, teacher, old_T):
+    one, other = (value.flatten(0, 1)[old_T].log_softmax(-1) for value in (logits, teacher))
+    return F.kl_div(one, other, reduction="sum", log_target=True)
+
+
+def far_from_expert_0():
+    model = build()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for expert in ffn.experts[1:]:
+                for parameter in expert.parameters():
+                    parameter.normal_(std=0.4)
+    return model
+
+
+def test_a_loss_of_a_users_own_reads_model_inputs_and_logits(tmp_path):
+    """One step of gradient descent, learning rate 1: parameters move by the gradient of the loss written out."""
+    model, logs = far_from_expert_0(), {}
+    ids, languages = rows()
+    logits = model.train()(ids).logits
+    with torch.no_grad(), model.use_expert(0):
+        teacher = model(ids).logits
+    old = (languages == 0).flatten()
+    anchor = old_tokens_divergence(logits, teacher, old) / old.sum()
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + 2.0 * anchor
+    before = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, before.values(), allow_unused=True)
+    options = {"stage": "post", "everything": True, "losses": [Anchor(2.0)]}
+    after = train(tmp_path / "whole", model=far_from_expert_0(), logs=logs, **options)
+    assert anchor > 0.01
+    assert logs["anchor_loss"] == pytest.approx(anchor.item(), rel=1e-4)
+    for (name, value), gradient in zip(before.items(), gradients, strict=True):
+        expected = value if gradient is None else value - gradient
+        torch.testing.assert_close(after[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+    cut = {"batch": 2, "steps": 4, "padded": True}
+    split = train(tmp_path / "split", model=far_from_expert_0(), **options, **cut)
+    for name, value in after.items():
+        torch.testing.assert_close(split[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@dataclass(frozen=True)
+class RouterZ(LayerLoss):
+    name = "z"
+    metrics = ("z_loss",)
+
+    def layer_loss(self, batch, layer, count):
+        return batch.routing[layer].router_logits.logsumexp(-1).square()[batch.tokens.counted_T].sum() / count
+
+
+@pytest.mark.parametrize(("losses", "wanted"), [([RouterZ(0.1)], False), ([RouterZ(0.1), Anchor(0.0)], True)])
+def test_outputs_are_asked_for_only_if_a_loss_reads_them(tmp_path, losses, wanted):
+    asked = []
+
+    class Watched(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            asked.append(return_outputs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    class Mine(RouterLossMixin, Watched):
+        pass
+
+    ids, languages = rows()
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1, disable_tqdm=True)
+    options = {"train_dataset": data, "data_collator": collate_blocks, "language_classes": [0, 1]}
+    trainer = Mine(build(), arguments, router_losses=losses, **options)
+    trainer.train()
+    assert asked == [wanted]
+    log = trainer.state.log_history[-1]
+    assert {"z_loss", "expert_0_share", "expert_0_score_old"} <= log.keys()
+    assert "balance_loss" not in log
+    assert ("anchor_loss" in log) == wanted
+
+
+OTHERS = [BalanceLoss(0.0), GateBudgetLoss(0.0), LocalizedBalanceLoss(0.0), GroupLoss(0.0), ClassifierLoss(0.0)]
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_a_coefficient_of_0_changes_no_bit_and_is_logged(tmp_path, conditional):
+    options = {"stage": "post", "everything": True, "batch": 2, "steps": 4}
+    options["fields"] = {"conditional_routing": conditional}
+    alone, logs = {}, {}
+    plain = train(tmp_path / "a", losses=[LanguagePriorLoss(0.7)], logs=alone, **options)
+    beside = train(tmp_path / "b", losses=[LanguagePriorLoss(0.7), *OTHERS], logs=logs, **options)
+    assert plain.keys() == beside.keys()
+    assert all(torch.equal(value, beside[name]) for name, value in plain.items())
+    new = {metric for loss in OTHERS for metric in loss.metrics} - (set() if conditional else {"budget_loss"})
+    assert logs.keys() - alone.keys() == new
+    assert all(logs[name] == alone[name] for name in ("loss", "grad_norm"))
+    assert all(math.isfinite(logs[name]) for name in new)
+
+
+@pytest.mark.parametrize("losses", [[], [BalanceLoss(0.1)], [ClassifierLoss(0.0)]], ids=str)
+def test_routers_and_classifiers_stay_in_the_graph(losses):
+    """Ranks of a distributed run must agree on which parameters have a gradient."""
+
+    class Mine(RouterLossMixin):
+        def __init__(self):
+            self.router_losses = tuple(losses)
+
+    model = build()
+    with model.capture_routing() as captured:
+        output = model.train()(rows()[0])
+    routing = list(captured)
+    batch = batch_of(routing, masks(torch.zeros(96, dtype=torch.long), torch.zeros(96, dtype=torch.bool)))
+    (output.logits.sum() + Mine()._router_loss(batch)).backward()
+    for ffn in model.expanded_ffns().values():
+        assert ffn.router.weight.grad is not None
+        assert ffn.classifier is None or not ffn.classifier.weight.grad.any()
+
+
+def test_without_losses_the_usual_ones_are_logged_and_none_is_added(tmp_path):
+    ids, _ = rows()
+    data = Dataset.from_dict({"input_ids": ids.tolist()})
+
+    class Mine(RouterLossMixin, Trainer):
+        pass
+
+    model = build()
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = Mine(model, arguments, eval_dataset=data, data_collator=labelled)
+    metrics = trainer.evaluate()
+    with torch.no_grad():
+        assert metrics["eval_loss"] == pytest.approx(model.eval()(ids, labels=ids).loss.item(), rel=1e-5)
+    log = trainer.state.log_history[-1]
+    assert log["eval_balance_loss"] >= 1
+    assert "eval_language_prior_loss" not in log  # no token is known to be of an old language
+
+
+def labelled(found):
+    ids = torch.tensor([row["input_ids"] for row in found])
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_router_loss_weights_warn_once_and_train_the_same(tmp_path):
+    with pytest.warns(
+        FutureWarning, match=r"Pass router_losses=\[BalanceLoss\(coef=0.5\), LanguagePriorLoss"
+    ) as warned:
+        old = RouterLossWeights(balance=0.5, language_prior=0.3, classifier=0.2, localized_balance=0.1)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    new = [
+        BalanceLoss(0.5), LanguagePriorLoss(0.3), GateBudgetLoss(0.0), LocalizedBalanceLoss(0.1), ClassifierLoss(0.2)
+    ]  # fmt: skip
+    assert old == new
+    found = [train(tmp_path / str(i), losses=losses, batch=2, steps=4) for i, losses in enumerate((old, new))]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    with pytest.warns(FutureWarning):
+        assert RouterLossWeights(group=1.5, budget=0.2, gate_budget=0.4) == [
+            BalanceLoss(0.0), LanguagePriorLoss(0.0), GateBudgetLoss(0.2, 0.4), GroupLoss(1.5)
+        ]  # fmt: skip
+
+
+def test_the_published_coefficients_are_the_defaults():
+    assert BalanceLoss() == BalanceLoss(0.01)
+    assert (LanguagePriorLoss().coef, ClassifierLoss().coef, GroupLoss().coef) == (0.1, 0.1, 1.28)
+    assert GateBudgetLoss() == GateBudgetLoss(0.1, 0.8)
+    assert LocalizedBalanceLoss(0.1).delta == 0.1
+    assert all(type(loss).__name__ in hf_moe_expand.__all__ for loss in LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BalanceLoss(-0.1), "BalanceLoss: coef is -0.1; it must be a number of at least 0"),
+        (lambda: GroupLoss(math.nan), "GroupLoss: coef is nan"),
+        (lambda: GateBudgetLoss(0.1, budget=80), "budget is 80; a share is at least 0 and at most 1"),
+        (lambda: LocalizedBalanceLoss(0.1, delta=1), "delta is 1; it must be at least 0 and less than 1"),
+        (lambda: trainer_with(BalanceLoss(0.1)), r"router_losses is BalanceLoss\(coef=0.1\): pass a list"),
+        (lambda: trainer_with([BalanceLoss]), "which is no RouterLoss: pass objects"),
+        (lambda: trainer_with([BalanceLoss(0.1), BalanceLoss(0.2)]), "two losses that log balance_loss: leave one"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def trainer_with(losses):
+    class Mine(RouterLossMixin, Trainer):
+        pass
+
+    return Mine(router_losses=losses)
