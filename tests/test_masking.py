@@ -13,7 +13,9 @@ from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling import DMoEConfig, decoder_ffns, expanded_ffn
-from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN, Routing, RoutingControl, local_experts, mask_outputs
+from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
+from hf_moe_expand.modeling.routing import local_experts, mask_outputs
+from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
 from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, from_mapping
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
 from hf_moe_expand.training import train_stage
