@@ -33,6 +33,8 @@ _HOMES = {
     "make_card": "card",
     "push_to_hub": "hub",
     "save_expansion": "checkpoint.expansion_only",
+    "Masking": "trainers",
+    "mask_routing": "trainers",
     "RouterLossMixin": "trainers",
     "RouterLossWeights": "trainers",
     "PostPretrainTrainer": "trainers",

@@ -42,6 +42,7 @@ from .trainers import (
     AdaptTrainer,
     GroupTrainer,
     LanguageMix,
+    Masking,
     NormalTrainer,
     PostPretrainTrainer,
     ReviewTrainer,
@@ -49,6 +50,7 @@ from .trainers import (
     Stage,
     freeze,
 )
+from .trainers.masking import check_gates
 from .trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 
 StageSettings = PostPretrainSettings | ReviewSettings | GroupSettings | NormalSettings | AdaptSettings
@@ -183,7 +185,6 @@ def train_stage(
     network = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, **sharding(settings.training)
     )
-    _set_masking(network.config, settings)
     trainer = _trainer(network, arguments, packed, config, settings, curriculum)
     for callback in callbacks:
         trainer.add_callback(callback)
@@ -296,35 +297,14 @@ def _mixes(settings: Any) -> bool:
     return getattr(settings, "curriculum", None) is not None or getattr(settings, "temperature", 1.0) != 1.0
 
 
-def _set_masking(config: Any, settings: StageSettings) -> None:
-    """What the stage masks, for this training alone: the checkpoint's own settings stay.
-
-    Raises:
-        InputError: gates are to be masked, and there are none.
-    """
-    masking = getattr(settings, "masking", None)
-    if masking is None:
-        return
-    check_masking(settings, config.conditional_routing)
-    config.expert_output_masking = masking.expert_output
-    config.final_output_masking = masking.final_output
-    config.conditional_routing_masking = masking.conditional_routing
-    config.gating_dropout = masking.gating_dropout
-
-
 def check_masking(settings: Any, has_gates: bool, where: str = "") -> None:
-    """Refuses to mask gates where there are none.
+    """Refuses settings that mask the gates of a model without gates; `where` names the settings in the message.
 
     Raises:
-        InputError: that.
+        InputError: gates are to be masked, and the model has none.
     """
-    masking = getattr(settings, "masking", None)
-    if masking is not None and masking.conditional_routing and not has_gates:
-        prefix = f"{where}." if where else ""
-        raise InputError(
-            f"{prefix}masking.conditional_routing masks a gate, and the checkpoint has none: expand with "
-            "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
-        )
+    if (masking := getattr(settings, "masking", None)) is not None:
+        check_gates(masking, has_gates, where)
 
 
 def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str) -> int:
@@ -481,6 +461,7 @@ def _trainer(
     if isinstance(settings, AdaptSettings):
         return AdaptTrainer(network, **common)
     if isinstance(settings, NormalSettings):
+        common["masking"] = Masking(**asdict(settings.masking))
         return NormalTrainer(network, router_losses=RouterLossWeights(settings.balance), **common)
     common["language_classes"] = _language_classes(config, packed.languages)
     if isinstance(settings, ReviewSettings):
@@ -490,4 +471,5 @@ def _trainer(
         settings.balance, settings.language_prior, budget=settings.budget, gate_budget=settings.gate_budget,
         localized_balance=settings.localized_balance,
     )  # fmt: skip
+    common["masking"] = Masking(**asdict(settings.masking))
     return PostPretrainTrainer(network, router_losses=losses, everything=settings.everything, **common)

@@ -4,7 +4,6 @@ Shape suffixes as in `routing.py`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,15 +11,7 @@ from torch import nn
 from .conditional_routing import ConditionalGate, beside_shared, with_shared_expert
 from .dispatch import dispatch, run_alone
 from .ffn_expert import copy_ffn
-from .routing import (
-    Classifier,
-    LayerRouting,
-    Router,
-    experts_allowed,
-    local_experts,
-    mask_outputs,
-    select_experts,
-)
+from .routing import Choice, Classifier, LayerRouting, Router, experts_allowed, select_experts
 from .routing_control import RoutingControl
 
 
@@ -36,13 +27,11 @@ class ExpandedFFN(nn.Module):
         has_classifier: put a routing classifier in front of the router.
         control: the model's `RoutingControl`.
         earlier_counts: experts that the layer had after each expansion before the last.
-        masking: what says how training masks (`expert_output_masking` and the like): the model's configuration.
         conditional: expert 0 is shared by all tokens, and a gate says how much the routed experts 1..N-1 add.
         new_expert: makes each further expert from `ffn`.
 
     Attributes:
         experts_of_class: experts that existed before any expansion (1), and after each.
-        draws_for_all: gating dropout, which takes whole batches, is drawn here: in a model, in its first layer.
     """
 
     def __init__(
@@ -55,7 +44,6 @@ class ExpandedFFN(nn.Module):
         has_classifier: bool,
         control: RoutingControl,
         earlier_counts: Sequence[int] = (),
-        masking: Any = None,
         conditional: bool = False,
         new_expert: Callable[[nn.Module], nn.Module] = copy_ffn,
     ) -> None:
@@ -66,10 +54,8 @@ class ExpandedFFN(nn.Module):
         self.classifier = Classifier(hidden_size, len(self.experts_of_class)) if has_classifier else None
         self.conditional_gate = ConditionalGate(hidden_size, 1) if conditional else None
         self.top_k = min(top_k, num_experts - conditional)
-        self.masking = masking
         self.layer_index = layer_index
         self.control = control
-        self.draws_for_all = True
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., h] -> [..., h]`. BLOOM's FFN adds the residual itself: then it is passed, and added once."""
@@ -125,26 +111,15 @@ class ExpandedFFN(nn.Module):
         return allowed_T.clamp(max=most)
 
     def _choose(self, logits_TN: torch.Tensor, allowed_T: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and expert indices of each token; in training with what the configuration masks."""
+        """Weights and expert indices of each token."""
         conditional = self.conditional_gate is not None
-        masking = self.masking if self.training else None
         routed_TN = logits_TN[:, int(conditional) :]
-        routed_allowed_T = (allowed_T - 1).clamp(min=1) if conditional and allowed_T is not None else allowed_T
-        if masking is not None and self.draws_for_all:
-            # Recomputation, before the next batch, draws the same number again.
-            self.control.local = bool(masking.gating_dropout) and torch.rand(()).item() < masking.gating_dropout
-        if masking is not None and self.control.local:
-            weights_TK, index_TK = local_experts(routed_TN)
-        else:
-            weights_TK, index_TK = select_experts(routed_TN, self.top_k, routed_allowed_T)
-        if masking is not None:
-            weights_TK, index_TK = mask_outputs(
-                weights_TK, index_TK, routed_TN.shape[-1], masking.expert_output_masking, masking.final_output_masking
-            )
+        routed_allowed_T, closed_T = allowed_T, None
+        if conditional and allowed_T is not None:
+            routed_allowed_T, closed_T = (allowed_T - 1).clamp(min=1), allowed_T < 2
+        choice = Choice(*select_experts(routed_TN, self.top_k, routed_allowed_T), routed_TN.shape[-1], closed_T)
+        if self.training and self.control.change_choice is not None:
+            choice = self.control.change_choice(self.layer_index, choice)
         if not conditional:
-            return weights_TK, index_TK
-        closed_T = None if allowed_T is None else allowed_T < 2
-        if masking is not None and masking.conditional_routing_masking:
-            masked_T = torch.rand_like(logits_TN[:, 0]) < masking.conditional_routing_masking
-            closed_T = masked_T if closed_T is None else closed_T | masked_T
-        return beside_shared(logits_TN, weights_TK, index_TK, closed_T)
+            return choice.weights, choice.experts
+        return beside_shared(logits_TN, choice.weights, choice.experts, choice.closed)

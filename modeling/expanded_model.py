@@ -110,9 +110,8 @@ class ExpandedModelMixin:
                 earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(
                     ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control, earlier,
-                    masking=config, conditional=config.conditional_routing, new_expert=new_expert,
+                    config.conditional_routing, new_expert,
                 )  # fmt: skip
-                expanded.draws_for_all = max(config.num_experts_per_layer[:index], default=1) == 1
                 parent, attribute = name.rsplit(".", 1)
                 setattr(self.get_submodule(parent), attribute, expanded)  # type: ignore[attr-defined]
         self.routing_control = control

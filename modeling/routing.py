@@ -52,6 +52,24 @@ class LayerRouting:
         return self.weights.new_zeros(T, N + 1).scatter(1, self.experts, self.weights)[:, :N]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a layer chooses among its routed experts, which are numbered from 0 here; without the shared expert of
+    conditional routing.
+
+    Attributes:
+        weights: `[T, K]`.
+        experts: `[T, K]`, indices; `num_experts` means that no expert runs.
+        num_experts: routed experts of the layer.
+        closed: `[T]` bool, the tokens whose gate is closed; None where all gates are open, or there is none.
+    """
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    num_experts: int
+    closed: torch.Tensor | None = None
+
+
 class Scores(nn.Module):
     """A bias-free linear map that always computes in float32, under autocast too.
 
@@ -126,26 +144,3 @@ def experts_allowed(classifier_logits_TC: torch.Tensor, experts_of_class: Sequen
     for number, count in enumerate(experts_of_class[:-1]):
         allowed_T = allowed_T.masked_fill(class_T == number, count)
     return allowed_T
-
-
-def mask_outputs(
-    weights_TK: torch.Tensor, index_TK: torch.Tensor, none: int, expert_output: float, final_output: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elbayad et al.'s expert output masking and final output masking.
-
-    Each assignment's output is zero with probability `expert_output`, each token's whole output with probability
-    `final_output`. The other weights stay as they are. Index `none` means "no expert": what is masked does not run.
-    """
-    for probability, drawn in ((expert_output, weights_TK), (final_output, weights_TK[:, :1])):
-        if probability:
-            masked = torch.rand(drawn.shape, device=drawn.device) < probability
-            weights_TK, index_TK = weights_TK.masked_fill(masked, 0), index_TK.masked_fill(masked, none)
-    return weights_TK, index_TK
-
-
-def local_experts(logits_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routing of a batch whose tokens may not leave their device (gating dropout), as if each of N devices held an
-    expert and an Nth of the tokens: weights 1 and expert indices, `[T, 1]`."""
-    T, N = logits_TN.shape
-    index_T = torch.arange(T, device=logits_TN.device) * N // T
-    return torch.ones_like(logits_TN[:, :1]), index_T.unsqueeze(-1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .routing import LayerRouting
+from .routing import Choice, LayerRouting
 
 
 @dataclass
@@ -37,7 +37,8 @@ class RoutingControl:
         self.expansion: int | None = None
         # For analyses: router logits `[T, N]` and K in, the logits to route by out; classifiers then have no say.
         self.change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-        self.local = False  # whether gating dropout took this batch
+        # For training, in which alone it is called: a layer's index and its choice in, the choice to carry out out.
+        self.change_choice: Callable[[int, Choice], Choice] | None = None
 
     def __deepcopy__(self, memo: dict) -> "RoutingControl":
         memo[id(self)] = new = RoutingControl()

@@ -11,6 +11,7 @@ from .losses import (
     load_balance_loss,
     localized_balance_loss,
 )
+from .masking import Masking, MaskingMixin, mask_routing
 from .router_losses import RouterLossMixin, RouterLossWeights
 from .stages import AdaptTrainer, GroupTrainer, NormalTrainer, PostPretrainTrainer, ReviewTrainer
 
@@ -21,6 +22,8 @@ __all__ = [
     "GroupTrainer",
     "GroupedSampler",
     "LanguageMix",
+    "Masking",
+    "MaskingMixin",
     "NormalTrainer",
     "PostPretrainTrainer",
     "ReviewTrainer",
@@ -34,4 +37,5 @@ __all__ = [
     "language_prior_routing_loss",
     "load_balance_loss",
     "localized_balance_loss",
+    "mask_routing",
 ]

@@ -10,6 +10,7 @@ from transformers import Trainer
 from .curriculum_sampler import CurriculumSampler, LanguageMix
 from .freezing import FreezeReport, Stage, freeze
 from .grouped_sampler import GroupedSampler
+from .masking import MaskingMixin
 from .router_losses import RouterLossMixin, RouterLossWeights
 
 
@@ -49,12 +50,12 @@ class _StageTrainer(RouterLossMixin, Trainer):  # type: ignore[misc]
         return CurriculumSampler(self.mix, training.max_steps, rows, training.seed, batch)
 
 
-class PostPretrainTrainer(_StageTrainer):
+class PostPretrainTrainer(MaskingMixin, _StageTrainer):  # type: ignore[misc]
     """Stage 1 (MoE-LPR Eq. 8, LayerMoE Eq. 4): new experts and routers learn new-language text.
 
     `L = L_NTP + 0.01 * L_balance`. With `router_losses=RouterLossWeights(balance=0.01, language_prior=0.1)` and old
     languages in the data it is the one-stage ablation; with `everything=True` the plain "MoE" baseline, in which
-    the base trains too.
+    the base trains too. `masking` says what is masked (see `Masking`).
     """
 
     stage = Stage.POST_PRETRAIN
@@ -115,7 +116,7 @@ class GroupTrainer(_StageTrainer):
         return groups.pop()
 
 
-class NormalTrainer(_StageTrainer):
+class NormalTrainer(MaskingMixin, _StageTrainer):  # type: ignore[misc]
     """DMoE after its extension stage, or any expanded model with nothing frozen: mixed batches, the top experts."""
 
     stage = Stage.NORMAL

@@ -250,8 +250,9 @@ def nearest_experts(
 
 def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
     """The decision for the tokens that `mask_T` marks."""
-    values: dict[str, Any] = {f.name: getattr(routing, f.name) for f in fields(routing)}
-    return replace(routing, **{name: v[mask_T] for name, v in values.items() if isinstance(v, torch.Tensor)})
+    values = {f.name: getattr(routing, f.name) for f in fields(routing)}
+    of_text: dict[str, Any] = {name: v[mask_T] for name, v in values.items() if isinstance(v, torch.Tensor)}
+    return replace(routing, **of_text)
 
 
 def _batches(
