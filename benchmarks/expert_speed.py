@@ -35,7 +35,9 @@ from transformers import MixtralConfig, Qwen2Config
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from hf_moe_expand.modeling.expanded_ffn import Classifier, ExpandedFFN, RoutingControl
+from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
+from hf_moe_expand.modeling.routing import Classifier
+from hf_moe_expand.modeling.routing_control import RoutingControl
 
 TOP_K = 2
 OURS, LOOP = "ExpandedFFN", "loop"

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers import initialization as init
 
 from hf_moe_expand import LayerMoEConfig, Plan
-from hf_moe_expand.modeling.expanded_ffn import init_router
+from hf_moe_expand.modeling.routing import init_router
 
 
 def add_model_options(options: argparse.ArgumentParser, hidden: int, vocabulary: int) -> None:

@@ -19,7 +19,6 @@ _CLASSES: dict[tuple[type, str], type] = {}
 _LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
 
 EXPERT_KINDS = ("ffn", "lora")
-MASKING_FIELDS = ("expert_output_masking", "final_output_masking", "conditional_routing_masking", "gating_dropout")
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
 
@@ -35,10 +34,6 @@ class ExpandedConfig(PreTrainedConfig):
         expansions: provenance, one entry for each expansion in order.
         conditional_routing: in the expanded layers expert 0 is a shared FFN outside the routed set, and a gate says for
             each token how much the routed experts add (CMR).
-        expert_output_masking, final_output_masking, conditional_routing_masking: in training alone, the share of a
-            token's experts whose output is zero (EOM), of tokens whose whole output is (FOM), and of tokens whose gate
-            is (CMR); at least 0, less than 1.
-        gating_dropout: in training alone, the share of batches whose tokens go to local experts.
         expert_kind: what experts 1, 2, ... are: `"ffn"`, FFNs of their own, or `"lora"`, expert 0 with a low-rank
             update on its linear layers.
         lora_rank, lora_alpha: of the updates, which are scaled by `lora_alpha / lora_rank`.
@@ -53,10 +48,6 @@ class ExpandedConfig(PreTrainedConfig):
     classifier_layers: list[int] | None = None
     expansions: list[dict] | None = None
     conditional_routing: bool = False
-    expert_output_masking: float = 0.0
-    final_output_masking: float = 0.0
-    conditional_routing_masking: float = 0.0
-    gating_dropout: float = 0.0
     expert_kind: str = "ffn"
     lora_rank: int | None = None
     lora_alpha: float | None = None
@@ -98,7 +89,8 @@ class ExpandedConfig(PreTrainedConfig):
                     + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
                     + ": a classifier needs a router behind it."
                 )
-        self._check_masking()
+        if self.conditional_routing and max(counts) < 2:
+            raise ValueError("conditional_routing needs experts beside expert 0; num_experts_per_layer is all 1.")
         self._check_expert_kind()
 
     def _check_expert_kind(self) -> None:
@@ -109,15 +101,6 @@ class ExpandedConfig(PreTrainedConfig):
                 f"lora_rank is {self.lora_rank} and lora_alpha {self.lora_alpha}: LoRA experts need a rank of at least "
                 "1 and an alpha above 0."
             )
-
-    def _check_masking(self) -> None:
-        for name in MASKING_FIELDS:
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: a probability is at least 0 and less than 1.")
-        if self.conditional_routing and max(self.num_experts_per_layer or [1]) < 2:
-            raise ValueError("conditional_routing needs experts beside expert 0; num_experts_per_layer is all 1.")
-        if self.conditional_routing_masking and not self.conditional_routing:
-            raise ValueError("conditional_routing_masking masks a gate, which conditional_routing makes; it is off.")
 
     def __reduce__(self) -> tuple:
         return _blank_config, (static_class(type(self)), self.backbone_model_type), self.__dict__

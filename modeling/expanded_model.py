@@ -14,19 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from .conditional_routing import ConditionalGate
 from .expanded_config import static_class
-from .expanded_ffn import (
-    Classifier,
-    ConditionalGate,
-    ExpandedFFN,
-    Router,
-    Routing,
-    RoutingControl,
-    copy_ffn,
-    init_router,
-)
+from .expanded_ffn import ExpandedFFN
 from .expansion_only import load_assembled
+from .ffn_expert import copy_ffn
 from .lora_expert import LoraA, LoraB, LoraFactor, init_lora_a, lora_expert
+from .routing import Classifier, Router, init_router
+from .routing_control import Routing, RoutingControl
 
 _FFN_NAMES = ("mlp", "feed_forward", "ffn")
 _CLASSES: dict[tuple[type, str], type] = {}
@@ -115,9 +110,8 @@ class ExpandedModelMixin:
                 earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(
                     ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control, earlier,
-                    masking=config, conditional=config.conditional_routing, new_expert=new_expert,
+                    config.conditional_routing, new_expert,
                 )  # fmt: skip
-                expanded.draws_for_all = max(config.num_experts_per_layer[:index], default=1) == 1
                 parent, attribute = name.rsplit(".", 1)
                 setattr(self.get_submodule(parent), attribute, expanded)  # type: ignore[attr-defined]
         self.routing_control = control
@@ -167,7 +161,7 @@ class ExpandedModelMixin:
     def capture_routing(self) -> Iterator[Routing]:
         """Record the routing of a forward pass that runs inside, whoever calls it (a Trainer, a fused head).
 
-        The logits keep their graph. After several passes the last one's routing is there.
+        Logits and weights keep their graph. After several passes the last one's routing is there.
         """
         before = self.routing_control.capture
         self.routing_control.capture = routing = Routing()

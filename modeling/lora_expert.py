@@ -19,7 +19,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
-from .expanded_ffn import shared_config
+from .ffn_expert import shared_config
 
 
 class LoraFactor(nn.Module):

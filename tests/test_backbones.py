@@ -135,7 +135,7 @@ assert sys.modules["hf_moe_expand"] is None
         saved = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
         for file, content in saved.items():
             assert content == (checkpoint(name) / "expanded" / file).read_bytes(), f"{name}: {file}"
-        assert {"config.json", "model.safetensors", "modeling_layer_moe.py", "expanded_ffn.py"} <= set(saved)
+        assert {"config.json", "model.safetensors", "modeling_layer_moe.py", "routing.py"} <= set(saved)
 
 
 def test_p5_cached_batched_left_padded_generation_is_the_uncached_forward(expanded):

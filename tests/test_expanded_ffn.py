@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_moe_expand.modeling.expanded_ffn import (
-    ExpandedFFN,
-    Routing,
-    RoutingControl,
-    init_router,
-    select_experts,
-)
+from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
+from hf_moe_expand.modeling.routing import init_router, select_experts
+from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
 
 HIDDEN = 6
 
@@ -218,3 +214,34 @@ def test_router_initialisation_is_xavier_normal_and_seeded():
     init_router(again, torch.Generator().manual_seed(3))
     assert torch.equal(weight, again)
     assert weight.std().item() == pytest.approx((2 / 4008) ** 0.5, rel=0.02)
+
+
+def test_the_captured_decision_is_the_one_that_was_carried_out():
+    layer = build(5, 2, classifier=True).eval()
+    layer.control.capture = routing = Routing()
+    x = torch.randn(40, HIDDEN)
+    y = layer(x)
+    found = routing.layers[0]
+    logits = x @ layer.classifier.weight.T
+    is_old = logits[:, 0] > logits[:, 1]
+    assert 0 < is_old.sum() < 40
+    assert torch.equal(found.token_classes, (~is_old).long())
+    assert found.allowed.tolist() == [1 if old else 5 for old in is_old]
+    assert (found.experts[is_old] == torch.tensor([0, 5])).all()  # index 5: no expert runs
+    weights = found.weight_of_each_expert()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(40))
+    for t in range(40):
+        expected = sum(weights[t, e] * expert(x[t]) for e, expert in enumerate(layer.experts))
+        torch.testing.assert_close(y[t], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_captured_decision_under_an_override():
+    layer = build(4, 2, classifier=True).eval()
+    layer.control.capture = routing = Routing()
+    layer.control.forced_expert = 3
+    layer(torch.randn(6, HIDDEN))
+    assert torch.equal(routing.layers[0].weight_of_each_expert(), torch.eye(4)[3].expand(6, 4))
+    layer.control.forced_expert, layer.control.expansion = None, 0
+    layer(torch.randn(6, HIDDEN))
+    assert routing.layers[0].allowed.tolist() == [1] * 6
+    assert torch.equal(routing.layers[0].weight_of_each_expert(), torch.eye(4)[0].expand(6, 4))

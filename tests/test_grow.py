@@ -25,7 +25,7 @@ from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.modeling.expanded_ffn import experts_allowed, select_experts
+from hf_moe_expand.modeling.routing import experts_allowed, select_experts
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.settings import PlanSettings, PostPretrainSettings, ReviewSettings

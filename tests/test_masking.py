@@ -1,5 +1,6 @@
 """Elbayad et al.'s regularisers by construction: what is masked, what is left, and that they cost nothing when off."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,30 +9,38 @@ from conftest import byte_tokenizer, enable_checkpointing, invoke, save_dense, t
 from test_expanded_ffn import HIDDEN, PlainFFN, ResidualFFN
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, PostPretrainTrainer, expand_checkpoint
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.modeling import DMoEConfig, decoder_ffns, expanded_ffn
-from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN, Routing, RoutingControl, local_experts, mask_outputs
+from hf_moe_expand.modeling import DMoEConfig, decoder_ffns
+from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
+from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
 from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, from_mapping
+from hf_moe_expand.trainers import Masking, mask_routing, masking
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
+from hf_moe_expand.trainers.masking import local_experts, mask_outputs
 from hf_moe_expand.training import train_stage
 
-OFF = {
-    "expert_output_masking": 0.0,
-    "final_output_masking": 0.0,
-    "conditional_routing_masking": 0.0,
-    "gating_dropout": 0.0,
-}
+
+class OneLayer(ExpandedFFN):
+    """An expanded layer that can be masked as if it were a model of its own."""
+
+    @property
+    def config(self):
+        return SimpleNamespace(conditional_routing=self.conditional_gate is not None)
+
+    @property
+    def routing_control(self):
+        return self.control
+
+    def expanded_ffns(self):
+        return {0: self}
 
 
-def build(num_experts=4, top_k=2, conditional=False, ffn=PlainFFN, classifier=False, earlier=(), **masking):
+def build(num_experts=4, top_k=2, conditional=False, ffn=PlainFFN, classifier=False, earlier=()):
     torch.manual_seed(0)
-    settings = SimpleNamespace(**{**OFF, **masking})
-    layer = ExpandedFFN(
-        ffn(), HIDDEN, num_experts, top_k, 0, classifier, RoutingControl(), earlier, settings, conditional
-    )
+    layer = OneLayer(ffn(), HIDDEN, num_experts, top_k, 0, classifier, RoutingControl(), earlier, conditional)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -70,16 +79,17 @@ def test_final_output_masking_takes_all_of_a_token():
 
 
 @pytest.mark.parametrize("ffn", [PlainFFN, ResidualFFN])
-@pytest.mark.parametrize("name", ["expert_output_masking", "final_output_masking"])
+@pytest.mark.parametrize("name", ["expert_output", "final_output"])
 def test_the_layer_adds_up_what_is_left(ffn, name):
-    layer = build(ffn=ffn, **{name: 0.5}).train()
+    layer = build(ffn=ffn).train()
     x, residual = torch.randn(40, HIDDEN), torch.randn(40, HIDDEN)
     inputs = (x,) if ffn is PlainFFN else (x, residual)
     torch.manual_seed(3)
-    found = layer(*inputs)
+    with mask_routing(layer, Masking(**{name: 0.5})):
+        found = layer(*inputs)
     top = (x @ layer.router.weight.T).softmax(-1).topk(2)
     torch.manual_seed(3)
-    keep = torch.rand(40, 2 if name == "expert_output_masking" else 1) >= 0.5
+    keep = torch.rand(40, 2 if name == "expert_output" else 1) >= 0.5
     weights = top.values / top.values.sum(-1, keepdim=True) * keep
     zeros = () if ffn is PlainFFN else (torch.zeros_like(x[:1]),)
     for t in range(40):
@@ -89,9 +99,10 @@ def test_the_layer_adds_up_what_is_left(ffn, name):
 
 
 def test_everything_masked_is_zero_and_still_trains_without_error():
-    layer = build(final_output_masking=1 - 1e-9).train()
+    layer = build().train()
     x = torch.randn(5, HIDDEN, requires_grad=True)
-    y = layer(x)
+    with mask_routing(layer, Masking(final_output=1 - 1e-9)):
+        y = layer(x)
     assert torch.equal(y, torch.zeros_like(y))
     y.sum().backward()
     assert not x.grad.any()
@@ -99,33 +110,40 @@ def test_everything_masked_is_zero_and_still_trains_without_error():
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_at_zero_and_in_evaluation_nothing_is_drawn(mode):
-    plain = build().train(mode == "train")
-    masked = build(**(OFF if mode == "train" else dict.fromkeys(OFF, 0.9))).train(mode == "train")
-    plain.masking = None
+    layer = build(conditional=True).train(mode == "train")
     x = torch.randn(3, 7, HIDDEN)
+    expected = layer(x)
     torch.manual_seed(4)
     before = torch.get_rng_state()
-    assert torch.equal(masked(x), plain(x))
+    with mask_routing(layer, Masking() if mode == "train" else Masking(0.9, 0.9, 0.9, 0.9)):
+        assert torch.equal(layer(x), expected)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_masking_ends_with_its_context():
+    layer = build().train()
+    x = torch.randn(3, 7, HIDDEN)
+    expected = layer(x)
+    with mask_routing(layer, Masking(expert_output=0.9)):
+        assert not torch.equal(layer(x), expected)
+    assert torch.equal(layer(x), expected)
+
+
 def test_the_balance_loss_sees_the_routing_unmasked():
-    model, masked = tiny(), tiny(expert_output_masking=0.8, final_output_masking=0.5)
-    masked.load_state_dict(model.state_dict())
+    model = tiny().train()
     ids = torch.randint(0, 256, (2, 20))
     losses = []
-    for network in (model, masked):
-        with network.train().capture_routing() as routing:
-            network(ids)
+    for masks in (Masking(), Masking(expert_output=0.8, final_output=0.5)):
+        with mask_routing(model, masks), model.capture_routing() as routing:
+            model(ids)
         losses.append(load_balance_loss(routing.layers[0].routed_logits, 2))  # the first layer's input is the same
     assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("conditional", [False, True])
 def test_recomputation_under_checkpointing_draws_the_same(conditional):
-    masks = {"expert_output_masking": 0.3, "final_output_masking": 0.2, "gating_dropout": 0.5}
-    masks |= {"conditional_routing_masking": 0.3} if conditional else {}
-    model = tiny(conditional_routing=conditional, **masks).train()
+    masks = Masking(0.3, 0.2, 0.3 if conditional else 0.0, 0.5)
+    model = tiny(conditional_routing=conditional).train()
     ids = torch.randint(0, 256, (2, 20))
     gradients = []
     for checkpointing in (False, True):
@@ -133,8 +151,31 @@ def test_recomputation_under_checkpointing_draws_the_same(conditional):
             enable_checkpointing(model)
         model.zero_grad()
         torch.manual_seed(7)
-        model(ids, labels=ids).loss.backward()
+        with mask_routing(model, masks):
+            model(ids, labels=ids).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_several_forward_passes_may_come_before_the_backward_pass():
+    model, taken = tiny(counts=(2, 3, 3)).train(), []
+    batches = torch.randint(0, 256, (6, 2, 20))
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            enable_checkpointing(model)
+        model.zero_grad()
+        torch.manual_seed(7)
+        with mask_routing(model, Masking(gating_dropout=0.5)):
+            losses = []
+            for ids in batches:
+                with model.capture_routing() as routing:
+                    losses.append(model(ids, labels=ids).loss)
+                taken.append(routing.layers[2].weights.shape[1] == 1)
+            sum(losses).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert 0 < sum(taken[:6]) < 6  # some batches are local, and some are not
+    assert taken[:6] == taken[6:]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
@@ -142,18 +183,19 @@ def test_recomputation_under_checkpointing_draws_the_same(conditional):
 
 
 def test_local_experts_take_equal_parts_of_the_batch_in_order():
-    weights, index = local_experts(torch.randn(12, 4))
+    weights, index = local_experts(torch.rand(12, 2), 4)
     assert index.squeeze(-1).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert torch.equal(weights, torch.ones(12, 1))
 
 
 def test_gating_dropout_takes_whole_batches():
-    layer = build(gating_dropout=0.4).train()
+    layer = build().train()
     x = torch.randn(8, HIDDEN)
     local = torch.cat([expert(part) for expert, part in zip(layer.experts, x.split(2), strict=True)])
     routed = build().train()(x)
     torch.manual_seed(0)
-    found = [layer(x) for _ in range(300)]
+    with mask_routing(layer, Masking(gating_dropout=0.4)):
+        found = [layer(x) for _ in range(300)]
     is_local = [torch.allclose(y, local, atol=1e-6) for y in found]
     assert all(here or torch.allclose(y, routed, atol=1e-6) for here, y in zip(is_local, found, strict=True))
     assert 0.3 < sum(is_local) / 300 < 0.5
@@ -161,19 +203,20 @@ def test_gating_dropout_takes_whole_batches():
 
 def test_gating_dropout_takes_a_batch_in_all_layers_or_in_none(monkeypatch):
     counts = []
-    real = expanded_ffn.local_experts
-    monkeypatch.setattr(expanded_ffn, "local_experts", lambda logits: counts.append(1) or real(logits))
-    model = tiny(counts=(1, 2, 3), gating_dropout=0.5).train()
+    real = masking.local_experts
+    monkeypatch.setattr(masking, "local_experts", lambda *given: counts.append(1) or real(*given))
+    model = tiny(counts=(1, 2, 3)).train()
     torch.manual_seed(0)
     found = []
-    for _ in range(40):
+    with mask_routing(model, Masking(gating_dropout=0.5)):
+        for _ in range(40):
+            counts.clear()
+            model(torch.arange(12)[None])
+            found.append(len(counts))
+        assert set(found) == {0, 2}
         counts.clear()
-        model(torch.arange(12)[None])
-        found.append(len(counts))
-    assert set(found) == {0, 2}
-    counts.clear()
-    model.eval()(torch.arange(12)[None])
-    assert not counts
+        model.eval()(torch.arange(12)[None])
+        assert not counts
 
 
 # --- conditional routing --------------------------------------------------------------------------------------------
@@ -213,10 +256,11 @@ def test_one_token_and_compiled_passes_agree_under_conditional_routing():
 
 
 def test_gate_masking_leaves_the_shared_expert_alone():
-    layer = build(conditional=True, conditional_routing_masking=0.5).train()
+    layer = build(conditional=True).train()
     x = torch.randn(400, HIDDEN)
     torch.manual_seed(2)
-    found = layer(x)
+    with mask_routing(layer, Masking(conditional_routing=0.5)):
+        found = layer(x)
     open_gates = build(conditional=True).train()(x)
     shared = layer.experts[0](x)
     is_shared = [torch.equal(a, b) for a, b in zip(found, shared, strict=True)]
@@ -307,7 +351,7 @@ def test_expand_train_and_load_with_conditional_routing(tmp_path):
     assert entry["settings"]["masking"]["expert_output"] == 0.2
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert trained.config.conditional_routing
-    assert trained.config.expert_output_masking == 0.0  # the stage's, not the checkpoint's
+    assert "masking" not in json.dumps({**trained.config.to_dict(), "expansions": []})  # the stage's alone
     for before, after in zip(model.expanded_ffns().values(), trained.expanded_ffns().values(), strict=True):
         assert not torch.equal(before.conditional_gate.weight, after.conditional_gate.weight)
         assert torch.equal(before.experts[0].up_proj.weight, after.experts[0].up_proj.weight)
@@ -349,21 +393,26 @@ def test_the_budget_draws_the_gate(tmp_path):
 def test_probabilities_outside_0_1_are_refused(value):
     with pytest.raises(InputError, match="masking: expert_output is"):
         from_mapping(PostPretrainSettings, {"masking": {"expert_output": value}}, "")
+    with pytest.raises(InputError, match="gating_dropout is"):
+        Masking(gating_dropout=value)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
 def test_a_gate_budget_outside_0_1_is_refused(value):
     with pytest.raises(InputError, match="gate_budget is"):
         from_mapping(PostPretrainSettings, {"gate_budget": value}, "")
-    with pytest.raises(ValueError, match="gating_dropout is"):
-        tiny(gating_dropout=value)
 
 
 def test_gates_need_experts_and_masks_need_gates(tmp_path):
     with pytest.raises(ValueError, match="all 1"):
         tiny(counts=(1, 1, 1), conditional_routing=True)
-    with pytest.raises(ValueError, match="it is off"):
-        tiny(conditional_routing_masking=0.1)
+    with (
+        pytest.raises(InputError, match="masks a gate, and the checkpoint has none"),
+        mask_routing(tiny(), Masking(conditional_routing=0.1)),
+    ):
+        pass
+    with pytest.raises(InputError, match="masks a gate, and the checkpoint has none"):
+        PostPretrainTrainer(tiny(), masking=Masking(conditional_routing=0.1))
     with pytest.raises(ValueError, match="language group's own"):
         DMoEConfig.from_dense(
             tiny_config("qwen2"), num_experts_per_layer=[2] * 3, language_groups=[["a"], ["b"]],
@@ -378,3 +427,14 @@ def test_gates_need_experts_and_masks_need_gates(tmp_path):
     settings = PostPretrainSettings(32, masking=MaskingSettings(conditional_routing=0.1), training={"max_steps": 1})
     with pytest.raises(InputError, match="--conditional-routing"):
         train_stage(tmp_path / "out", tmp_path / "t", {"el": LanguageText("el", str(texts))}, settings)
+
+
+def test_configurations_of_older_checkpoints_with_masking_fields_load(tmp_path):
+    model = tiny().eval()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    older = {"expert_output_masking": 0.2, "final_output_masking": 0.0, "gating_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(config | older))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    ids = torch.randint(0, 256, (1, 9))
+    assert torch.equal(loaded(ids).logits, model.train()(ids).logits)

@@ -140,4 +140,4 @@ def test_the_saved_configuration_is_the_backbones_plus_ours(model, tmp_path):
     # These names make some library take the model for a mixture of another kind.
     assert not {"num_experts", "num_local_experts", "output_router_logits", "router_aux_loss_coef"} & set(saved)
     assert model.config.get_text_config() is model.config
-    assert os.path.isfile(tmp_path / "expanded_ffn.py")
+    assert os.path.isfile(tmp_path / "routing.py")

@@ -22,6 +22,7 @@ from .losses import (
     load_balance_loss,
     localized_balance_loss,
 )
+from .masking import Masking, mask_routing
 from .router_losses import RouterLossMixin
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "LayerLoss",
     "LocalizedBalanceLoss",
     "LossBatch",
+    "Masking",
     "RouterLoss",
     "RouterLossMixin",
     "RouterLossWeights",
@@ -50,4 +52,5 @@ __all__ = [
     "language_prior_routing_loss",
     "load_balance_loss",
     "localized_balance_loss",
+    "mask_routing",
 ]

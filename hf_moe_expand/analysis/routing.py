@@ -1,12 +1,12 @@
 """What the routers do with each language: which experts, how surely, and whether it matters which.
 
-Shape suffixes as in `modeling/expanded_ffn.py`; M experts of a neighbouring layer.
+Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 
 from ..errors import InputError
 from ..modeling import ExpandedFFN, LayerRouting, Routing
-from ..modeling.expanded_ffn import experts_allowed
 from ..models import longest_block
 from .result import RoutingResult
 from .similarity import padded_batches, token_blocks
@@ -32,13 +31,12 @@ class ExpertUse:
         self.expert_0_score = 0.0
         self.classed_right: int | None = None
 
-    def add(self, routing: LayerRouting, weights_TN: torch.Tensor) -> None:
+    def add(self, routing: LayerRouting) -> None:
+        weights_TN = routing.weight_of_each_expert().double()
         self.top1_N += weights_TN.argmax(-1).bincount(minlength=len(self.top1_N)).cpu()
         self.weights_N += weights_TN.sum(0).cpu()
         self.expert_0_score += routing.router_logits.softmax(-1)[:, 0].double().sum().item()
-        if routing.classifier_logits is not None:
-            logits_TC = routing.classifier_logits
-            class_T = experts_allowed(logits_TC, range(logits_TC.shape[-1]))  # "experts" of class g: g
+        if (class_T := routing.token_classes) is not None:
             self.classed_right = (self.classed_right or 0) + int((class_T == self.language_class).sum())
 
 
@@ -183,13 +181,11 @@ def measure_routing(
     for language in tqdm(classes, desc="routing", unit="language"):
 
         def record(routing: Routing, mask_T: torch.Tensor, language: str = language) -> None:
-            weights = {}
-            for layer, found in routing.layers.items():
-                found = _only(found, mask_T)
-                weights[layer] = combined_weights(ffns[layer], found).double()
-                use[language][layer].add(found, weights[layer])
+            text = {layer: _only(found, mask_T) for layer, found in routing.layers.items()}
+            for layer, found in text.items():
+                use[language][layer].add(found)
             for (here, there), correlation in neighbours.items():
-                correlation.add(weights[here], weights[there])
+                correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
 
         perplexity[language] = _perplexity(model, batches[language], record)
         random = []
@@ -252,23 +248,11 @@ def nearest_experts(
     return nearest
 
 
-def combined_weights(ffn: ExpandedFFN, routing: LayerRouting) -> torch.Tensor:
-    """`[T, N]` float32: the weights that `ffn` combines its experts with at inference; 0 for those that do not run."""
-    limit_T = None
-    if routing.classifier_logits is not None:
-        limit_T = experts_allowed(routing.classifier_logits, ffn.experts_of_class)
-    weights_TK, index_TK = ffn.select(routing.router_logits, limit_T)
-    T, N = routing.router_logits.shape
-    return weights_TK.new_zeros(T, N + 1).scatter_(1, index_TK, weights_TK)[:, :N]  # index N: no expert
-
-
 def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
-    classified = routing.classifier_logits
-    return replace(
-        routing,
-        router_logits=routing.router_logits[mask_T],
-        classifier_logits=None if classified is None else classified[mask_T],
-    )
+    """The decision for the tokens that `mask_T` marks."""
+    values = {f.name: getattr(routing, f.name) for f in fields(routing)}
+    of_text: dict[str, Any] = {name: v[mask_T] for name, v in values.items() if isinstance(v, torch.Tensor)}
+    return replace(routing, **of_text)
 
 
 def _batches(

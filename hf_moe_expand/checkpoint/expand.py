@@ -16,8 +16,8 @@ from .. import __version__
 from ..errors import InputError
 from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns
 from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
-from ..modeling.expanded_ffn import init_router
 from ..modeling.lora_expert import init_lora_a
+from ..modeling.routing import init_router
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint

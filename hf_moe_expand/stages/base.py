@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
 from ..trainers.freezing import Trained
-from ..trainers.masking import Masking
+from ..trainers.masking import Masking, check_gates
 from .config import StageConfig, StageSettings, settings_of
 
 
@@ -188,7 +188,7 @@ class TrainingStage(Stage):
                 f"{', '.join(new) or 'none'}). The plan says which they are (--old and --new of `plan`)."
             )
         self.check_text(config, data, old, new)
-        check_masking(self.masking(config), model_config.conditional_routing)
+        check_gates(self.masking(config), model_config.conditional_routing)
 
     def make_trainer(self, network: Any, config: Any, packed: PackedText, callbacks: list[Any]) -> Any:
         """The Trainer of a loaded model."""
@@ -228,19 +228,6 @@ class TrainingStage(Stage):
         """The class of each language for the losses: 0 for the base model's, g for those that expansion g added."""
         classes = History.of(model_config).classes
         return [classes.get(code, 0) for code in languages]
-
-
-def check_masking(masking: Masking | None, has_gates: bool, where: str = "masking") -> None:
-    """Refuses to mask gates where there are none.
-
-    Raises:
-        InputError: `conditional_routing` is masked, but no layer has a gate.
-    """
-    if masking is not None and masking.conditional_routing and not has_gates:
-        raise InputError(
-            f"{where}.conditional_routing masks a gate, and the checkpoint has none: expand with "
-            "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
-        )
 
 
 def languages_of(model_config: Any) -> tuple[list[str], list[str]]:

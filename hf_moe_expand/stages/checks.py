@@ -9,8 +9,9 @@ import torch
 from ..errors import InputError
 from ..evaluation.validation import validation_sources
 from ..recipe_paths import unset_variable
+from ..trainers.masking import check_gates
 from .arguments import check_training_arguments
-from .base import Situation, TrainingStage, check_masking
+from .base import Situation, TrainingStage
 from .mixing import is_mixed, read_curriculum
 
 
@@ -25,7 +26,7 @@ def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> li
     settings.config(situation.output, situation.seed, situation.key)
     languages = list(dict.fromkeys(stage.languages(settings, situation.old, situation.new)))
     named(situation.key, stage.check_text, settings, languages, list(situation.old), list(situation.new))
-    check_masking(stage.masking(settings), situation.has_gates, situation.at("masking"))
+    check_gates(stage.masking(settings), situation.has_gates, situation.at("masking"))
     if situation.longest is not None and settings.block_size > situation.longest:
         raise InputError(
             f"{situation.at('block_size')} is {settings.block_size}, but the base takes {situation.longest} positions."

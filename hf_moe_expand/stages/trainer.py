@@ -12,14 +12,14 @@ from ..errors import InputError
 from ..records import add_stage
 from ..trainers.curriculum_sampler import CurriculumSampler, LanguageMix
 from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
-from ..trainers.masking import Masking
+from ..trainers.masking import Masking, MaskingMixin
 from ..trainers.router_losses import RouterLossMixin
 from .base import TrainingStage, languages_of
 from .config import StageConfig
 from .recording import RecordingTrainer
 
 
-class StageTrainer(RouterLossMixin, RecordingTrainer):  # type: ignore[misc]
+class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ignore[misc]
     """A stage's Trainer: freezes what the stage must not move, and trains with the stage's losses.
 
     With the stage's own configuration as `args` all else follows from it, and the finished training is recorded in
@@ -79,15 +79,10 @@ class StageTrainer(RouterLossMixin, RecordingTrainer):  # type: ignore[misc]
             train_dataset, mix, language_classes = self._prepared(
                 model, config, train_dataset, processing_class, mix, language_classes
             )
-        self.mix, self.masking = mix, masking
-        if masking is not None:  # TEMPORARY
-            model.config.expert_output_masking = masking.expert_output
-            model.config.final_output_masking = masking.final_output
-            model.config.conditional_routing_masking = masking.conditional_routing
-            model.config.gating_dropout = masking.gating_dropout
+        self.mix = mix
         super().__init__(
             model, args, data_collator or collate_blocks, train_dataset, processing_class=processing_class,
-            router_losses=router_losses, language_classes=language_classes, **others,
+            masking=masking, router_losses=router_losses, language_classes=language_classes, **others,
         )  # fmt: skip
         if self.is_world_process_zero():
             print(self.freeze_report)

@@ -1,0 +1,110 @@
+"""Dispatch: runs the experts of one layer on the tokens that were routed to them, and adds up their outputs.
+
+`y = sum_k weight_k * E_index_k(x)`. The sum runs in float32, so that weights that sum to 1 leave equal experts' output
+unchanged in bfloat16 too. Index N means "no expert". BLOOM's FFN takes the residual as a second argument and adds it:
+`takes_residual` gives it zeros, and the caller adds the residual once.
+
+Shape suffixes as in `routing.py`.
+"""
+
+import torch
+from torch import nn
+
+
+def dispatch(
+    experts: nn.ModuleList,
+    x_Th: torch.Tensor,
+    weights_TK: torch.Tensor,
+    index_TK: torch.Tensor,
+    takes_residual: bool,
+    training: bool,
+) -> torch.Tensor:
+    """The layer's output, `[T, h]`, in the way that fits: compiled, one token alone, or sorted by expert."""
+    if torch.compiler.is_compiling():
+        return dispatch_to_all(experts, x_Th, weights_TK, index_TK, takes_residual)
+    if x_Th.shape[0] == 1 and not training:
+        return dispatch_one_token(experts, x_Th, weights_TK, index_TK, takes_residual)
+    return dispatch_sorted(experts, x_Th, weights_TK, index_TK, takes_residual, training)
+
+
+def dispatch_sorted(
+    experts: nn.ModuleList,
+    x_Th: torch.Tensor,
+    weights_TK: torch.Tensor,
+    index_TK: torch.Tensor,
+    takes_residual: bool,
+    training: bool,
+) -> torch.Tensor:
+    """Tokens are sorted by expert, split once, run, and put back."""
+    T, K = index_TK.shape
+    assigned_A = index_TK.reshape(-1)
+    order_A = assigned_A.argsort(stable=True)
+    counts = assigned_A.bincount(minlength=len(experts) + 1).tolist()
+    unassigned = counts.pop()
+    # `index_select`: on a CPU the gradient of `x[index]` is many times slower.
+    inputs = x_Th.index_select(0, order_A[: T * K - unassigned] // K).split(counts)
+    # In training idle experts run on nothing: they stay in the graph, so ranks of a distributed run agree on it.
+    outputs = [
+        run_expert(expert, x, takes_residual)
+        for expert, x in zip(experts, inputs, strict=True)
+        if training or x.shape[0]
+    ]
+    if unassigned:
+        outputs.append(outputs[0].new_zeros(unassigned, x_Th.shape[-1]))
+    sorted_Ah = torch.cat(outputs)
+    place_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(T * K, device=order_A.device))
+    y_TKh = sorted_Ah.index_select(0, place_A).view(T, K, -1)
+    with torch.autocast(x_Th.device.type, enabled=False):
+        y_T1h = torch.bmm(weights_TK.unsqueeze(1), y_TKh.float())
+    return y_T1h.squeeze(1).to(sorted_Ah.dtype)
+
+
+def dispatch_one_token(
+    experts: nn.ModuleList,
+    x_1h: torch.Tensor,
+    weights_1K: torch.Tensor,
+    index_1K: torch.Tensor,
+    takes_residual: bool,
+) -> torch.Tensor:
+    """A single token, as in decoding: there is nothing to sort."""
+    outputs = [
+        (k, run_expert(experts[e], x_1h, takes_residual))
+        for k, e in enumerate(index_1K[0].tolist())
+        if e < len(experts)
+    ]
+    y_1h = torch.stack([y.float() * weights_1K[:, k : k + 1] for k, y in outputs]).sum(0)
+    return y_1h.to(outputs[0][1].dtype)
+
+
+def dispatch_to_all(
+    experts: nn.ModuleList,
+    x_Th: torch.Tensor,
+    weights_TK: torch.Tensor,
+    index_TK: torch.Tensor,
+    takes_residual: bool,
+) -> torch.Tensor:
+    """For `torch.compile` and `torch.export`: every expert sees every token, so that no shape depends on the data.
+    Costs N FFNs a token instead of K."""
+    N = len(experts)
+    weights_TN = weights_TK.new_zeros(x_Th.shape[0], N + 1).scatter(1, index_TK, weights_TK)
+    outputs = [run_expert(expert, x_Th, takes_residual) for expert in experts]
+    y_Th = sum(y.float() * w_T1 for y, w_T1 in zip(outputs, weights_TN[:, :N].split(1, 1), strict=True))
+    return y_Th.to(outputs[0].dtype)
+
+
+def run_alone(
+    experts: nn.ModuleList, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
+) -> torch.Tensor:
+    """One expert on all tokens, `[..., h] -> [..., h]`, called as the dense layer calls its FFN: the output is that
+    FFN's bit for bit. The residual, if the FFN takes one, is in it."""
+    y = experts[number](hidden_states, *(() if residual is None else (residual,)))
+    if training:  # the others stay in the graph, as in `dispatch_sorted`
+        nothing_0h = hidden_states.flatten(0, -2)[:0]
+        idle = [run_expert(other, nothing_0h, residual is not None) for other in experts]
+        y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)
+    return y
+
+
+def run_expert(expert: nn.Module, x_Th: torch.Tensor, takes_residual: bool) -> torch.Tensor:
+    """One expert's output without a residual, `[T, h]`."""
+    return expert(x_Th, torch.zeros_like(x_Th)) if takes_residual else expert(x_Th)

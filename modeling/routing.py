@@ -1,0 +1,146 @@
+"""Routing of one expanded layer: the router, the classifier, and the decision that follows from their logits.
+
+Shape suffixes: T tokens of the batch, h hidden size, N experts of this layer, K active experts, A = T * K
+assignments of a token to an expert, C classes of the classifier (0 = old languages).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """The decision of one expanded layer in one forward pass, in the order of the flattened batch.
+
+    Attributes:
+        router_logits: `[T, N]` float32; the router scores G are their softmax.
+        classifier_logits: `[T, C]` float32, or None in a layer without a classifier.
+        top_k: K, active experts a token, at most N.
+        weights: `[T, K]`, each active expert's factor in the token's output.
+        experts: `[T, K]`, indices of the active experts; index N means that no expert runs.
+        allowed: `[T]`, token t may use the first `allowed[t]` experts alone; None where all tokens may use all experts.
+        conditional: expert 0 is outside the routed set (see `with_shared_expert`): `top_k` counts the others, and
+            `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
+    """
+
+    router_logits: torch.Tensor
+    classifier_logits: torch.Tensor | None
+    top_k: int
+    weights: torch.Tensor
+    experts: torch.Tensor
+    allowed: torch.Tensor | None = None
+    conditional: bool = False
+
+    @property
+    def routed_logits(self) -> torch.Tensor:
+        """Logits of the experts that the router chooses among."""
+        return self.router_logits[:, 1:] if self.conditional else self.router_logits
+
+    @property
+    def token_classes(self) -> torch.Tensor | None:
+        """`[T]`, the class that the classifier finds in each token."""
+        return None if self.classifier_logits is None else token_classes(self.classifier_logits)
+
+    def weight_of_each_expert(self) -> torch.Tensor:
+        """`[T, N]`: `weights` by expert; 0 for an expert that does not run."""
+        T, N = self.router_logits.shape
+        return self.weights.new_zeros(T, N + 1).scatter(1, self.experts, self.weights)[:, :N]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a layer chooses among its routed experts, which are numbered from 0 here; without the shared expert of
+    conditional routing.
+
+    Attributes:
+        weights: `[T, K]`.
+        experts: `[T, K]`, indices; `num_experts` means that no expert runs.
+        num_experts: routed experts of the layer.
+        closed: `[T]` bool, the tokens whose gate is closed; None where all gates are open, or there is none.
+    """
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    num_experts: int
+    closed: torch.Tensor | None = None
+
+
+class Scores(nn.Module):
+    """A bias-free linear map that always computes in float32, under autocast too.
+
+    Not an `nn.Linear`, so that quantisation and "all linear layers" adapters leave it alone.
+    """
+
+    def __init__(self, hidden_size: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, hidden_size))
+
+    def forward(self, x_Th: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x_Th.device.type, enabled=False):
+            return F.linear(x_Th.float(), self.weight.float())
+
+
+class Router(Scores):
+    """`x W_r`, `[T, h] -> [T, N]`."""
+
+
+class Classifier(Scores):
+    """`x W_c`, `[T, h] -> [T, C]`. Starts at zero: on a tie the decision is the router's, so an untrained
+    classifier changes nothing."""
+
+
+def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Xavier normal, as MoE-LPR. A zero router would be a trap: all ties, every token to the same experts."""
+    init.xavier_normal_(weight_Nh, generator=generator)
+
+
+def select_experts(
+    logits_TN: torch.Tensor, top_k: int, allowed_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K experts with the highest scores and their weights (MoE-LPR Eq. 1-3, LayerMoE Eq. 1-3).
+
+    Args:
+        logits_TN: router logits, float32.
+        top_k: K; all experts where the layer has fewer.
+        allowed_T: token t may use its first `allowed_T[t]` experts only (LayerMoE Eq. 13: 1 sends it to expert 0
+            alone).
+
+    Returns:
+        weights `[T, K]`, summing to 1, and expert indices `[T, K]`. An assignment beyond a token's limit has weight 0
+        and the index N, at which no expert runs: it costs nothing. At K = 1 the weight's value is 1 and its gradient
+        that of `log G`, so that the router still learns from the language loss.
+    """
+    N = logits_TN.shape[-1]
+    if allowed_T is not None:
+        hidden_TN = torch.arange(N, device=logits_TN.device) >= allowed_T.unsqueeze(-1)
+        logits_TN = logits_TN.masked_fill(hidden_TN, float("-inf"))
+    top_TK, index_TK = logits_TN.softmax(-1).topk(min(top_k, N), dim=-1)
+    norm = top_TK.detach() if top_TK.shape[-1] == 1 else top_TK.sum(-1, keepdim=True)
+    if allowed_T is not None:
+        index_TK = index_TK.masked_fill(index_TK >= allowed_T.unsqueeze(-1), N)
+    return top_TK / norm, index_TK
+
+
+def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
+    """Each token's class, `[T]`: that of the highest logit. A tie goes to the later class."""
+    best_TC = classifier_logits_TC == classifier_logits_TC.amax(-1, keepdim=True)
+    numbers_C = torch.arange(best_TC.shape[-1], device=best_TC.device)
+    return (best_TC * numbers_C).amax(-1)
+
+
+def experts_allowed(classifier_logits_TC: torch.Tensor, experts_of_class: Sequence[int]) -> torch.Tensor:
+    """How many experts each token may use, by its class, `[T]` (LayerMoE Eq. 13).
+
+    Class 0 (the base model's languages) may use expert 0 alone, class g those that existed after expansion g, the last
+    class all.
+    """
+    class_T = token_classes(classifier_logits_TC)
+    allowed_T = torch.full_like(class_T, experts_of_class[-1])
+    for number, count in enumerate(experts_of_class[:-1]):
+        allowed_T = allowed_T.masked_fill(class_T == number, count)
+    return allowed_T
