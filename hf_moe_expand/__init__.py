@@ -16,7 +16,7 @@ _HOMES = {
     "measure_similarity": "analysis.similarity",
     "measure_deviation": "analysis.deviation",
     "measure_routing": "analysis.routing",
-    "allocate_experts": "planning.allocation",
+    "allocate_experts": "planning.methods.layer_moe",
     "group_languages": "planning.grouping",
     "select_layers": "planning.layers",
     "Plan": "planning.plan",

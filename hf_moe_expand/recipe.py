@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from .data.sources import LanguageText, check_languages
 from .errors import InputError
+from .planning.methods import PlanSettings, read_plan_settings
 from .settings import (
     AnalysisSettings,
     DeviationSettings,
@@ -17,7 +18,6 @@ from .settings import (
     GraftSettings,
     GroupSettings,
     NormalSettings,
-    PlanSettings,
     PostPretrainSettings,
     ReviewSettings,
     from_mapping,
@@ -42,7 +42,7 @@ class Expansion:
     new: dict[str, str]
     analysis: AnalysisSettings = field(default_factory=AnalysisSettings)
     deviation: DeviationSettings = field(default_factory=DeviationSettings)
-    plan: PlanSettings = field(default_factory=PlanSettings)
+    plan: PlanSettings = None  # type: ignore[assignment]  # every expansion that runs has one
     expand: ExpandSettings = field(default_factory=ExpandSettings)
     post_pretrain: PostPretrainSettings = field(default_factory=PostPretrainSettings)
     review: ReviewSettings | None = field(default_factory=ReviewSettings)
@@ -52,13 +52,12 @@ class Expansion:
 
     @property
     def is_dmoe(self) -> bool:
-        return self.plan.method == "dmoe"
+        return self.plan.planner.makes_groups
 
     @property
     def measures_similarity(self) -> bool:
         """Whether the plan is made from the languages' similarity in each layer."""
-        by_similarity = self.plan.classifier_choice == "similarity" and self.plan.classifier_layers > 0
-        return not self.is_dmoe and (self.plan.method == "layer-moe" or by_similarity)
+        return self.plan.needs == "similarity"
 
     def stages(self) -> dict[str, Any]:
         """The stages that run, in order, and their settings."""
@@ -112,6 +111,8 @@ class Recipe(Expansion):
         if self.expansions and self.new:
             raise InputError("new: say in each of `expansions` which languages it adds, not here too.")
         for number, expansion in enumerate(self.rounds, start=1):
+            if expansion.plan is None:
+                raise InputError(f"expansion {number}: `plan` is missing.")
             check_languages(known, expansion.new)
             known |= expansion.new
             if expansion.is_dmoe and len(self.rounds) > 1:
@@ -134,7 +135,7 @@ class Recipe(Expansion):
         if unknown := sorted(set(self.test) - set(known)):
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
         first = self.rounds[0]
-        if not self.old and not first.is_dmoe and (first.review is not None or first.plan.method == "layer-moe"):
+        if not self.old and not first.is_dmoe and (first.review is not None or first.measures_similarity):
             raise InputError(
                 "old: no old language: the review stage and the layer-moe plan need text of the languages that the "
                 "base is good at. Give some, or set `review: null` and another plan method."
@@ -173,6 +174,10 @@ class Recipe(Expansion):
                     _expand_stages(expansion, where, unset_ok)
                     last = graft if number == len(mapping["expansions"]) else {}
                     mapping["expansions"][number - 1] = {**shared, **last, **expansion}
+        expansions = mapping["expansions"] if isinstance(mapping.get("expansions"), list) else []
+        for part, where in [(mapping, "plan"), *((e, f"expansions[{i}].plan") for i, e in enumerate(expansions))]:
+            if isinstance(part, dict) and "plan" in part:
+                part["plan"] = read_plan_settings(part["plan"], f"{path}: {where}")
         try:
             recipe = from_mapping(cls, mapping, "")
         except InputError as error:

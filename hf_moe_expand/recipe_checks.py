@@ -130,8 +130,8 @@ def _check_plans(recipe: Recipe, config: Any) -> list[str]:
             expansion.plan, layers, list(recipe.old), codes, similarity, recipe.seed, deviation, grows_from=counts
         )
         counts = plan.experts_per_layer
-        fixed = expansion.plan.method in ("uniform", "mola")
-        least = min(counts) if fixed else least + (expansion.plan.minimum or (1 if least else 2))
+        minimum = expansion.plan.own.get("minimum") or (1 if least else 2)
+        least = min(counts) if expansion.plan.planner.fixed_counts else least + minimum
         with_classifier = len(plan.classifier_layers)
         found.append(
             f"expansion {number}: {plan.method}, {plan.total_experts} experts, "

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from .errors import InputError
+from .planning.methods import PlanSettings as PlanSettings
 
 T = TypeVar("T")
 
@@ -49,36 +50,6 @@ class DeviationSettings:
 
     def __post_init__(self) -> None:
         _at_least(self, steps=1, batch_size=1, block_size=2, micro_batch_size=1, last_layers=1)
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """`plan`: which method, and its numbers.
-
-    Counts hold every layer's original FFN (`minimum` is 2); in a further expansion they are those of the new experts
-    alone (`minimum` is 1).
-
-    For `dmoe`: `groups` (their number, or the groups themselves, `[[en, de], [fr, es]]`), how they are made
-    (`grouping`: `deviation`, `random`, or a file of linguistic vectors), and `ratio` (0.4 if neither is given) or
-    `threshold` of layers.
-    """
-
-    method: str = "layer-moe"
-    total_experts: int | None = None
-    minimum: int | None = None
-    similarity_floor: float | None = None
-    experts: int | None = None
-    shape: str = "inverted-triangle"
-    classifier_layers: int = 0
-    classifier_choice: str = "similarity"
-    top_k: int = 2
-    groups: int | list[list[str]] | None = None
-    grouping: str = "deviation"
-    ratio: float | None = None
-    threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        _at_least(self, total_experts=1, minimum=1, experts=1, classifier_layers=0, top_k=1)
 
 
 @dataclass(frozen=True)

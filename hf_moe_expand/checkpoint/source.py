@@ -154,16 +154,18 @@ def _reason(config: PreTrainedConfig) -> str:
 
 
 def grown_from(name: str) -> tuple[list[int], list[str]]:
-    """Experts of each layer of an expanded checkpoint, and every language that it knows.
+    """Experts of each layer of an expanded checkpoint that can grow, and every language that it knows.
 
     Raises:
-        InputError: the checkpoint is not expanded.
+        InputError: the checkpoint is not expanded, or it is DMoE's.
     """
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
+    if config.model_type == "dmoe":
+        raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
     return config.num_experts_per_layer, known_languages(config)
 
 
 def known_languages(config: Any) -> list[str]:
-    """The base model's languages and those of every expansion, in order."""
+    """The base model's languages and those of every expansion, in order, each once."""
     known = list(config.expansions[0]["old_languages"])
-    return known + [code for entry in config.expansions for code in entry["new_languages"]]
+    return list(dict.fromkeys(known + [code for entry in config.expansions for code in entry["new_languages"]]))

@@ -18,6 +18,7 @@ from ..checkpoint.source import load_expanded_config
 from ..errors import InputError
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
+from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..recipe import STAGES
 from ..trainers import Stage, freeze
@@ -34,7 +35,6 @@ _STAGE_NAMES = {
     "normal": "Normal training",
     "graft": "Graft",
 }
-_METHODS = {"layer-moe": "LayerMoE", "uniform": "MoE-LPR", "mola": "MoLA", "random": "random counts", "dmoe": "DMoE"}
 _SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
 _PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
 
@@ -58,7 +58,7 @@ class _Part:
     def stages(self) -> list[str]:
         """Names of the stage folders that are there, in the order in which they were made."""
         plan = self.plan()
-        order = STAGES[plan is not None and plan.method == "dmoe"]
+        order = STAGES[plan is not None and bool(plan.groups)]
         return [name for name in order if (self.folder / name / "config.json").is_file()]
 
     def plan(self) -> Plan | None:
@@ -169,7 +169,7 @@ def _summary(parts: Sequence[_Part], history: Sequence[Mapping[str, Any]]) -> di
     ]
     first, last = rounds[0], rounds[-1]
     return {
-        "methods": list(dict.fromkeys(_METHODS.get(entry["method"], entry["method"]) for entry in rounds)),
+        "methods": list(dict.fromkeys(method_title(entry["method"]) for entry in rounds)),
         "base": first.get("base_model"),
         "revision": first.get("base_revision"),
         "seed": first.get("seed"),
@@ -267,7 +267,7 @@ def _plan(part: _Part) -> dict[str, Any] | None:
     ]
     return {
         "title": part.title,
-        "method": _METHODS.get(plan.method, plan.method),
+        "method": method_title(plan.method),
         "plan": plan,
         "measure": label if measure else None,
         "figure": Markup(
