@@ -116,7 +116,9 @@ def _keys_given(method: PlanMethod, given: dict[str, Any]) -> dict[str, Any]:
             keys[name] = given[name]
             continue
         flags = [option.flag for option in options]
-        chosen = [option for option in options if given[_name(option)] not in (None, False)]
+        chosen = [
+            option for option in options if given[_name(option)] is not None and given[_name(option)] is not False
+        ]
         if len(chosen) > 1:
             raise InputError(f"{' and '.join(flags)}: give one of them at most.")
         if chosen:
