@@ -23,9 +23,9 @@ from .modeling import LayerMoEModel as LayerMoEModel
 from .models import load_for_inference as load_for_inference
 from .pipeline import run_recipe as run_recipe
 from .pipeline import validate_recipe as validate_recipe
-from .planning.allocation import allocate_experts as allocate_experts
 from .planning.grouping import group_languages as group_languages
 from .planning.layers import select_layers as select_layers
+from .planning.methods.layer_moe import allocate_experts as allocate_experts
 from .planning.plan import Plan as Plan
 from .recipe import Recipe as Recipe
 from .stages import freeze as freeze

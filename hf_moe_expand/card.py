@@ -19,11 +19,11 @@ from .errors import InputError
 from .evaluation.report import Evaluation
 from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
+from .languages import is_language_code
+from .planning.methods import METHODS, PlanMethod, find_method
 from .records import without_folders
 
 THIS = "this model"
-_LAYER_MOE_METHODS = ("layer-moe", "uniform", "mola", "random")
-_TAGS = {"moe_lpr": "moe-lpr", "layer_moe": "layer-moe", "dmoe": "dmoe"}
 
 
 def make_card(
@@ -56,7 +56,7 @@ def make_card(
     origin = base_of(config, base)
     found = inspect_checkpoint(folder)
     last = config.expansions[-1]
-    template = _template(config)
+    template = _method(config)
     old, new = _languages(config.expansions)
     scores = None
     if evaluation is not None:
@@ -69,7 +69,7 @@ def make_card(
         **licensed,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["mixture-of-experts", _TAGS[template], "multilingual", "hf-moe-expand"],
+        tags=["mixture-of-experts", template.tag, "multilingual", "hf-moe-expand"],
         base_model=origin.hub_id,
         base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
         model_name=location.rpartition("/")[2],
@@ -84,6 +84,7 @@ def make_card(
         "location": location,
         "expansion_only": expansion_only,
         "method": last["method"],
+        "words": method.words if (method := find_method(last["method"])) else "",
         "grafted": any(stage["stage"] == "graft" for stage in stages),
         "regularised": config.conditional_routing or any(map(_is_regularised, stages)),
         "groups": getattr(config, "language_groups", None),
@@ -108,7 +109,7 @@ def make_card(
         "untested_languages": [c for c in [*old, *new] if scores is None or c not in scores.models[THIS]],
         "version": last.get("versions", {}).get("hf_moe_expand", __version__),
     }
-    text = _render(template, facts) + "\n"
+    text = _render(template.card, facts) + "\n"
     refuse_private({CARD: text.encode()})
     return ModelCard(text)
 
@@ -162,15 +163,14 @@ def _is_regularised(stage: dict[str, Any]) -> bool:
     return bool(settings.get("curriculum") or any((settings.get("masking") or {}).values()))
 
 
-def _template(config: Any) -> str:
+def _method(config: Any) -> PlanMethod:
+    """The method whose template and tag the card has: LayerMoE where a layer has a classifier, where expansions differ
+    in method, and for a plan of the user's own."""
     if config.model_type == "dmoe":
-        return "dmoe"
-    methods = [entry["method"] for entry in config.expansions]
-    if unknown := [method for method in methods if method not in _LAYER_MOE_METHODS]:
-        raise InputError(
-            f"There is no card template for the method {unknown[0]!r}; known: {', '.join(_LAYER_MOE_METHODS)}."
-        )
-    return "layer_moe" if set(methods) != {"uniform"} or config.classifier_layers else "moe_lpr"
+        return METHODS["dmoe"]
+    used = {find_method(entry["method"]) for entry in config.expansions}
+    only = used.pop() if len(used) == 1 and not config.classifier_layers else None
+    return only or METHODS["layer-moe"]
 
 
 def _languages(expansions: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
@@ -178,11 +178,7 @@ def _languages(expansions: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     for number, expansion in enumerate(expansions):
         for kind in ("old_languages", "new_languages"):
             for code in expansion[kind]:
-                try:
-                    known = langcodes.tag_is_valid(code)
-                except langcodes.LanguageTagError:
-                    known = False
-                if not known:
+                if not is_language_code(code):
                     raise InputError(
                         f"config.json: expansions[{number}].{kind} has {code!r}, which is no language code of ISO 639 "
                         "(such as el or yue): correct it there, and in the plan for the next time."

@@ -37,8 +37,8 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     for number, expansion in enumerate(recipe.rounds, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
         work = Round(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
-        if expansion.plan.needs:
-            analyze = {"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[expansion.plan.needs]
+        if expansion.planned.needs:
+            analyze = {"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[expansion.planned.needs]
             steps.append(analyze(work))
         steps += [MakePlan(work), Expand(work)]
         for stage, settings in expansion.stages():

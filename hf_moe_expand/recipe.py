@@ -9,9 +9,10 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
 from .errors import InputError
+from .planning.methods import PlanSettings
 from .recipe_paths import filled_in
 from .schema import Declared, Text, Whole, json_schema, read
-from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, PlanSettings
+from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
 from .stages import ROAD, road, stage_of
 from .stages.base import Stage
 from .yamlfile import read_yaml
@@ -27,13 +28,24 @@ class _Expansion(Declared):
     new: Annotated[Sources, Field(description="language: training text, of the languages that this expansion adds")]
     analysis: Annotated[AnalysisSettings, Field(description="how similarity is measured")] = AnalysisSettings()
     deviation: Annotated[DeviationSettings, Field(description="how deviation is measured (DMoE)")] = DeviationSettings()
-    plan: Annotated[PlanSettings, Field(description="which layer gets how many experts")] = PlanSettings()
+    plan: Annotated[PlanSettings | None, Field(description="which layer gets how many experts")] = None
     expand: Annotated[ExpandSettings, Field(description="how new experts start")] = ExpandSettings()
+
+    @property
+    def planned(self) -> PlanSettings:
+        """The settings of the plan.
+
+        Raises:
+            InputError: there are none.
+        """
+        if self.plan is None:
+            raise InputError("`plan` is missing: say how many experts each layer gets.")
+        return self.plan
 
     @property
     def family(self) -> str:
         """The model type that the plan makes."""
-        return "dmoe" if self.plan.method == "dmoe" else "layer_moe"
+        return "dmoe" if self.planned.planner.makes_groups else "layer_moe"
 
     def stages(self) -> list[tuple[Stage, Any]]:
         """The stages that run, in order, with their settings."""
@@ -47,7 +59,7 @@ class _Expansion(Declared):
     def analyzed_languages(self, old: Iterable[str], further: bool) -> list[str]:
         """The languages of which `analysis.tokens` are read: for the similarity or, in a further expansion, to find
         the nearest experts."""
-        if self.plan.needs == "similarity":
+        if self.planned.needs == "similarity":
             return [*old, *self.new]
         return list(self.new) if further and self.expand.copy_from == "nearest" else []
 
@@ -102,7 +114,7 @@ class Recipe(Expansion):
         if unknown := sorted(set(self.test) - set(known)):
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
         first = self.rounds[0]
-        if not self.old and first.family != "dmoe" and (first.has("review") or first.plan.needs == "similarity"):
+        if not self.old and first.family != "dmoe" and (first.has("review") or first.planned.needs == "similarity"):
             raise InputError(
                 "old: no old language: the review stage and the layer-moe plan need text of the languages that the "
                 "base is good at. Give some, or set `review: null` and another plan method."

@@ -214,6 +214,8 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
         return f"{_place(where, path[:-1])}`{path[-1]}` is missing."
     if kind == "value_error":
         return f"{_place(where, path)}{first['ctx']['error']}"
+    if kind == "literal_error":
+        return f"{_place(where, path[:-1])}{path[-1]} is {value!r}: must be {first['ctx']['expected']}."
     if kind == "finite_number":
         return f"{_place(where, path[:-1])}{path[-1]} is {value}: must be finite."
     if bound := next((found for found in same if found["type"] in _BOUNDS), None):

@@ -71,30 +71,3 @@ class EvaluationSettings:
         Annotated[Whole, Field(ge=2)] | None,
         Field(description="tokens of each language, in whole documents; all of its text by default"),
     ] = None
-
-
-@settings
-class PlanSettings:
-    """Which layer gets how many experts."""
-
-    method: Text = "layer-moe"
-    total_experts: Count | None = None
-    minimum: Count | None = None
-    similarity_floor: Positive | None = None
-    experts: Count | None = None
-    shape: Text = "inverted-triangle"
-    classifier_layers: Annotated[Whole, Field(ge=0)] = 0
-    classifier_choice: Text = "similarity"
-    top_k: Count = 2
-    groups: Whole | list[list[Text]] | None = None
-    grouping: Text = "deviation"
-    ratio: Positive | None = None
-    threshold: Positive | None = None
-
-    @property
-    def needs(self) -> str | None:
-        """The analysis that the plan is made from."""
-        if self.method == "dmoe":
-            return "deviation"
-        by_similarity = self.classifier_choice == "similarity" and self.classifier_layers > 0
-        return "similarity" if self.method == "layer-moe" or by_similarity else None

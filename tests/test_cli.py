@@ -11,7 +11,7 @@ import typer
 import yaml
 from conftest import invoke, save_dense, write_texts
 
-from hf_moe_expand import cli
+from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.recipe import Recipe
 
 README = Path(__file__).parents[1] / "README.md"
@@ -135,8 +135,11 @@ def test_the_readmes_python_runs(workplace, monkeypatch):
 
 
 def test_plans_from_the_command_line(tmp_path, error_of):
-    text = invoke("plan", "uniform", "--layers", 4, "--experts", 3, "--new", "el", "--out", tmp_path / "a.json")
-    assert "3 3 3 3 (total 12)" in text
+    for word in ("moe-lpr", "uniform"):
+        path = tmp_path / f"{word}.json"
+        text = invoke("plan", word, "--layers", 4, "--experts", 3, "--new", "el", "--out", path)
+        assert "3 3 3 3 (total 12)" in text
+        assert yaml.safe_load(path.read_text())["method"] == word
     invoke(
         "plan",
         "mola",
@@ -155,8 +158,37 @@ def test_plans_from_the_command_line(tmp_path, error_of):
     assert sum(yaml.safe_load((tmp_path / "c.json").read_text())["experts_per_layer"]) == 8
     assert "exists already" in error_of("plan", "mola", "--layers", 8, "--out", "b.json")
     classifiers = ("--layers", 8, "--classifier-layers", 2, "--out", "none.json")
-    for plan in (("uniform", "--experts", 3), ("mola",), ("random", "--total-experts", 24)):
+    for plan in (("moe-lpr", "--experts", 3), ("mola",), ("random", "--total-experts", 24)):
         assert "analysis" in error_of("plan", *plan, *classifiers)
+
+
+def test_wrong_plans_from_the_command_line_are_one_sentence(error_of):
+    for arguments, message in [
+        (["--experts", 0, "--layers", 4], "experts is 0: must be at least 1."),
+        (["--experts", 3, "--layers", 0], "--layers is 0: must be at least 1, or a checkpoint."),
+        (["--experts", 3, "--layers", -3], "--layers is -3: must be at least 1, or a checkpoint."),
+        (["--experts", 3, "--layers", 4, "--top-k", 0], "top_k is 0: must be at least 1."),
+        (["--experts", 3, "--layers", 4, "--classifier-layers", -1], "classifier_layers is -1: must be at least 0."),
+        (["--experts", 3, "--layers", 4, "--classifier-choice", "first"], "classifier_choice is 'first': must be 'sim"),
+        (["--experts", 3, "--layers", 4, "--old", "en", "--new", "el,en"], "en: given as an old and as a new language"),
+        (["--experts", 3, "--layers", 4, "--new", "el,el"], "el: given twice among the new languages"),
+        (["--experts", 3, "--layers", 4, "--new", "greek"], "new[0]: 'greek' is no language code of ISO 639"),
+    ]:
+        assert error_of("plan", "moe-lpr", *arguments, "--out", "plan.json").startswith(f"error: {message}")
+
+
+def test_a_plan_to_grow_knows_the_models_languages(tmp_path, error_of):
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", Plan("x", [2, 2, 3], old=["en"], new=["el"]))
+    grow = ["plan", "moe-lpr", "--experts", 1, "--from", "moe", "--out", "p.json"]
+    invoke(*grow, "--new", "tr")
+    grow_checkpoint("moe", "grown", Plan.load("p.json"))
+    assert Plan.load("p.json") == Plan("moe-lpr", [3, 3, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 3])
+    again = [*grow, "--overwrite", "--new"]
+    assert error_of(*again, "tr,el").endswith("error: el: moe knows it already; leave it out of --new.")
+
+    assert "plan is for 4 layers, but the model to grow has 3" in error_of(*again, "tr", "--layers", 4)
+    expand_checkpoint("base", "dmoe", Plan("dmoe", [2, 1, 2], new=["el", "tr"], groups=[["el"], ["tr"]]))
+    assert "a DMoE checkpoint, which does not grow by plans" in error_of(*again, "hu", "--from", "dmoe")
 
 
 @pytest.fixture
@@ -204,11 +236,15 @@ def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
     for arguments, message in [
         (["--groups", 5], "error: 5 groups were asked for, but there are 4 languages."),
         (["--groups", 2, "--threshold", 1.5], "error: A threshold of 1.5 selects no layer"),
+        (["--groups", 2, "--ratio", 0], "error: ratio is 0.0: must be larger than 0."),
         (["--groups", 2, "--ratio", 0.4, "--threshold", 0.6], "give exactly one of the two"),
         (["--groups", 2, "--vectors", "v.csv"], "error: v.csv: no vector for tr."),
         (["--groups", 2, "--vectors", "v.csv", "--random"], "give one of them at most"),
         (["--by-hand", "en,es;el,es"], "es is named twice"),
-        (["--groups", 2, *by_hand], "Give the number of groups"),
+        (["--groups", 2, *by_hand], "--groups and --by-hand: give one of them at most"),
+        ([], "error: Give --groups or --by-hand."),
+        ([*by_hand, "--random"], "grouping `random` must be left out"),
+        (["--groups", 0], "error: groups is 0: must be at least 1."),
         (["--groups", 2, "--figure", "a.png"], "a.png: exists already"),
         (["--groups", 2, "--figure", "a.bmp"], "a.bmp: unknown kind of picture"),
     ]:

@@ -13,9 +13,9 @@ from hf_moe_expand import Plan, group_languages, select_layers
 from hf_moe_expand.analysis.result import DeviationResult
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning import grouping
-from hf_moe_expand.planning.grouping import _grown_set, check_groups, random_groups, vector_similarity
+from hf_moe_expand.planning.grouping import _grown_set, random_groups, vector_similarity
 from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.settings import PlanSettings, from_mapping
+from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
 
 
 @st.composite
@@ -140,18 +140,19 @@ def test_random_groups_are_balanced_and_follow_the_seed():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([["a", "b"], ["b", "c"]], "b is named twice"),
-        ([["a"], ["c"]], "b is in no group"),
-        ([["a", "b", "c"], ["d"]], "d was not measured; known: a, b, c"),
-        ([["a", "b", "c"], []], "a group is empty"),
-        ([["a", False], ["c"]], "in quotes"),
-        (["a", "b", "c"], "must be lists"),
+        ([["en", "de"], ["de", "el", "tr"]], "de is named twice"),
+        ([["en", "de"], ["el"]], "tr is in no group"),
+        ([["en", "de", "el", "tr"], ["fr"]], "fr was not measured; known: en, de, el, tr"),
+        ([["en", "de", "el", "tr"], []], "a group is empty"),
+        ([["en", False], ["el"]], "in quotes"),
+        (["en", "de", "el"], r"groups\[0\]: expected a list, found 'en'"),
+        ([["en", "de", "el", "tr"]], "at least 2 experts"),
     ],
 )
 def test_groups_by_hand_name_every_language_once(groups, message):
-    check_groups([["a", "b"], ["c"]], ["a", "b", "c"])
+    assert dmoe(groups=[["en", "de"], ["el", "tr"]]).groups == [["en", "de"], ["el", "tr"]]
     with pytest.raises(InputError, match=message):
-        check_groups(groups, ["a", "b", "c"])
+        dmoe(groups=groups)
 
 
 def test_vectors_from_json_and_csv(tmp_path):
@@ -271,9 +272,7 @@ def test_a_dmoe_plan_has_one_expert_a_group_in_the_layers_that_deviate_most(tmp_
 
 def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
     by_hand = [["en", "tr"], ["el"], ["de"]]
-    plan = make_plan(
-        from_mapping(PlanSettings, {"method": "dmoe", "groups": by_hand}, "plan"), 5, [], [], deviation=FOUND
-    )
+    plan = make_plan(read_plan_settings({"method": "dmoe", "groups": by_hand}), 5, [], [], deviation=FOUND)
     assert plan.groups == by_hand
     assert plan.experts_per_layer == [3, 1, 1, 3, 1]
     drawn = dmoe(groups=2, grouping="random", seed=5)
@@ -291,11 +290,14 @@ def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
     [
         ({"groups": 5}, "5 groups were asked for, but there are 4 languages"),
         ({"groups": 1}, "at least 2 experts"),
-        ({}, "needs `groups`"),
+        ({}, "`groups` is missing"),
+        ({"groups": 0}, "groups is 0: must be at least 1"),
+        ({"groups": 2, "ratio": 1.5}, "ratio is 1.5: must be at most 1"),
+        ({"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}, "grouping `random` must be left out"),
         ({"groups": 2, "threshold": 2.0}, "selects no layer"),
         ({"groups": [["en", "de"], ["el", "en"]]}, "en is named twice"),
         ({"groups": 2, "grouping": "nowhere.csv"}, "no such file"),
-        ({"groups": 2, "classifier_layers": 1, "classifier_choice": "last"}, "no classifiers"),
+        ({"groups": 2, "classifier_layers": 1, "classifier_choice": "last"}, "this plan is dmoe"),
         ({"groups": 2, "deviation": None}, "run `analyze deviation` first"),
     ],
 )
@@ -311,7 +313,8 @@ def test_a_plan_whose_groups_do_not_fit_is_refused(tmp_path):
         ({"groups": [["en"], ["de", "en"]]}, "en is named twice"),
         ({"groups": [["en"], []]}, "a group is empty"),
         ({"groups": []}, "a dmoe plan names the languages"),
-        ({"method": "uniform"}, "no other plan has groups"),
+        ({"classifier_layers": [0]}, "no classifiers"),
+        ({"grows_from": [1, 1, 1, 1, 1]}, "for a dense model"),
     ]:
         with pytest.raises(InputError, match=message):
             replace(plan, **changes)

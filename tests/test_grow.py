@@ -28,7 +28,8 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling.routing import experts_allowed, select_experts
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.settings import PlanSettings, PostPretrainSettings, ReviewSettings
+from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
 from hf_moe_expand.training import check_frozen, train_stage
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])
@@ -273,7 +274,9 @@ def test_plans_for_growth_count_new_experts():
     assert sum(plan.experts_per_layer) == 7 + 6
     with pytest.raises(InputError, match="3 layers with at least 1 each"):
         make_plan(PlanSettings(total_experts=2), 3, ["en"], ["tr"], analysis, grows_from=[3, 2, 2])
-    with pytest.raises(InputError, match="A mola plan is for a dense model"):
+    with pytest.raises(
+        InputError, match="A mola plan is for a dense model; grow with one of layer-moe, moe-lpr, random"
+    ):
         make_plan(PlanSettings("mola"), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
 
 
@@ -297,7 +300,7 @@ def test_wrong_growth_is_refused(first, tmp_path):
             grow_checkpoint(model, out, plan)
         assert not out.exists()
 
-    refused("el: the model knows it since an earlier expansion", replace(SECOND, new=["el", "tr"]))
+    refused("el: the model knows it since an earlier expansion", replace(SECOND, old=["en"], new=["el", "tr"]))
     refused(r"made for a model with \[2, 2, 2\] experts", replace(SECOND, grows_from=[2, 2, 2]))
     refused("made for a dense model", replace(SECOND, grows_from=[]))
     expand_checkpoint(first.with_name("dense"), tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))

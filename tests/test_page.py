@@ -333,7 +333,7 @@ def test_hostile_names_and_recipes_stay_text(run):
     steps["plan"]["summary"] = "</table><iframe>"
     write_json(run / "steps.json", steps)
     plan = read_json(run / "plan.json", "")
-    write_json(run / "plan.json", plan | {"old": ["en", hostile]})
+    write_json(run / "plan.json", plan | {"method": hostile})
     page = page_of(run)
     assert not {"script", "img", "b", "i", "iframe"} & {tag for tag, _ in page.elements if tag != "b"}
     assert hostile in page.text

@@ -1,18 +1,25 @@
 """Allocation, classifier layers and plans, against published figures and properties."""
 
+import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_moe_expand.analysis.result import SimilarityResult
+from hf_moe_expand.analysis.result import DeviationResult, RoutingResult, SimilarityResult
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.planning.allocation import allocate_experts, mola_experts, random_experts, uniform_experts
+from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.planning.layers import classifier_layers
 from hf_moe_expand.planning.make import make_plan
+from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.plan import Plan
-from hf_moe_expand.settings import PlanSettings
+
+
+def counts_of(layers, *method, seed=0, **keys):
+    return make_plan(PlanSettings(*method, **keys), layers, ["en"], ["el"], seed=seed).experts_per_layer
+
 
 similarities = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=12)
 
@@ -32,7 +39,7 @@ def test_published_allocation_of_llama_3_2_3b(published):
 def test_published_totals_of_qwen_1_5_1_8b(published):
     # 72 on 24 layers is 48 new experts, the parameters of uniform 3 x 24.
     sheet = published["layermoe_qwen15_1b8"]
-    assert sum(sheet["g1"]) == 72 == sum(uniform_experts(24, 3))
+    assert sum(sheet["g1"]) == 72 == sum(counts_of(24, "moe-lpr", experts=3))
 
 
 @given(similarities, st.integers(0, 40))
@@ -82,18 +89,28 @@ def test_a_total_below_the_minimum_is_refused():
         allocate_experts([0.1] * 4, 7)
 
 
+def test_the_same_number_in_every_layer_is_two_or_more():
+    assert counts_of(3, "moe-lpr", experts=4) == counts_of(3, "uniform", experts=4) == [4, 4, 4]
+    with pytest.raises(InputError, match="1 experts a layer: a mixture needs at least 2"):
+        counts_of(3, "moe-lpr", experts=1)
+
+
 def test_mola_shapes_by_quarters():
-    assert mola_experts(8) == [2, 2, 4, 4, 6, 6, 8, 8]
-    assert mola_experts(8, "triangle") == [8, 8, 6, 6, 4, 4, 2, 2]
-    assert mola_experts(8, "hourglass") == [8, 8, 2, 2, 2, 2, 8, 8]
-    assert mola_experts(6) == [2, 2, 4, 6, 6, 8]
-    with pytest.raises(InputError, match="Unknown MoLA shape"):
-        mola_experts(8, "circle")
+    assert counts_of(8, "mola") == [2, 2, 4, 4, 6, 6, 8, 8]
+    assert counts_of(8, "mola", shape="triangle") == [8, 8, 6, 6, 4, 4, 2, 2]
+    assert counts_of(8, "mola", shape="hourglass") == [8, 8, 2, 2, 2, 2, 8, 8]
+    assert counts_of(6, "mola") == [2, 2, 4, 6, 6, 8]
 
 
 def test_random_allocation_has_the_total_and_follows_the_seed():
-    assert sum(random_experts(24, 72, seed=1)) == 72
-    assert random_experts(24, 72, seed=1) == random_experts(24, 72, seed=1) != random_experts(24, 72, seed=2)
+    def drawn(seed):
+        return counts_of(24, "random", total_experts=72, seed=seed)
+
+    assert sum(drawn(1)) == 72
+    assert min(drawn(1)) >= 2
+    assert drawn(1) == drawn(1) != drawn(2)
+    with pytest.raises(InputError, match="need 6 or more"):
+        counts_of(3, "random", total_experts=5)
 
 
 def test_classifier_layers():
@@ -110,18 +127,97 @@ def test_classifier_layers():
         classifier_layers("last", 6, expanded)
 
 
-def test_plan_round_trip_and_errors(tmp_path):
+def test_classifiers_by_similarity_and_analyses_of_other_models():
+    similarity = SimilarityResult.from_pairs({"el-en": [0.1, 0.3, 0.2]}, ["en"], ["el"], 9)
+    settings = PlanSettings("moe-lpr", experts=2, classifier_layers=1)
+    assert make_plan(settings, 3, ["en"], ["el"], similarity).classifier_layers == [1]
+    with pytest.raises(InputError, match="by similarity need an analysis"):
+        make_plan(settings, 3, ["en"], ["el"])
+    with pytest.raises(InputError, match="analysis has 3 layers, but the model has 4"):
+        make_plan(settings, 4, ["en"], ["el"], similarity)
+    with pytest.raises(InputError, match="run `analyze similarity` first"):
+        make_plan(PlanSettings(total_experts=8), 3, ["en"], ["el"])
+
+
+def test_plan_round_trip(tmp_path):
     plan = make_plan(PlanSettings(experts=3, method="uniform"), 4, ["en"], ["el"])
+    assert plan.method == "uniform"  # as the user wrote it
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    (tmp_path / "bad.json").write_text('{"method": "uniform", "experts_per_layer": [3], "classifer_layers": []}')
-    with pytest.raises(InputError, match="classifer_layers"):
-        Plan.load(tmp_path / "bad.json")
+    (tmp_path / "plan.json").write_text('{"method": "a word", "experts_per_layer": [3.0, 1], "top_k": 1.0}')
+    assert Plan.load(tmp_path / "plan.json") == Plan("a word", [3, 1], top_k=1)
     with pytest.raises(InputError, match="no such file"):
         Plan.load(tmp_path / "none.json")
-    with pytest.raises(InputError, match="no router"):
-        Plan("uniform", [3, 1], classifier_layers=[1])
-    with pytest.raises(InputError, match="needs `total_experts`"):
-        make_plan(
-            PlanSettings(), 2, ["en"], ["el"], SimilarityResult.from_pairs({"el-en": [0.1, 0.2]}, ["en"], ["el"], 9)
-        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_layer": [2.5, 3]}, "plan.json: experts_per_layer[0]: expected an integer, found 2.5."),
+        ({"experts_per_layer": ["2", 3]}, "plan.json: experts_per_layer[0]: expected an integer, found '2'."),
+        ({"experts_per_layer": [True, 3]}, "plan.json: experts_per_layer[0]: expected an integer, found True."),
+        ({"experts_per_layer": 3}, "plan.json: experts_per_layer: expected a list, found 3."),
+        ({"experts_per_layer": [0, 3]}, "plan.json: experts_per_layer must give every layer at least 1 expert."),
+        ({"experts_per_layer": []}, "plan.json: experts_per_layer must give every layer at least 1 expert."),
+        ({"experts_per_layer": [1, 1]}, "no layer would be expanded"),
+        ({"top_k": 0}, "plan.json: top_k is 0: must be at least 1."),
+        ({"classifier_layers": [-1]}, "classifier_layers names layer -1, which has no router"),
+        ({"classifier_layers": [1]}, "classifier_layers names layer 1, which has no router"),
+        ({"classifier_layers": [0, 0]}, "classifier_layers names a layer twice"),
+        ({"grows_from": [0, 1]}, "grows_from must give every layer at least 1 expert"),
+        ({"grows_from": [4, 1]}, "fewer experts than the model that it grows"),
+        ({"method": 7}, "plan.json: method: expected text, found 7."),
+        ({"method": " "}, "method is empty"),
+        ({"method": "dmoe"}, "a dmoe plan names the languages of each expert"),
+        ({"classifer_layers": []}, "unknown key `classifer_layers`; did you mean `classifier_layers`?"),
+        ({"old": ["en"], "new": ["el", "en"]}, "en: given as an old and as a new language"),
+        ({"old": ["en", "en"]}, "en: given twice among the old languages"),
+        ({"new": ["greek"]}, "plan.json: new[0]: 'greek' is no language code of ISO 639"),
+        ({"new": [False]}, "plan.json: new[0]: put language codes in quotes"),
+        ({"groups": [["el"], ["elvish"], ["tr"]]}, "plan.json: groups[1][0]: 'elvish' is no language code"),
+    ],
+)
+def test_a_plan_that_is_wrong_is_refused_by_key(tmp_path, changes, message):
+    write_json(tmp_path / "plan.json", {"method": "uniform", "experts_per_layer": [3, 1], **changes})
+    with pytest.raises(InputError) as error:
+        Plan.load(tmp_path / "plan.json")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["method", "experts_per_layer"])
+def test_a_plan_without_a_needed_key_is_refused(tmp_path, key):
+    (tmp_path / "plan.json").write_text(json.dumps({"method": "x", "experts_per_layer": [2]} | {key: None}))
+    with pytest.raises(InputError, match=f"plan.json: {key}: expected"):
+        Plan.load(tmp_path / "plan.json")
+    write_json(tmp_path / "plan.json", {k: v for k, v in {"method": "x", "experts_per_layer": [2]}.items() if k != key})
+    with pytest.raises(InputError, match=f"plan.json: `{key}` is missing"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes", "message"),
+    [
+        (SimilarityResult, {"tokens": "many"}, "not a similarity analysis: tokens: expected an integer, found 'many'."),
+        (SimilarityResult, {"similarity": [0.1, "x"]}, r"similarity\[1\]: expected a number, found 'x'"),
+        (SimilarityResult, {"new_old": [0.1]}, "new_old has 1 entries for 2 layers"),
+        (SimilarityResult, {"pairs": {"el-en": [0.1]}}, "pairs.el-en has 1 entries for 2 layers"),
+        (DeviationResult, {"by_language": {"el": [0.1]}}, "by_language.el has 1 entries for 2 layers"),
+        (DeviationResult, {"layers": [0.5]}, r"not a deviation analysis: layers\[0\]: expected an integer, found 0.5"),
+        (RoutingResult, {"tokens": 3}, "not a routing analysis: `.*` is missing"),
+    ],
+)
+def test_an_analysis_that_is_wrong_is_refused_by_key(tmp_path, cls, changes, message):
+    similarity = {"old": ["en"], "new": ["el"], "tokens": 9, "pairs": {}, "new_new": None, "new_old": [0.1, 0.2]}
+    good = {
+        SimilarityResult: similarity | {"similarity": [0.1, 0.2]},
+        DeviationResult: vars(DeviationResult(["el"], [0.1, 0.2], {}, [[1.0]], [1], 1, 1e-3, 1, 2, 0)),
+        RoutingResult: {},
+    }[cls]
+    path = tmp_path / "analysis.json"
+    if good:
+        write_json(path, good)
+        cls.from_json(path).to_json(tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    write_json(path, good | changes)
+    with pytest.raises(InputError, match=message):
+        cls.from_json(path)

@@ -6,11 +6,11 @@ import pytest
 from conftest import save_dense, write_texts
 
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipe_checks import validate_recipe
 from hf_moe_expand.settings import (
     GraftSettings,
-    PlanSettings,
     PostPretrainSettings,
     ReviewSettings,
     from_mapping,
@@ -62,11 +62,15 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
         ("plan:", "plann:", "unknown key `plann`; did you mean `plan`?"),
         ("total_experts", "total_expert", "plan: unknown key `total_expert`; did you mean `total_experts`?"),
         ("n: {block_size: 32, training: {m", "n: {blok_size: 32, training: {m", "did you mean `block_size`"),
-        ("total_experts: 7", "total_experts: many", "plan.total_experts: 'many' is not int or nothing"),
-        ("total_experts: 7", "total_experts: true", "plan.total_experts: True is not int"),
+        ("total_experts: 7", "total_experts: many", "plan: total_experts: expected an integer, found 'many'"),
+        ("total_experts: 7", "total_experts: true", "plan: total_experts: expected an integer, found True"),
         ("new: {el: ", "new: {en: ", "en: given as an old and as a new language"),
         ("output: ", "# output: ", "`output` is missing"),
         ("total_experts: 7", "total_experts: 7, top_k: 0", "plan: top_k is 0: must be at least 1"),
+        ("total_experts: 7", "method: mola, shape: star", "plan: shape is 'star': must be 'inverted-triangle'"),
+        ("total_experts: 7", "method: lora", "plan: unknown plan method 'lora'"),
+        ("total_experts: 7", "groups: 2", "plan: `groups` is a key of dmoe; this plan is layer-moe, the default"),
+        ("plan:", "# plan:", "`plan` is missing"),
         ("tokens: 30", "tokens: 0", "analysis: tokens is 0: must be at least 1"),
         ("review: {", "review: {new_per_old: 0, ", "review: new_per_old is 0: must be larger than 0"),
         ("review: {", "review: {old_documents: -3, ", "review: old_documents is -3: must be at least 1"),
@@ -93,8 +97,6 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("/base", "/nowhere", "no such folder"),
         ("/en.jsonl", "/none.jsonl", "no such file"),
         ("total_experts: 7", "total_experts: 5", "3 layers with at least 2 each .* need 6 or more"),
-        ("total_experts: 7", "method: mola, shape: star", "Unknown MoLA shape 'star'"),
-        ("total_experts: 7", "method: lora", "Unknown plan method 'lora'"),
         ("classifier_layers: 1", "classifier_layers: 4", "4 classifier layers were asked for, but 3"),
         ("learning_rate", "learning_rat", "post_pretrain.training: .*`learning_rat`; did you mean `learning_rate`"),
         ("learning_rate: 5e-5", "output_dir: x", "`output_dir` is set by hf-moe-expand"),
@@ -273,11 +275,12 @@ expansions:
 
 
 def test_of_several_expansions_the_last_is_grafted(root):
-    loaded = recipe(root, LIFELONG)
+    plan = "plan: {{total_experts: 9}}\n"
+    loaded = recipe(root, LIFELONG + plan)
     assert [expansion.graft for expansion in loaded.rounds] == [None, GraftSettings(f"{root}/instruct")]
     both = LIFELONG.replace("/el.jsonl}}\n  - new", "/el.jsonl}}\n    graft: {{instruct: x}}\n  - new")
     with pytest.raises(InputError, match=r"expansion 1: graft: .* Move `graft` to expansion 2"):
-        recipe(root, both)
+        recipe(root, both + plan)
 
 
 def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
@@ -318,7 +321,7 @@ def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
 
 
 def test_settings_from_mappings():
-    assert from_mapping(PlanSettings, {"total_experts": 7.0, "similarity_floor": 1}, "plan").total_experts == 7
+    assert read_plan_settings({"total_experts": 7.0, "similarity_floor": 1}, "plan").total_experts == 7
     with pytest.raises(InputError, match="must hold `key: value` lines, found list"):
         from_mapping(PostPretrainSettings, ["x"], "stage1.yaml")
     with pytest.raises(InputError, match="known: block_size, tokens_per_language"):

@@ -1,18 +1,16 @@
 """What an analysis found: numbers and a JSON file; no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+from ..schema import Number, Text, Whole, read, settings
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
+@settings
 class SimilarityResult:
     """Similarities per layer; every list has one entry a layer.
 
@@ -24,13 +22,17 @@ class SimilarityResult:
         similarity: `(new_old + new_new) / 2`, or `new_old` where there is no new_new.
     """
 
-    old: list[str]
-    new: list[str]
-    tokens: int
-    pairs: dict[str, list[float]]
-    new_new: list[float] | None
-    new_old: list[float]
-    similarity: list[float]
+    old: list[Text]
+    new: list[Text]
+    tokens: Whole
+    pairs: dict[Text, list[Number]]
+    new_new: list[Number] | None
+    new_old: list[Number]
+    similarity: list[Number]
+
+    def __post_init__(self) -> None:
+        lists = {"new_old": self.new_old, **({} if self.new_new is None else {"new_new": self.new_new})}
+        _check_lengths(len(self.similarity), lists | {f"pairs.{name}": values for name, values in self.pairs.items()})
 
     @classmethod
     def from_pairs(
@@ -54,12 +56,12 @@ class SimilarityResult:
         """Reads `analysis.json`.
 
         Raises:
-            InputError: the file is missing or is no similarity analysis.
+            InputError: the file is missing or is no similarity analysis; the message names the key that is wrong.
         """
-        return _read(cls, path, "a similarity analysis")
+        return read(cls, read_json(path, "a similarity analysis"), f"{path}: not a similarity analysis")
 
 
-@dataclass(frozen=True)
+@settings
 class DeviationResult:
     """How far fine-tuning on each language moves the FFNs, and how alike the ways of two languages are (DMoE).
 
@@ -71,16 +73,20 @@ class DeviationResult:
         steps, learning_rate, batch_size, block_size, seed: of the fine-tuning.
     """
 
-    languages: list[str]
-    deviation: list[float]
-    by_language: dict[str, list[float]]
-    similarity: list[list[float]]
-    layers: list[int]
-    steps: int
-    learning_rate: float
-    batch_size: int
-    block_size: int
-    seed: int
+    languages: list[Text]
+    deviation: list[Number]
+    by_language: dict[Text, list[Number]]
+    similarity: list[list[Number]]
+    layers: list[Whole]
+    steps: Whole
+    learning_rate: Number
+    batch_size: Whole
+    block_size: Whole
+    seed: Whole
+
+    def __post_init__(self) -> None:
+        lists = {f"by_language.{name}": values for name, values in self.by_language.items()}
+        _check_lengths(len(self.deviation), lists)
 
     def to_json(self, path: str | Path) -> None:
         write_json(path, self.__dict__)
@@ -90,12 +96,12 @@ class DeviationResult:
         """Reads `deviation.json`.
 
         Raises:
-            InputError: the file is missing or is no deviation analysis.
+            InputError: the file is missing or is no deviation analysis; the message names the key that is wrong.
         """
-        return _read(cls, path, "a deviation analysis")
+        return read(cls, read_json(path, "a deviation analysis"), f"{path}: not a deviation analysis")
 
 
-@dataclass(frozen=True)
+@settings
 class RoutingResult:
     """What the routers of an expanded model do with the text of each language.
 
@@ -117,19 +123,19 @@ class RoutingResult:
         random_perplexity: the same under random routing; mean over `random_seeds`.
     """
 
-    classes: dict[str, int]
-    tokens: int
-    layers: list[int]
-    top1_share: dict[str, list[list[float]]]
-    weight_share: dict[str, list[list[float]]]
-    expert_0_score: dict[str, list[float]]
-    experts_for_half: dict[str, list[int]]
-    classifier_accuracy: dict[str, list[float | None]]
-    similarity: list[list[list[float]]]
-    colocation: list[float | None]
-    perplexity: dict[str, float]
-    random_perplexity: dict[str, float]
-    random_seeds: list[int]
+    classes: dict[Text, Whole]
+    tokens: Whole
+    layers: list[Whole]
+    top1_share: dict[Text, list[list[Number]]]
+    weight_share: dict[Text, list[list[Number]]]
+    expert_0_score: dict[Text, list[Number]]
+    experts_for_half: dict[Text, list[Whole]]
+    classifier_accuracy: dict[Text, list[Number | None]]
+    similarity: list[list[list[Number]]]
+    colocation: list[Number | None]
+    perplexity: dict[Text, Number]
+    random_perplexity: dict[Text, Number]
+    random_seeds: list[Whole]
 
     def of_kind(self, old: bool) -> list[str]:
         """The base model's languages, or the others."""
@@ -167,14 +173,12 @@ class RoutingResult:
         """Reads `routing.json`.
 
         Raises:
-            InputError: the file is missing or is no routing analysis.
+            InputError: the file is missing or is no routing analysis; the message names the key that is wrong.
         """
-        return _read(cls, path, "a routing analysis")
+        return read(cls, read_json(path, "a routing analysis"), f"{path}: not a routing analysis")
 
 
-def _read(cls: type[T], path: str | Path, what: str) -> T:
-    value = read_json(path, what)
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    if missing := sorted(set(names) - set(value)):
-        raise InputError(f"{path}: not {what}: {', '.join(missing)} is missing.")
-    return cls(**{name: value[name] for name in names})
+def _check_lengths(layers: int, lists: Mapping[str, Sequence[Any]]) -> None:
+    for name, values in lists.items():
+        if len(values) != layers:
+            raise InputError(f"{name} has {len(values)} entries for {layers} layers.")

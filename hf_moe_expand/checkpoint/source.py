@@ -152,10 +152,12 @@ def _reason(config: PreTrainedConfig) -> str:
 
 
 def grown_from(name: str) -> tuple[list[int], list[str]]:
-    """Experts of each layer of an expanded checkpoint, and every language that it knows.
+    """Experts of each layer of an expanded checkpoint that can grow, and every language that it knows.
 
     Raises:
-        InputError: the checkpoint is not expanded.
+        InputError: the checkpoint is not expanded, or it is DMoE's.
     """
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
+    if config.model_type == "dmoe":
+        raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
     return config.num_experts_per_layer, History.of(config).languages

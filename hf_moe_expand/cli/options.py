@@ -21,12 +21,6 @@ Seed = Annotated[int, typer.Option(help="Random seed.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
 Config = Annotated[Path | None, typer.Option(help="YAML file with the stage's settings; without it, the defaults.")]
 Layers = Annotated[str | None, typer.Option("--layers", help="Number of layers, or a checkpoint that has them.")]
-TopK = Annotated[int, typer.Option(help="Active experts a token.")]
-ClassifierCount = Annotated[int, typer.Option("--classifier-layers", help="How many layers get a classifier.")]
-ClassifierChoice = Annotated[str, typer.Option(help="Which: similarity (with --analysis), random, last, all or none.")]
-Analysis = Annotated[Path | None, typer.Option(help="analysis.json, for classifiers by similarity.")]
-Total = Annotated[int, typer.Option("--total-experts", help="Experts in all layers, each layer's original counted.")]
-Minimum = Annotated[int | None, typer.Option(help="Least experts a layer; 2, or 1 new one with --from.")]
 GrowsFrom = Annotated[
     str | None,
     typer.Option("--from", help="Expanded checkpoint that the plan is to grow; counts are then of new experts."),

@@ -1,243 +1,186 @@
-"""Verbs that decide which layer gets how many experts."""
+"""`plan METHOD`: a verb for each registered method, its options and help made from the method's function."""
 
+import inspect
+import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
 from ..errors import InputError
+from ..planning.methods import METHODS, Option, PlanMethod, read_plan_settings
 from .apps import plan_app
 from .common import check_figure, check_file, codes
-from .options import (
-    Analysis,
-    ClassifierChoice,
-    ClassifierCount,
-    Figure,
-    GrowsFrom,
-    Layers,
-    Minimum,
-    NewCodes,
-    OldCodes,
-    Out,
-    Overwrite,
-    Seed,
-    TopK,
-    Total,
-)
+from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed
 
-if TYPE_CHECKING:
-    from ..settings import PlanSettings
+_EMPTY = inspect.Parameter.empty
 
 
-@plan_app.command("layer-moe")
-def plan_layer_moe(
-    analysis: Annotated[Path, typer.Option(help="analysis.json of `analyze similarity`.")],
-    total_experts: Total,
-    out: Out,
-    minimum: Minimum = None,
-    similarity_floor: Annotated[float | None, typer.Option(help="Count smaller similarities as this.")] = None,
-    classifier_layers: ClassifierCount = 0,
-    classifier_choice: ClassifierChoice = "similarity",
-    top_k: TopK = 2,
-    seed: Seed = 0,
-    grows_from: GrowsFrom = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Fewer experts where languages are more alike (LayerMoE).
+def _verb(method: PlanMethod, name: str) -> None:
+    """Adds `plan NAME`."""
 
-    Example: hf-moe-expand plan layer-moe --analysis analysis.json --total-experts 72 --classifier-layers 7 --out p.json
-    """
-    from ..settings import PlanSettings
+    def verb(**given: Any) -> None:
+        _plan(method, name, given)
 
-    settings = PlanSettings(
-        "layer-moe", total_experts=total_experts, minimum=minimum, similarity_floor=similarity_floor,
-        classifier_layers=classifier_layers, classifier_choice=classifier_choice, top_k=top_k,
-    )  # fmt: skip
-    _plan(settings, out, overwrite, seed, analysis=analysis, grows_from=grows_from)
+    parameters = list(_parameters(method))
+    # What typer reads of a function.
+    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    verb.__doc__ = (inspect.getdoc(method.allocate) or "").replace(f"plan {method.name} ", f"plan {name} ")
+    plan_app.command(name, hidden=name != method.name)(verb)
 
 
-@plan_app.command("uniform")
-def plan_uniform(
-    experts: Annotated[int, typer.Option(help="Experts in each layer, the original counted.")],
-    out: Out,
-    layers: Layers = None,
-    old: OldCodes = "",
-    new: NewCodes = "",
-    classifier_layers: ClassifierCount = 0,
-    classifier_choice: ClassifierChoice = "similarity",
-    analysis: Analysis = None,
-    top_k: TopK = 2,
-    seed: Seed = 0,
-    grows_from: GrowsFrom = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """The same number of experts in every layer (MoE-LPR).
-
-    Example: hf-moe-expand plan uniform --layers 24 --experts 6 --old en,es,zh --new el,hu,tr --out plan.json
-    """
-    from ..settings import PlanSettings
-
-    settings = PlanSettings(
-        "uniform",
-        experts=experts,
-        classifier_layers=classifier_layers,
-        classifier_choice=classifier_choice,
-        top_k=top_k,
-    )
-    _plan(settings, out, overwrite, seed, layers, old, new, analysis, grows_from)
+def _parameters(method: PlanMethod) -> list[inspect.Parameter]:
+    """The options of a method, required ones first: its analysis, its keys, and what every plan has."""
+    found: dict[str, tuple[Any, Any]] = {}
+    if method.needs:
+        found[_ANALYSES[method.needs]] = (Annotated[Path, _analysis_option(method.needs, required=True)], _EMPTY)
+    for key in method.own_keys.values():
+        found |= _key_options(key)
+    found["out"] = (Out, _EMPTY)
+    if not method.needs:
+        found |= {"layers": (Layers, None if method.grows else _EMPTY), "old": (OldCodes, ""), "new": (NewCodes, "")}
+    for name, key in method.keys.items():
+        found |= {} if name in method.own_keys else _key_options(key)
+    if not method.needs:
+        found["analysis"] = (Annotated[Path | None, _analysis_option("similarity", required=False)], None)
+    if method.needs == "deviation":
+        found["figure"] = (Figure, None)
+    found["seed"] = (Seed, 0)
+    if method.grows:
+        found["grows_from"] = (GrowsFrom, None)
+    found["overwrite"] = (Overwrite, False)
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in sorted(found.items(), key=lambda item: item[1][1] is not _EMPTY)
+    ]
 
 
-@plan_app.command("mola")
-def plan_mola(
-    layers: Layers,
-    out: Out,
-    shape: Annotated[
-        str, typer.Option(help="inverted-triangle (2 4 6 8 by quarters), triangle, hourglass or rectangle.")
-    ] = "inverted-triangle",
-    old: OldCodes = "",
-    new: NewCodes = "",
-    classifier_layers: ClassifierCount = 0,
-    classifier_choice: ClassifierChoice = "similarity",
-    analysis: Analysis = None,
-    top_k: TopK = 2,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-) -> None:
-    """More experts in higher layers, by a fixed shape (MoLA).
-
-    Example: hf-moe-expand plan mola --layers 24 --old en,es,zh --new el,hu,tr --out plan.json
-    """
-    from ..settings import PlanSettings
-
-    settings = PlanSettings(
-        "mola", shape=shape, classifier_layers=classifier_layers, classifier_choice=classifier_choice, top_k=top_k
-    )
-    _plan(settings, out, overwrite, seed, layers, old, new, analysis)
+_ANALYSES = {"similarity": "analysis", "deviation": "deviation"}
 
 
-@plan_app.command("random")
-def plan_random(
-    total_experts: Total,
-    out: Out,
-    minimum: Minimum = None,
-    layers: Layers = None,
-    old: OldCodes = "",
-    new: NewCodes = "",
-    classifier_layers: ClassifierCount = 0,
-    classifier_choice: ClassifierChoice = "similarity",
-    analysis: Analysis = None,
-    top_k: TopK = 2,
-    seed: Seed = 0,
-    grows_from: GrowsFrom = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """A total shared out at random (LayerMoE's ablation).
-
-    Example: hf-moe-expand plan random --layers 24 --total-experts 72 --old en,es,zh --new el,hu,tr --out plan.json
-    """
-    from ..settings import PlanSettings
-
-    settings = PlanSettings(
-        "random", total_experts=total_experts, minimum=minimum,
-        classifier_layers=classifier_layers, classifier_choice=classifier_choice, top_k=top_k,
-    )  # fmt: skip
-    _plan(settings, out, overwrite, seed, layers, old, new, analysis, grows_from)
+def _analysis_option(needs: str, required: bool) -> Any:
+    file = f"{_ANALYSES[needs]}.json"
+    return typer.Option(help=f"{file} of `analyze {needs}`." if required else f"{file}, for classifiers by similarity.")
 
 
-@plan_app.command("dmoe")
-def plan_dmoe(
-    deviation: Annotated[Path, typer.Option(help="deviation.json of `analyze deviation`.")],
-    out: Out,
-    groups: Annotated[int | None, typer.Option(help="Number of language groups, each with its expert.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="Share of layers, those that deviate most (default 0.4).")] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Instead: layers of at least this deviation, scaled to 0..1.")
-    ] = None,
-    by_hand: Annotated[str | None, typer.Option(help='The groups themselves, e.g. "en,de;fr,es".')] = None,
-    random: Annotated[bool, typer.Option("--random", help="Random groups of equal size (ablation).")] = False,
-    vectors: Annotated[
-        Path | None, typer.Option(help="Groups by linguistic vectors (ablation): .json or .csv, language and numbers.")
-    ] = None,
-    figure: Figure = None,
-    top_k: TopK = 2,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-) -> None:
-    """One expert for each group of similar languages, in the layers that deviate most (DMoE).
+def _key_options(key: inspect.Parameter) -> dict[str, tuple[Any, Any]]:
+    """The options that give a key: those that its annotation names, or `--key VALUE`."""
+    if options := _options(key):
+        return {
+            _name(option): (
+                Annotated[_optional(option.kind), typer.Option(option.flag, help=option.help)],
+                False if option.kind is bool else None,
+            )
+            for option in options
+        }
+    flag = f"--{key.name.replace('_', '-')}"
+    return {key.name: (Annotated[_plain(key.annotation), typer.Option(flag, help=_help(key))], key.default)}
 
-    Example: hf-moe-expand plan dmoe --deviation deviation.json --groups 6 --ratio 0.4 --out plan.json
-    """
-    check_file(out, overwrite)
-    check_figure(figure, overwrite)
-    if (by_hand is not None) + random + (vectors is not None) > 1:
-        raise InputError("--by-hand, --random and --vectors: give one of them at most.")
-    if (groups is None) == (by_hand is None):
-        raise InputError("Give the number of groups (--groups 6), or the groups themselves (--by-hand 'en,de;fr,es').")
-    from ..analysis.result import DeviationResult
+
+def _optional(kind: type) -> Any:
+    return kind if kind is bool else Optional[kind]  # noqa: UP045
+
+
+def _plain(hint: Any) -> Any:
+    """The type that the command line reads: without bounds, which the settings check."""
+    if get_origin(hint) is Annotated:
+        return _plain(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return str
+    if get_origin(hint) in (types.UnionType, Union):
+        return Union[tuple(_plain(part) for part in get_args(hint))]  # noqa: UP007
+    return hint
+
+
+def _help(key: inspect.Parameter) -> str:
+    fields = [part for part in get_args(key.annotation) if isinstance(part, FieldInfo)]
+    return next(field.description for field in fields if field.description)
+
+
+def _options(key: inspect.Parameter) -> list[Option]:
+    return [part for part in get_args(key.annotation) if isinstance(part, Option)]
+
+
+def _name(option: Option) -> str:
+    return option.flag.removeprefix("--").replace("-", "_")
+
+
+def _keys_given(method: PlanMethod, given: dict[str, Any]) -> dict[str, Any]:
+    """The method's keys, from the options."""
+    keys = {}
+    for name, key in method.keys.items():
+        options = _options(key)
+        if not options:
+            keys[name] = given[name]
+            continue
+        flags = [option.flag for option in options]
+        chosen = [
+            option for option in options if given[_name(option)] is not None and given[_name(option)] is not False
+        ]
+        if len(chosen) > 1:
+            raise InputError(f"{' and '.join(flags)}: give one of them at most.")
+        if chosen:
+            keys[name] = chosen[0].value(given[_name(chosen[0])])
+        elif key.default is _EMPTY:
+            raise InputError(f"Give {' or '.join(flags)}.")
+    return keys
+
+
+def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
+    out, figure, seed = given["out"], given.get("figure"), given["seed"]
+    check_file(out, given["overwrite"])
+    check_figure(figure, given["overwrite"])
+    settings = read_plan_settings({"method": name, **_keys_given(method, given)})
+    from ..analysis.result import DeviationResult, SimilarityResult
     from ..planning.make import make_plan
-    from ..settings import PlanSettings
 
-    settings = PlanSettings(
-        "dmoe", top_k=top_k, ratio=ratio, threshold=threshold,
-        groups=groups if by_hand is None else [codes(group) for group in by_hand.split(";")],
-        grouping="random" if random else "deviation" if vectors is None else str(vectors),
-    )  # fmt: skip
-    found = DeviationResult.from_json(deviation)
-    plan = make_plan(settings, len(found.deviation), [], [], seed=seed, deviation=found)
+    similarity = SimilarityResult.from_json(given["analysis"]) if given.get("analysis") else None
+    deviation = DeviationResult.from_json(given["deviation"]) if given.get("deviation") else None
+    old, new = codes(given.get("old", "")), codes(given.get("new", ""))
+    if similarity is not None:
+        old, new = old or similarity.old, new or similarity.new
+    counts: list[int] = []
+    if given.get("grows_from"):
+        from ..checkpoint.source import grown_from
+
+        counts, known = grown_from(given["grows_from"])
+        old = old or known
+        if again := [code for code in new if code in known]:
+            raise InputError(f"{', '.join(again)}: {given['grows_from']} knows it already; leave it out of --new.")
+    measured = similarity.similarity if similarity else deviation.deviation if deviation else []
+    num_layers = _num_layers(given["layers"]) if given.get("layers") else len(counts) or len(measured)
+    if not num_layers:
+        raise InputError("How many layers? Give --layers, a number or the checkpoint; or --from to grow one.")
+    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts)
     plan.save(out)
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")
-    if figure is not None:
+    if figure is not None and deviation is not None:
         from ..evaluation.figures import plot_deviation
 
         layers = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-        plot_deviation(figure, found.languages, found.similarity, found.deviation, plan.groups, layers)
+        plot_deviation(figure, deviation.languages, deviation.similarity, deviation.deviation, plan.groups, layers)
     print(f"experts per layer  {' '.join(map(str, plan.experts_per_layer))} (total {plan.total_experts})")
+    if not plan.groups:
+        print(f"classifier layers  {', '.join(map(str, plan.classifier_layers)) or 'none'}")
     print(f"wrote {out}")
 
 
-def _plan(
-    settings: "PlanSettings",
-    out: Path,
-    overwrite: bool,
-    seed: int,
-    layers: str | None = None,
-    old: str = "",
-    new: str = "",
-    analysis: Path | None = None,
-    grows_from: str | None = None,
-) -> None:
-    from ..planning.make import make_plan
+def _num_layers(given: str) -> int:
+    """A number, or that of a checkpoint."""
+    try:
+        number = int(given)
+    except ValueError:
+        from ..checkpoint.source import load_config, resolve_checkpoint
 
-    check_file(out, overwrite)
-    measured = None
-    if analysis is not None:
-        from ..analysis.result import SimilarityResult
-
-        measured = SimilarityResult.from_json(analysis)
-    old_codes, new_codes = codes(old), codes(new)
-    if measured is not None:
-        old_codes, new_codes = old_codes or measured.old, new_codes or measured.new
-    counts: list[int] = []
-    if grows_from is not None:
-        from ..checkpoint.source import grown_from
-
-        counts, known = grown_from(grows_from)
-        old_codes = old_codes or known
-    if layers is not None:
-        num_layers = int(layers) if layers.isdecimal() else _layers_of(layers)
-    else:
-        num_layers = len(counts) or (len(measured.similarity) if measured is not None else 0)
-        if not num_layers:
-            raise InputError("How many layers? Give --layers, a number or the checkpoint; or --from to grow one.")
-    plan = make_plan(settings, num_layers, old_codes, new_codes, measured, seed, grows_from=counts)
-    plan.save(out)
-    print(f"experts per layer  {' '.join(map(str, plan.experts_per_layer))} (total {plan.total_experts})")
-    print(f"classifier layers  {', '.join(map(str, plan.classifier_layers)) or 'none'}")
-    print(f"wrote {out}")
+        return load_config(resolve_checkpoint(given, weights=False)).num_hidden_layers
+    if number < 1:
+        raise InputError(f"--layers is {number}: must be at least 1, or a checkpoint.")
+    return number
 
 
-def _layers_of(checkpoint: str) -> int:
-    from ..checkpoint.source import load_config, resolve_checkpoint
-
-    return load_config(resolve_checkpoint(checkpoint, weights=False)).num_hidden_layers
+for _method in METHODS.values():
+    for _word in _method.names:
+        _verb(_method, _word)

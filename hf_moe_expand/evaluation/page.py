@@ -18,6 +18,7 @@ from ..checkpoint.source import load_expanded_config
 from ..errors import InputError
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
+from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord
 from ..stages import ROAD, road, stage_of, trained_in
@@ -30,7 +31,6 @@ from .validation import VALIDATION, ValidationCurves
 
 # What a run folder may hold of its own; the rest lies in folders of its stages and expansions.
 _RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")
-_METHODS = {"layer-moe": "LayerMoE", "uniform": "MoE-LPR", "mola": "MoLA", "random": "random counts", "dmoe": "DMoE"}
 _SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
 _PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
 
@@ -164,7 +164,7 @@ def _summary(parts: Sequence[_Part], history: History) -> dict[str, Any] | None:
     records = history.expansions or [ExpansionRecord(plan.method, plan.old, plan.new) for plan in plans]
     first, last = records[0], records[-1]
     return {
-        "methods": list(dict.fromkeys(_METHODS.get(record.method, record.method) for record in records)),
+        "methods": list(dict.fromkeys(method_title(record.method) for record in records)),
         "base": first.base_model,
         "revision": first.base_revision,
         "seed": first.seed,
@@ -262,7 +262,7 @@ def _plan(part: _Part) -> dict[str, Any] | None:
     ]
     return {
         "title": part.title,
-        "method": _METHODS.get(plan.method, plan.method),
+        "method": method_title(plan.method),
         "plan": plan,
         "measure": label if measure else None,
         "figure": Markup(

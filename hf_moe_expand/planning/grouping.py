@@ -65,24 +65,6 @@ def random_groups(languages: Sequence[str], num_groups: int, seed: int = 0) -> l
     return [sorted(shuffled.pop() for _ in range(size)) for size in _sizes(len(languages), num_groups)]
 
 
-def check_groups(groups: Sequence[Sequence[str]], languages: Sequence[str] | None = None) -> None:
-    """Refuses an empty group, a language that is named twice and, given `languages`, one that is missing or unknown."""
-    if not all(isinstance(group, list) for group in groups):
-        raise InputError("groups: must be lists of languages, such as [[en, de], [fr, es]].")
-    named = [language for group in groups for language in group]
-    if not all(isinstance(language, str) for language in named):
-        raise InputError("groups: put language codes in quotes: YAML reads `no` as false.")
-    if not groups or not all(groups):
-        raise InputError("groups: a group is empty; every group needs a language.")
-    _refuse_twice(named)
-    if languages is None:
-        return
-    if missing := sorted(set(languages) - set(named)):
-        raise InputError(f"groups: {', '.join(missing)} is in no group; every language needs one.")
-    if unknown := sorted(set(named) - set(languages)):
-        raise InputError(f"groups: {', '.join(unknown)} was not measured; known: {', '.join(languages)}.")
-
-
 def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[float]]:
     """Cosines of linguistic vectors, such as lang2vec's: `[n, n]`.
 

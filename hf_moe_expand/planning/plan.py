@@ -1,57 +1,67 @@
 """The plan: a small JSON file that says which layer gets what."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..schema import read
-from .grouping import check_groups
+from ..languages import LanguageCode, check_old_and_new
+from ..schema import Count, Text, Whole, read, settings
 
 
-@dataclass(frozen=True)
+@settings
 class Plan:
-    """What `expand` is to do.
+    """What `expand` is to do. A plan with groups gives a DMoE model, any other a LayerMoE model.
 
     Attributes:
-        method: `layer-moe`, `uniform`, `mola`, `random` or `dmoe`.
+        method: the registered name of the method that made the plan, or any other word for a plan of your own.
         experts_per_layer: experts of each layer, expert 0 counted; 1 = the layer stays dense.
         classifier_layers: layers with a routing classifier.
         top_k: active experts a token.
         old, new: the languages.
         settings: what the counts were made from (total, seed, shape, similarities).
-        groups: `dmoe` only: expert `e` of every expanded layer belongs to the languages of group `e`.
+        groups: of a DMoE model: expert `e` of every expanded layer belongs to the languages of group `e`.
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense one.
+
+    Raises:
+        InputError: a value has another type, a language code is unknown, or the plan contradicts itself.
     """
 
-    method: str
-    experts_per_layer: list[int]
-    classifier_layers: list[int] = field(default_factory=list)
-    top_k: int = 2
-    old: list[str] = field(default_factory=list)
-    new: list[str] = field(default_factory=list)
+    method: Text
+    experts_per_layer: list[Whole]
+    classifier_layers: list[Whole] = field(default_factory=list)
+    top_k: Count = 2
+    old: list[LanguageCode] = field(default_factory=list)
+    new: list[LanguageCode] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    groups: list[list[str]] = field(default_factory=list)
-    grows_from: list[int] = field(default_factory=list)
+    groups: list[list[LanguageCode]] = field(default_factory=list)
+    grows_from: list[Whole] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.experts_per_layer or min(self.experts_per_layer) < 1:
+        counts = self.experts_per_layer
+        if not self.method.strip():
+            raise InputError("method is empty: name the method that made the plan, or give a word of your own.")
+        if not counts or min(counts) < 1:
             raise InputError("experts_per_layer must give every layer at least 1 expert.")
-        if max(self.experts_per_layer) < 2:
+        if max(counts) < 2:
             raise InputError("experts_per_layer is 1 everywhere: no layer would be expanded.")
         for layer in self.classifier_layers:
-            if not 0 <= layer < len(self.experts_per_layer) or self.experts_per_layer[layer] < 2:
+            if not 0 <= layer < len(counts) or counts[layer] < 2:
                 raise InputError(f"classifier_layers names layer {layer}, which has no router in this plan.")
+        if len(set(self.classifier_layers)) < len(self.classifier_layers):
+            raise InputError("classifier_layers names a layer twice.")
         if self.grows_from and (
-            len(self.grows_from) != len(self.experts_per_layer)
-            or any(a > b for a, b in zip(self.grows_from, self.experts_per_layer, strict=True))
+            len(self.grows_from) != len(counts) or any(a > b for a, b in zip(self.grows_from, counts, strict=True))
         ):
             raise InputError("grows_from: a layer of experts_per_layer has fewer experts than the model that it grows.")
-        if (self.method == "dmoe") != bool(self.groups):
-            raise InputError("groups: a dmoe plan names the languages of each expert; no other plan has groups.")
+        if self.grows_from and min(self.grows_from) < 1:
+            raise InputError("grows_from must give every layer at least 1 expert.")
+        check_old_and_new(self.old, self.new)
         if self.groups:
             self._check_groups()
+        elif self.method == "dmoe":
+            raise InputError("groups: a dmoe plan names the languages of each expert.")
 
     def _check_groups(self) -> None:
         check_groups(self.groups)
@@ -62,7 +72,9 @@ class Plan:
                     "an expanded layer has one expert a group."
                 )
         if self.classifier_layers:
-            raise InputError("classifier_layers: a dmoe plan has no classifiers; its routers learn the groups.")
+            raise InputError("classifier_layers: a plan with groups has no classifiers; its routers learn the groups.")
+        if self.grows_from:
+            raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
 
     @property
     def total_experts(self) -> int:
@@ -77,12 +89,19 @@ class Plan:
         """Reads `plan.json`.
 
         Raises:
-            InputError: the file is missing, is not a plan, or contradicts itself.
+            InputError: the file is missing, is no plan, or contradicts itself; the message names the key.
         """
-        value = read_json(path, "a plan")
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(value) - known):
-            raise InputError(f"{path}: unknown keys {', '.join(unknown)}; a plan has {', '.join(sorted(known))}.")
-        if missing := sorted({"method", "experts_per_layer"} - set(value)):
-            raise InputError(f"{path}: not a plan: {', '.join(missing)} is missing.")
-        return read(cls, value, str(path))
+        return read(cls, read_json(path, "a plan"), str(path))
+
+
+def check_groups(groups: list[list[str]]) -> None:
+    """Checks that every group has a language, and every language one group.
+
+    Raises:
+        InputError: a group is empty, or a language is named twice.
+    """
+    if not groups or not all(groups):
+        raise InputError("groups: a group is empty; every group needs a language.")
+    named = [language for group in groups for language in group]
+    if twice := sorted({language for language in named if named.count(language) > 1}):
+        raise InputError(f"groups: {', '.join(twice)} is named twice; a language is in one group.")

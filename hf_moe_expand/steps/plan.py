@@ -20,13 +20,13 @@ class MakePlan(Step):
         self.name, self.output = f"{self.round.prefix}plan", self.round.folder / "plan.json"
 
     def inputs(self) -> dict[str, Any]:
-        return {"plan": plain(self.round.expansion.plan), "old": self.round.old, "new": self.round.new}
+        return {"plan": plain(self.round.expansion.planned), "old": self.round.old, "new": self.round.new}
 
     def check(self, checks: Checks) -> None:
         """Makes a plan from equal numbers: it has the real one's totals and layer counts."""
         if checks.config is None:
             return
-        layers, codes, settings = checks.config.num_hidden_layers, self.round.new, self.round.expansion.plan
+        layers, codes, settings = checks.config.num_hidden_layers, self.round.new, self.round.expansion.planned
         same = [1.0] * layers
         similarity = SimilarityResult(list(checks.recipe.old), codes, 0, {}, None, same, same)
         falling = [1 - layer / layers for layer in range(layers)]
@@ -37,7 +37,7 @@ class MakePlan(Step):
             grows_from=checks.counts,
         )  # fmt: skip
         grown = plan.experts_per_layer
-        if settings.method in ("moe-lpr", "uniform", "mola"):
+        if settings.planner.fixed_counts:
             checks.least = min(grown)
         else:
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
@@ -50,12 +50,12 @@ class MakePlan(Step):
 
     def work(self) -> Done:
         round_, path = self.round, self.round.folder / "analysis.json"
-        needs = round_.expansion.plan.needs
+        needs = round_.expansion.planned.needs
         similarity = SimilarityResult.from_json(path) if needs == "similarity" else None
         deviation = DeviationResult.from_json(path) if needs == "deviation" else None
         config = load_config(resolve_checkpoint(round_.start, round_.revision))
         plan = make_plan(
-            round_.expansion.plan, config.num_hidden_layers, round_.old, round_.new, similarity, round_.recipe.seed,
+            round_.expansion.planned, config.num_hidden_layers, round_.old, round_.new, similarity, round_.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
         )  # fmt: skip
         plan.save(self.output)

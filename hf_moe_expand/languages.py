@@ -1,0 +1,55 @@
+"""Language codes: which ones are valid, and which languages may stand together as old and new."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Strict
+
+from .errors import InputError
+
+
+@cache
+def is_language_code(code: str) -> bool:
+    """Whether `code` is a BCP 47 tag of a registered language: `el`, `yue`, `sr-Latn`."""
+    import langcodes  # reads its tables when it is imported
+
+    try:
+        return langcodes.tag_is_valid(code)
+    except langcodes.LanguageTagError:
+        return False
+
+
+def check_language_code(code: str) -> str:
+    """The code itself.
+
+    Raises:
+        InputError: it is no language code.
+    """
+    if not is_language_code(code):
+        raise InputError(f"{code!r} is no language code of ISO 639, such as el or yue.")
+    return code
+
+
+def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
+    """Checks the languages of one expansion against each other.
+
+    Raises:
+        InputError: a language is given twice, or as an old and as a new one.
+    """
+    old, new = list(old), list(new)
+    if both := sorted(set(old) & set(new)):
+        raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
+    for kind, codes in (("old", old), ("new", new)):
+        if twice := sorted({code for code in codes if codes.count(code) > 1}):
+            raise InputError(f"{', '.join(twice)}: given twice among the {kind} languages; name each language once.")
+
+
+def _quoted(code: Any) -> Any:
+    if isinstance(code, bool):
+        raise InputError("put language codes in quotes: YAML reads `no` as false.")
+    return code
+
+
+# The type of a language code in settings classes.
+LanguageCode = Annotated[str, Strict(), AfterValidator(check_language_code), BeforeValidator(_quoted)]

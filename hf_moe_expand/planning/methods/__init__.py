@@ -1,0 +1,29 @@
+"""The methods that make a plan, one file each. A new one is a new file, imported here."""
+
+# The order of `--help`.
+from . import layer_moe, moe_lpr, mola, random_counts, dmoe  # noqa: F401  isort: skip
+from .base import (
+    METHODS,
+    Allocation,
+    Option,
+    PlanMethod,
+    PlanSettings,
+    Target,
+    find_method,
+    method_title,
+    plan_method,
+    read_plan_settings,
+)
+
+__all__ = [
+    "METHODS",
+    "Allocation",
+    "Option",
+    "PlanMethod",
+    "PlanSettings",
+    "Target",
+    "find_method",
+    "method_title",
+    "plan_method",
+    "read_plan_settings",
+]

@@ -1,0 +1,328 @@
+"""What each method is registered with, and the settings that a recipe or a command gives it.
+
+A method is one function in a file of this package. Its keyword parameters are the keys of a recipe's `plan:` and the
+options of `hf-moe-expand plan METHOD`, each declared there once, with its type, its default and its help.
+"""
+
+import difflib
+import inspect
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from ...analysis.result import DeviationResult, SimilarityResult
+from ...errors import InputError
+from ...schema import Count, Whole, read, unknown_key
+from ...schema import settings as checked
+
+Needs = Literal["similarity", "deviation"]
+ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that a plan is for.
+
+    Attributes:
+        num_layers: its layers.
+        seed: of every random choice.
+        measured_similarity, measured_deviation: analyses of it; None for one that was not made.
+        grows_from: experts of each layer of an expanded model; empty for a dense one.
+    """
+
+    num_layers: int
+    seed: int = 0
+    measured_similarity: SimilarityResult | None = None
+    measured_deviation: DeviationResult | None = None
+    grows_from: Sequence[int] = ()
+
+    @property
+    def least(self) -> int:
+        """Least experts that a layer is given: expert 0 and a new one; of an expanded model one new one."""
+        return 1 if self.grows_from else 2
+
+    @property
+    def similarity(self) -> SimilarityResult:
+        """How alike the languages are in each layer.
+
+        Raises:
+            InputError: it was not measured.
+        """
+        if self.measured_similarity is None:
+            raise InputError("The plan needs an analysis of the languages' similarity: run `analyze similarity` first.")
+        return self.measured_similarity
+
+    @property
+    def deviation(self) -> DeviationResult:
+        """How far each language moves each layer.
+
+        Raises:
+            InputError: it was not measured.
+        """
+        if self.measured_deviation is None:
+            raise InputError("The plan needs the deviation of each layer: run `analyze deviation` first.")
+        return self.measured_deviation
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What a method decides.
+
+    Attributes:
+        counts: experts of each layer, expert 0 counted; for a model that grows, new experts alone.
+        details: what the counts were made from; they become the plan's `settings`.
+        groups: the languages of each expert, of a method that makes a DMoE model.
+        drawn: whether the seed decided anything.
+    """
+
+    counts: list[int]
+    details: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Sequence[str]] = ()
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """A command-line option that gives a key a value, for keys that `--key VALUE` does not suit.
+
+    Attributes:
+        flag: `--by-hand`.
+        kind: the type that the command line reads; bool makes a switch.
+        value: from what was read to the key's value.
+    """
+
+    flag: str
+    kind: type
+    help: str
+    value: Callable[[Any], Any] = lambda given: given
+
+
+@dataclass(frozen=True)
+class PlanMethod:
+    """A registered method.
+
+    Attributes:
+        name: in recipes, plans and on the command line.
+        allocate: the function; its keyword parameters are the method's keys.
+        title: its name on cards and pages.
+        card: template of its model card, in `model_cards/`.
+        tag: its models' tag on the hub.
+        words: how the counts come about, for a sentence of the card.
+        former: earlier names; they stay valid.
+        needs: the analysis that the plan is made from.
+        fixed_counts: whether the settings alone say each layer's count.
+        grows: whether it can plan the further expansion of an expanded model.
+        makes_groups: whether it groups the languages: for DMoE models, which have no classifiers.
+    """
+
+    name: str
+    allocate: Callable[..., Allocation]
+    title: str
+    card: str
+    tag: str
+    words: str = ""
+    former: tuple[str, ...] = ()
+    needs: Needs | None = None
+    fixed_counts: bool = False
+    grows: bool = True
+    makes_groups: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it goes by."""
+        return self.name, *self.former
+
+    @cached_property
+    def own_keys(self) -> dict[str, inspect.Parameter]:
+        """The method's own keys; an annotation is the type, a default of `Parameter.empty` means required."""
+        parameters = inspect.signature(self.allocate).parameters.values()
+        return {parameter.name: parameter for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
+
+    @cached_property
+    def keys(self) -> dict[str, inspect.Parameter]:
+        """All its keys: its own, then those that methods share."""
+        shared = {
+            name: inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=getattr(PlanSettings, name)
+            )
+            for name, hint in inspect.get_annotations(PlanSettings).items()
+            if name not in ("method", "__dataclass_fields__")
+            and not (self.makes_groups and name.startswith("classifier"))
+        }
+        return self.own_keys | shared
+
+    @cached_property
+    def settings(self) -> "type[PlanSettings]":
+        """The settings class: `method` and the keys."""
+        method = Annotated[Literal[self.names], Field(description=self.title)]  # type: ignore[valid-type, name-defined]
+        body: dict[str, Any] = {
+            "__doc__": (inspect.getdoc(self.allocate) or "").partition("\n")[0],
+            "__module__": __name__,
+            "__annotations__": {
+                "method": method,
+                "_": KW_ONLY,
+                **{name: key.annotation for name, key in self.keys.items()},
+            },
+            "__hash__": PlanSettings.__hash__,  # a dataclass would make another
+            **{name: key.default for name, key in self.keys.items() if key.default is not key.empty},
+            **({"method": self.name} if self.name == DEFAULT_METHOD else {}),
+        }
+        name = f"PlanSettings[{self.name}]"
+        return checked(types.new_class(name, (PlanSettings,), exec_body=lambda space: space.update(body)))
+
+
+DEFAULT_METHOD = "layer-moe"
+# By name, in the order of registration.
+METHODS: dict[str, PlanMethod] = {}
+
+
+def plan_method(name: str, **attributes: Any) -> Callable[[Callable[..., Allocation]], Callable[..., Allocation]]:
+    """Registers the decorated function as a method; `attributes` are those of `PlanMethod`."""
+
+    def register(allocate: Callable[..., Allocation]) -> Callable[..., Allocation]:
+        METHODS[name] = PlanMethod(name, allocate, **attributes)
+        return allocate
+
+    return register
+
+
+def find_method(name: str) -> PlanMethod | None:
+    """The method of a name or a former name; None for any other word."""
+    return next((method for method in METHODS.values() if name in method.names), None)
+
+
+def method_title(name: str) -> str:
+    """What cards and pages call a method; a word that is no registered method stands for itself."""
+    method = find_method(name)
+    return method.title if method else name
+
+
+class PlanSettings:
+    """A method and its keys: a recipe's `plan:`. `PlanSettings("moe-lpr", experts=3)` has the class of its method.
+
+    Instances are frozen dataclasses; their first field is `method`, as the user wrote it. The keys below are those of
+    every method; classifiers are for methods that make no language groups.
+
+    Raises:
+        InputError: an unknown method, a key that it lacks or does not have, or a value of another type or out of range.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    method: str
+    classifier_layers: Annotated[Whole, Field(ge=0, description="How many layers get a classifier.")] = 0
+    classifier_choice: Annotated[
+        ClassifierChoice,
+        Field(description="Which: similarity (needs its analysis), random, last, all or none."),
+    ] = "similarity"
+    top_k: Annotated[Count, Field(description="Active experts of a token.")] = 2
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __new__(cls, method: str = DEFAULT_METHOD, **keys: Any) -> "PlanSettings":
+        return object.__new__(settings_class({"method": method, **keys}) if cls is PlanSettings else cls)
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(asdict(self)))
+
+    @property
+    def planner(self) -> PlanMethod:
+        """The registered method."""
+        method = find_method(self.method)
+        assert method is not None  # the type of `method` has checked it
+        return method
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The method's own keys and their values."""
+        return {name: getattr(self, name) for name in self.planner.own_keys}
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The keys that it shares with other methods, and their values."""
+        return {name: getattr(self, name) for name in self.planner.keys if name not in self.planner.own_keys}
+
+    @property
+    def needs(self) -> Needs | None:
+        """The analysis that the plan is made from."""
+        by_similarity = self.classifier_choice == "similarity" and self.classifier_layers > 0
+        return self.planner.needs or ("similarity" if by_similarity else None)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """As a field of another settings class: any method's settings, told apart by `method`."""
+        if cls is not PlanSettings:
+            return handler(source)
+        choices = {
+            name: handler.generate_schema(method.settings) for method in METHODS.values() for name in method.names
+        }
+        tagged = core_schema.tagged_union_schema(choices, discriminator="method")
+        return core_schema.no_info_plain_validator_function(read_plan_settings, json_schema_input_schema=tagged)
+
+
+def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
+    """The settings of the method that the mapping names; settings are returned as they are.
+
+    Args:
+        where: what messages put in front of a key: a file, or the mapping's own key.
+
+    Raises:
+        InputError: as `PlanSettings`.
+    """
+    if isinstance(mapping, PlanSettings):
+        return mapping
+    if not isinstance(mapping, Mapping):
+        return read(METHODS[DEFAULT_METHOD].settings, mapping, where)  # which refuses it
+    return read(settings_class(mapping, where), mapping, where)
+
+
+def settings_class(mapping: Mapping[str, Any], where: str = "") -> type[PlanSettings]:
+    """The settings class of the method that a mapping names.
+
+    Raises:
+        InputError: the method is unknown, or a key belongs to another method.
+    """
+    name = mapping.get("method", DEFAULT_METHOD)
+    before = f"{where}: " if where else ""
+    method = find_method(name)
+    if method is None:
+        raise InputError(f"{before}unknown plan method {name!r}; {_nearest(name)}")
+    for key in mapping:
+        if key == "method" or key in method.keys:
+            continue
+        others = [other.name for other in METHODS.values() if key in other.keys]
+        if not others:
+            raise InputError(f"{before}{unknown_key(str(key), ['method', *method.keys])}")
+        default = "" if "method" in mapping else ", the default"
+        raise InputError(f"{before}`{key}` is a key of {_listed(others)}; this plan is {name}{default}.")
+    return method.settings
+
+
+def _nearest(name: Any) -> str:
+    near = difflib.get_close_matches(str(name), [name for method in METHODS.values() for name in method.names], n=1)
+    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(METHODS)}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def check_total(total: int, num_layers: int, minimum: int) -> None:
+    """Checks that a total gives every layer its minimum.
+
+    Raises:
+        InputError: it is too small.
+    """
+    if total < num_layers * minimum:
+        raise InputError(
+            f"{total} experts in total are too few: {num_layers} layers with at least {minimum} each (the original FFN "
+            f"counts as one) need {num_layers * minimum} or more."
+        )

@@ -1,0 +1,67 @@
+"""LayerMoE: fewer experts where languages are more alike."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from ...errors import InputError
+from ...schema import Count, Positive
+from .base import Allocation, Target, check_total, plan_method
+
+
+@plan_method(
+    "layer-moe", title="LayerMoE", card="layer_moe", tag="layer-moe", needs="similarity",
+    words="fewer where the languages' hidden states are more alike",
+)  # fmt: skip
+def layer_moe(
+    target: Target,
+    *,
+    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
+    minimum: Annotated[Count | None, Field(description="Least experts a layer; 2, or 1 new one with --from.")] = None,
+    similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None,
+) -> Allocation:
+    """Fewer experts where languages are more alike (LayerMoE).
+
+    Example: hf-moe-expand plan layer-moe --analysis analysis.json --total-experts 72 --classifier-layers 7 --out p.json
+    """
+    similarity = target.similarity.similarity
+    counts = allocate_experts(similarity, total_experts, minimum or target.least, similarity_floor)
+    return Allocation(counts, {"similarity": similarity})
+
+
+def allocate_experts(
+    similarity: Sequence[float], total: int, minimum: int = 2, floor: float | None = None
+) -> list[int]:
+    """Experts per layer, fewer where languages are more alike (LayerMoE Eq. 10).
+
+    `N_l = ceil(share_l * delta)` with `share_l = (1 / S_l) / sum_j (1 / S_j)` and counts that sum to `total`. A ceiling
+    whose total is fixed is Adams' apportionment: every layer starts at `minimum`, and the next expert goes to
+    the layer with the largest `share_l / n_l`, the first such layer on a tie.
+
+    Args:
+        similarity: S_l of each layer, positive.
+        total: experts in all layers together, expert 0 of each layer counted.
+        minimum: least experts of a layer (2: expert 0 and a new one).
+        floor: similarities below it count as it.
+
+    Raises:
+        InputError: `total` is below `minimum` a layer, or a similarity is not positive.
+    """
+    if floor is not None:
+        if floor <= 0:
+            raise InputError(f"The similarity floor is {floor}; it must be positive.")
+        similarity = [max(value, floor) for value in similarity]
+    for layer, value in enumerate(similarity):
+        if not value > 0:
+            raise InputError(
+                f"The similarity of layer {layer} is {value:g}: experts are shared out by 1/similarity, which needs "
+                "positive values. Set a floor (--similarity-floor 0.01) to count smaller values as the floor."
+            )
+    check_total(total, len(similarity), minimum)
+    counts = [minimum] * len(similarity)
+    for _ in range(total - sum(counts)):
+        # share_l / n_l is proportional to 1 / (S_l n_l).
+        layer = min(range(len(counts)), key=lambda i: similarity[i] * counts[i])
+        counts[layer] += 1
+    return counts

@@ -1,0 +1,36 @@
+"""MoLA: more experts in higher layers, by a fixed shape."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .base import Allocation, Target, plan_method
+
+Shape = Literal["inverted-triangle", "triangle", "hourglass", "rectangle"]
+
+# Experts in each quarter of the depth, first layers first.
+SHAPES: dict[Shape, tuple[int, int, int, int]] = {
+    "inverted-triangle": (2, 4, 6, 8),
+    "triangle": (8, 6, 4, 2),
+    "hourglass": (8, 2, 2, 8),
+    "rectangle": (5, 5, 5, 5),
+}
+
+
+@plan_method(
+    "mola", title="MoLA", card="layer_moe", tag="layer-moe", fixed_counts=True, grows=False,
+    words="more in higher layers, by one of MoLA's fixed shapes",
+)  # fmt: skip
+def mola(
+    target: Target,
+    *,
+    shape: Annotated[
+        Shape, Field(description="inverted-triangle (2 4 6 8 by quarters), triangle, hourglass or rectangle.")
+    ] = "inverted-triangle",
+) -> Allocation:
+    """More experts in higher layers, by a fixed shape (MoLA).
+
+    Example: hf-moe-expand plan mola --layers 24 --old en,es,zh --new el,hu,tr --out plan.json
+    """
+    layers = target.num_layers
+    return Allocation([SHAPES[shape][4 * layer // layers] for layer in range(layers)], {"shape": shape})

@@ -1,0 +1,263 @@
+"""The registered methods: one declaration gives the plan, the keys of a recipe, the options and the card's words."""
+
+import copy
+import inspect
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from importlib.resources import files
+from typing import Annotated, get_args
+
+import pytest
+import typer
+from conftest import save_dense, write_texts
+from pydantic import Field
+from typer.testing import CliRunner
+
+from hf_moe_expand import LanguageText, Plan, expand_checkpoint, make_card
+from hf_moe_expand.cli import plan as plan_verbs
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.page import make_page
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.languages import check_old_and_new, is_language_code
+from hf_moe_expand.planning.make import make_plan
+from hf_moe_expand.planning.methods import (
+    METHODS,
+    Allocation,
+    PlanSettings,
+    find_method,
+    method_title,
+    plan_method,
+    read_plan_settings,
+)
+from hf_moe_expand.schema import Count, json_schema, read, settings
+from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
+from hf_moe_expand.training import train_stage
+
+GOOD = {
+    "layer-moe": {"total_experts": 7},
+    "moe-lpr": {"experts": 3},
+    "mola": {},
+    "random": {"total_experts": 7},
+    "dmoe": {"groups": 2},
+}
+
+
+@settings
+class Holder:
+    """A settings class with a plan, as a recipe is."""
+
+    plan: PlanSettings
+
+
+def options_of(name):
+    return {option for parameter in typer.main.get_command(plan_verbs.plan_app).commands[name].params
+            for option in parameter.opts}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_key_has_a_type_a_help_and_an_option(name):
+    method, options = METHODS[name], options_of(name)
+    plain = {f"--{key.replace('_', '-')}" for key in method.keys} - {"--grouping"}
+    assert plain | {"--out", "--seed", "--overwrite"} <= options
+    assert ("--from" in options) == method.grows
+    assert ("--deviation" in options) == ("--figure" in options) == (method.needs == "deviation")
+    assert ("--analysis" in options) != method.makes_groups
+    assert ("--layers" in options) == ("--new" in options) == (method.needs is None)
+    for key in method.keys.values():
+        assert any(getattr(part, "description", None) for part in get_args(key.annotation)), key.name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_card_and_words(name):
+    method = METHODS[name]
+    template = (files("hf_moe_expand.model_cards") / f"{method.card}.md").read_text("utf-8")
+    assert ("{{ words" in template) <= bool(method.words)
+    assert method_title(name) == method.title != name
+    assert set(METHODS) == set(GOOD)
+
+
+def test_a_former_name_is_the_same_method():
+    assert find_method("uniform") is METHODS["moe-lpr"]
+    assert find_method("my-rule") is None
+    assert method_title("uniform") == "MoE-LPR"
+    assert method_title("my-rule") == "my-rule"
+    old, new = PlanSettings("uniform", experts=3), PlanSettings("moe-lpr", experts=3)
+    assert type(old) is type(new)
+    assert (old.method, new.method) == ("uniform", "moe-lpr")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_settings_are_values(name):
+    made = PlanSettings(name, **GOOD[name])
+    assert made == read_plan_settings({"method": name, **GOOD[name]}) == read_plan_settings(made)
+    assert read_plan_settings(json.loads(json.dumps(asdict(made)))) == made
+    assert copy.deepcopy(made) == made
+    assert hash(made) == hash(replace(made)) != hash(replace(made, top_k=5))
+    assert list(asdict(made)) == ["method", *METHODS[name].keys]
+    assert made.own | made.common == {key: value for key, value in asdict(made).items() if key != "method"}
+    assert read(Holder, {"plan": {"method": name, **GOOD[name]}}).plan == Holder(plan=made).plan == made
+    with pytest.raises(AttributeError, match=r"frozen|cannot assign"):
+        made.top_k = 3
+
+
+def test_groups_by_hand_are_values_too():
+    made = PlanSettings("dmoe", groups=[["en"], ["el", "tr"]])
+    assert hash(made) == hash(PlanSettings("dmoe", groups=[["en"], ["el", "tr"]]))
+
+
+def test_the_analysis_that_a_plan_needs():
+    assert {name: PlanSettings(name, **keys).needs for name, keys in GOOD.items()} == {
+        "layer-moe": "similarity", "moe-lpr": None, "mola": None, "random": None, "dmoe": "deviation",
+    }  # fmt: skip
+    assert PlanSettings("mola", classifier_layers=2).needs == "similarity"
+    assert PlanSettings("mola", classifier_layers=2, classifier_choice="last").needs is None
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"groups": 2}, "`groups` is a key of dmoe; this plan is layer-moe, the default."),
+        ({"method": "layer-moe", "groups": 2}, "`groups` is a key of dmoe; this plan is layer-moe."),
+        ({"method": "uniform", "total_experts": 9}, "`total_experts` is a key of layer-moe and random; this plan is u"),
+        (
+            {"method": "dmoe", "classifier_layers": 0},
+            "is a key of layer-moe, moe-lpr, mola and random; this plan is dm",
+        ),
+        ({"total_expert": 7}, "unknown key `total_expert`; did you mean `total_experts`?"),
+        ({"total_experts": 7, "zzzz": 7}, "unknown key `zzzz`; known: method, total_experts, minimum"),
+        ({"method": "moe_lpr"}, "unknown plan method 'moe_lpr'; did you mean `moe-lpr`?"),
+        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: layer-moe, moe-lpr, mola, random, dmoe."),
+        ({"method": None}, "unknown plan method None"),
+        ({}, "`total_experts` is missing."),
+        ({"total_experts": 7.5}, "total_experts: expected an integer, found 7.5."),
+        ({"total_experts": 7, "minimum": 0}, "minimum is 0: must be at least 1."),
+        ({"total_experts": 7, "similarity_floor": 0}, "similarity_floor is 0: must be larger than 0."),
+        (
+            {"method": "mola", "shape": "star"},
+            "shape is 'star': must be 'inverted-triangle', 'triangle', 'hourglass' o",
+        ),
+        (
+            {"method": "mola", "classifier_choice": "first"},
+            "classifier_choice is 'first': must be 'similarity', 'random",
+        ),
+        ({"method": "dmoe", "groups": [["en"], ["elvish"]]}, "groups[1][0]: 'elvish' is no language code of ISO 639"),
+        ("layer-moe", "must hold `key: value` lines, found 'layer-moe'."),
+    ],
+)
+def test_a_wrong_plan_is_refused_by_key(mapping, message):
+    for where, do in (("a.yaml: plan: ", lambda: read_plan_settings(mapping, "a.yaml: plan")),
+                      ("a.yaml: plan: ", lambda: read(Holder, {"plan": mapping}, "a.yaml"))):  # fmt: skip
+        with pytest.raises(InputError) as error:
+            do()
+        assert str(error.value).startswith(where + message)
+    if isinstance(mapping, dict) and "method" in mapping:
+        with pytest.raises(InputError) as error:
+            PlanSettings(**mapping)
+        assert str(error.value).startswith(message)
+
+
+def test_one_json_schema_for_all():
+    schema = json_schema(Holder)
+    plan = schema["properties"]["plan"]
+    assert plan["discriminator"]["propertyName"] == "method"
+    assert set(plan["discriminator"]["mapping"]) == {*METHODS, "uniform"}
+    shown = {name: schema["$defs"][plan["discriminator"]["mapping"][name].rpartition("/")[2]] for name in METHODS}
+    for name, method in METHODS.items():
+        assert list(shown[name]["properties"]) == ["method", *method.keys]
+        assert shown[name]["additionalProperties"] is False
+    assert shown["moe-lpr"]["properties"]["method"]["enum"] == ["moe-lpr", "uniform"]
+    assert shown["moe-lpr"]["required"] == ["method", "experts"]
+    assert shown["layer-moe"]["required"] == ["total_experts"]
+    assert shown["dmoe"]["properties"]["groups"]["description"].startswith("Number of language groups, or")
+
+
+def test_a_new_method_is_one_function(monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_moe_expand.planning.methods.base.METHODS", METHODS)
+    app = typer.Typer()
+    monkeypatch.setattr(plan_verbs, "plan_app", app)
+
+    try:
+
+        @plan_method("ends", title="Ends", card="layer_moe", tag="ends", words="more in the first and last layers")
+        def ends(target, *, most: Annotated[Count, Field(description="Experts of the first and last layer.")] = 4):
+            """More experts at both ends.
+
+            Example: hf-moe-expand plan ends --most 4 --out plan.json
+            """
+            last = target.num_layers - 1
+            return Allocation([most if layer in (0, last) else target.least for layer in range(last + 1)])
+
+        plan_verbs._verb(METHODS["ends"], "ends")
+        app.command("other")(lambda: None)
+        path = tmp_path / "plan.json"
+        run = CliRunner().invoke(app, ["ends", "--most", "3", "--layers", "4", "--new", "el", "--out", str(path)])
+        assert run.exit_code == 0, run.output
+        assert Plan.load(path) == Plan("ends", [3, 2, 2, 3], new=["el"])
+        assert make_plan(PlanSettings("ends"), 3, [], ["el"], grows_from=[2, 2, 2]).experts_per_layer == [6, 3, 6]
+        assert "Experts of the first and last layer." in CliRunner().invoke(app, ["ends", "--help"]).output
+        with pytest.raises(InputError, match="most is 0: must be at least 1"):
+            PlanSettings("ends", most=0)
+        with pytest.raises(InputError, match="`most` is a key of ends"):
+            PlanSettings("mola", most=3)
+    finally:
+        METHODS.pop("ends", None)
+
+
+def test_a_plan_of_ones_own_works_to_the_end(tmp_path):
+    base = save_dense(tmp_path / "base")
+    run = tmp_path / "run"
+    plan = Plan("my <rule>", [3, 1, 2], old=["en"], new=["el"])
+    plan.save(run / "plan.json")
+    expand_checkpoint(base, run / "expanded", Plan.load(run / "plan.json"))
+    text = {code: LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", [f"{code} text " * 40])))
+            for code in ("en", "el")}  # fmt: skip
+    training = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
+    first = PostPretrainSettings(block_size=16, training=training)
+    train_stage(run / "expanded", run / "post_pretrain", {"el": text["el"]}, first)
+    train_stage(run / "post_pretrain", run / "review", text, ReviewSettings(block_size=16, training=training))
+    assert "my <rule> on base" in "\n".join(inspect_checkpoint(run / "review").lines())
+    card = make_card(run / "review")
+    assert "as many in each layer as its plan, `my <rule>`, says" in " ".join(str(card).split())
+    assert "layer-moe" in card.data.tags
+    assert "my &lt;rule&gt;" in make_page(run)
+
+
+def test_groups_decide_what_a_plan_makes(tmp_path):
+    base = save_dense(tmp_path / "base")
+    plan = Plan("my-groups", [2, 1, 2], new=["el", "tr"], groups=[["el"], ["tr"]])
+    plan.save(tmp_path / "run" / "plan.json")
+    expand_checkpoint(base, tmp_path / "run" / "expanded", plan)
+    assert "dmoe" in make_card(tmp_path / "run" / "expanded").data.tags
+    (tmp_path / "run" / "group").mkdir()
+    config = (tmp_path / "run" / "expanded" / "config.json").read_text()
+    assert json.loads(config)["model_type"] == "dmoe"
+    (tmp_path / "run" / "group" / "config.json").write_text(config)
+    (tmp_path / "run" / "group" / "model.safetensors").symlink_to(tmp_path / "run" / "expanded" / "model.safetensors")
+    assert "Group training" in make_page(tmp_path / "run") or "group" in make_page(tmp_path / "run")
+
+
+def test_methods_and_plans_are_light_to_import():
+    code = "import sys, hf_moe_expand.planning.plan, hf_moe_expand.planning.make, hf_moe_expand.cli; "
+    code += "print(*(n for n in ('torch', 'transformers', 'numpy', 'datasets', 'langcodes') if n in sys.modules))"
+    code += "; print(*sorted(n for n in sys.modules if n.startswith('hf_moe_expand.checkpoint.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_language_codes():
+    assert all(map(is_language_code, ["el", "yue", "sr-Latn", "zh-Hant", "no", "cmn"]))
+    assert not any(map(is_language_code, ["", "greek", "xx", "e", "el-", "el=x", "<b>"]))
+    check_old_and_new(["en"], ["el"])
+    with pytest.raises(InputError, match=r"^el: given twice among the new languages"):
+        check_old_and_new(["en"], ["el", "tr", "el"])
+    with pytest.raises(InputError, match=r"^el, tr: given as an old and as a new language"):
+        check_old_and_new(["tr", "el"], ["el", "tr"])
+
+
+def test_examples_of_the_help_are_of_the_verb():
+    for method in METHODS.values():
+        lines = re.findall(r"Example: hf-moe-expand plan (\S+)", inspect.getdoc(method.allocate) or "")
+        assert lines == [method.name]
