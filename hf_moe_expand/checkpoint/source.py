@@ -16,8 +16,10 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..errors import InputError
+from ..errors import InputError, first_line
+from ..jsonfile import read_json
 from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
+from .fields import check_fields, check_values
 
 # What turns text into tokens and back, and says how to generate.
 TOKENIZER_FILES = (
@@ -60,9 +62,8 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     except RevisionNotFoundError:
         raise InputError(f"{name}: has no revision {revision!r} on the hub.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{name}: no such folder, and the hub does not give a model of that name ({reason})."
+            f"{name}: no such folder, and the hub does not give a model of that name ({first_line(error)})."
         ) from None
 
 
@@ -86,13 +87,16 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint folder; runs none of its code.
 
     Raises:
-        InputError: config.json is broken or of a model type that the installed transformers does not know.
+        InputError: config.json is broken, contradicts itself, or is of a model type that the installed transformers
+            does not know.
     """
+    check_fields(read_json(folder / "config.json", "a configuration"), folder)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{folder}: its configuration cannot be read ({reason}).") from None
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library raises whatever a wrong value leads to
+        raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
+    check_values(config, folder)
+    return config
 
 
 def load_expanded_config(folder: Path) -> Any:
