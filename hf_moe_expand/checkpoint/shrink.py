@@ -17,6 +17,7 @@ from .folder import write_checkpoint
 from .grow import KEPT_ROUTERS
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
+from .stored import check_complete
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # Stages, by their names in the history, after which nothing is as it was.
@@ -61,6 +62,7 @@ def shrink_checkpoint(
             + (f"only 1..{len(history)} came before its last." if history else "it was expanded once only.")
         )
     _check_left_alone((config.expansions or [])[to:], folder)
+    check_complete(folder, config)
     reader = CheckpointReader(folder)
     with torch.device("meta"):
         prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
