@@ -16,18 +16,24 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .. import modeling
 from ..errors import InputError, first_line
 from ..jsonfile import read_json
 from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
 from .fields import check_fields, check_values
+from .scratch import restore
 
-# What turns text into tokens and back, and says how to generate.
+# What turns text into tokens and back, and says how to generate: names that transformers writes and reads.
 TOKENIZER_FILES = (
-    "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "additional_chat_templates/*", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer.tiktoken",
+    "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
+    "vocab.txt", "vocab.bpe", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/*.jinja", "generation_config.json",
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
 COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors")
+# The code that travels inside an expanded checkpoint, by file name.
+CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
 
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FFN_NOT_A_MODULE = ("biogpt", "opt", "xglm")
@@ -43,11 +49,16 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         InputError: it is neither a checkpoint folder nor a model that the hub gives us.
     """
     folder = Path(name)
+    try:
+        restore(folder)
+        there = folder.exists()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: no checkpoint can have this name ({first_line(error)}).") from None
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"{folder}: not a checkpoint: it has no config.json.")
         return folder
-    if folder.exists():
+    if there:
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     try:
         patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
