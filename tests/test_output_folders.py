@@ -70,9 +70,11 @@ def test_links_are_foreign_unless_they_are_known_files(tmp_path):
 def test_checkpoints_are_overwritten(made, tmp_path):
     assert foreign_file(made / "base") is None
     assert foreign_file(made / "expanded") is None
-    usual = ("trainer_state.json", "training_args.bin", "README.md", "evaluation.json", "validation.json", "optimizer.pt",
-             "rng_state_0.pth", "__pycache__/x.pyc", "model-00001-of-00002.safetensors", "merges.txt",
-             "model.safetensors.index.json", "additional_chat_templates/tools.jinja", "tokenizer.model")  # fmt: skip
+    usual = (
+        "trainer_state.json", "training_args.bin", "README.md", "evaluation.json", "validation.json", "optimizer.pt",
+        "rng_state_0.pth", "__pycache__/x.pyc", "model-00001-of-00002.safetensors", "merges.txt", "tokenizer.model",
+        "model.safetensors.index.json", "additional_chat_templates/tools.jinja",
+    )  # fmt: skip
     folder = fill(tmp_path / "out", *usual)
     with new_folder(folder, overwrite=True) as partial:
         fill(partial)
@@ -115,12 +117,13 @@ def test_a_read_only_disk_is_one_sentence(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("needed", [0, 12345])
 def test_a_full_disk_says_how_much_was_needed(tmp_path, needed):
-    with (
-        pytest.raises(InputError, match=f"at least {max(needed, 10):,} bytes"),
-        new_folder(tmp_path / "out", needed_bytes=needed) as partial,
-    ):
-        (partial / "x").write_bytes(bytes(10))
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def write():
+        with new_folder(tmp_path / "out", needed_bytes=needed) as partial:
+            (partial / "x").write_bytes(bytes(10))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(InputError, match=f"at least {max(needed, 10):,} bytes"):
+        write()
     assert not list(tmp_path.iterdir())
 
 
