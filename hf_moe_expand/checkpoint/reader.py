@@ -16,7 +16,7 @@ from safetensors.torch import load as load_safetensors
 from ..errors import InputError
 from ..jsonfile import read_json
 from ..modeling.expansion_only import ADDED, RECORD
-from .source import resolve_checkpoint
+from .source import lies_inside, resolve_checkpoint
 
 ITEM_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
@@ -166,15 +166,12 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(where, dict) or not where:
         raise InputError(f"{index}: not the index of a checkpoint's shards: weight_map is missing.")
     folder = index.parent
-    home = folder.resolve()
-    # The hub's cache keeps a snapshot's files as links to its `blobs`.
-    home = home.parents[1] if home.parent.name == "snapshots" else home
     for name in sorted(set(map(_plain_name, where.values()))):
         if not name.endswith(".safetensors"):
             raise InputError(f"{index}: names {name!r}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
             raise InputError(f"{folder}: the index names {name}, which is not there.")
-        if home not in (folder / name).resolve().parents:
+        if not lies_inside(folder, folder / name):
             raise InputError(f"{folder / name}: is a link that leads out of the folder; put the file itself there.")
     return where
 

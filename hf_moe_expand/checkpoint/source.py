@@ -55,6 +55,8 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     except (OSError, ValueError) as error:
         raise InputError(f"{name}: no checkpoint can have this name ({first_line(error)}).") from None
     if folder.is_dir():
+        if revision is not None:
+            raise InputError(f"{folder}: is a folder here, which has no revision {revision!r}; give a hub id.")
         if not (folder / "config.json").is_file():
             raise InputError(f"{folder}: not a checkpoint: it has no config.json.")
         return folder
@@ -76,6 +78,14 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         raise InputError(
             f"{name}: no such folder, and the hub does not give a model of that name ({first_line(error)})."
         ) from None
+
+
+def lies_inside(folder: Path, file: Path) -> bool:
+    """Whether a file of a checkpoint folder, links followed, lies in it."""
+    home = folder.resolve()
+    # The hub's cache keeps a snapshot's files as links to its `blobs`.
+    home = home.parents[1] if home.parent.name == "snapshots" else home
+    return home in file.resolve().parents
 
 
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
