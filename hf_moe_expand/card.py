@@ -109,7 +109,7 @@ def make_card(
         "untested_languages": [c for c in [*old, *new] if scores is None or c not in scores.models[THIS]],
         "version": last.get("versions", {}).get("hf_moe_expand", __version__),
     }
-    text = _render(template.card, facts) + "\n"
+    text = _render(template.card, {**_escaped(facts), "metadata": facts["metadata"]}) + "\n"
     refuse_private({CARD: text.encode()})
     return ModelCard(text)
 
@@ -241,6 +241,15 @@ def _start_of_experts(entry: dict[str, Any], added: list[int]) -> str:
     if len(set(experts)) == 1:
         return f"copies of expert {experts[0]}"
     return f"copies of experts {' '.join(str(origin[layer]) if count else '-' for layer, count in enumerate(added))}"
+
+
+def _escaped(value: Any) -> Any:
+    """Facts as they may stand in Markdown: names of strangers make no HTML."""
+    if isinstance(value, str):
+        return value.replace("&", "&amp;").replace("<", "&lt;")
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(item) for name, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _stage(stage: dict[str, Any]) -> dict[str, Any]:

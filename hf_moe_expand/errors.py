@@ -3,3 +3,14 @@
 
 class InputError(ValueError):
     """Wrong input. The command line prints its message without a traceback."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    more = f" {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else ""
+    said = (lines[0] + more)[:500].rstrip(".")
+    # What these say makes no sense without their names.
+    return f"{type(error).__name__}: {said}" if isinstance(error, LookupError | TypeError | AttributeError) else said

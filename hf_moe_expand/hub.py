@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, hf_hub_download, metadata_load
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
@@ -15,11 +16,11 @@ from . import __version__
 from .card import make_card, scores_of_this
 from .checkpoint.expansion_only import save_expansion
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
-from .errors import InputError
+from .errors import InputError, first_line
 from .evaluation.report import Evaluation
 from .hub_files import CARD, EVALUATION, is_weights, published_files, refuse_private, run_of
 from .jsonfile import read_json
-from .load_check import check_loads_alone
+from .load_check import check_code, check_loads_alone
 from .modeling import MODEL_CLASSES
 from .stages import ROAD, stage_of
 
@@ -91,8 +92,10 @@ def push_to_hub(
     """
     folder = resolve_checkpoint(model)
     load_expanded_config(folder)
+    check_code(folder)
     api = HfApi(token=token)
     with _hub_errors(repo_id), tempfile.TemporaryDirectory() as scratch:
+        validate_repo_id(repo_id)
         if not dry_run:
             repo_id = _check_repository(api, repo_id, private)
         files: dict[str, Path | bytes] = {**published_files(folder, include)}
@@ -135,7 +138,11 @@ def push_to_hub(
 
 def _made_by_a_trainer(card: Path) -> bool:
     """Trainers of transformers and TRL write a card on their own, with this tag."""
-    return "generated_from_trainer" in ((metadata_load(card) or {}).get("tags") or [])
+    try:
+        data: Any = metadata_load(card) or {}
+    except Exception as error:  # whatever a broken block of metadata leads to
+        raise InputError(f"{card}: its metadata cannot be read ({first_line(error)}).") from error
+    return isinstance(data, dict) and "generated_from_trainer" in (data.get("tags") or [])
 
 
 def _evaluation(
@@ -179,7 +186,6 @@ def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
             "The hub needs an access token with write permission: log in with `hf auth login`, or set HF_TOKEN "
             "(https://huggingface.co/settings/tokens)."
         )
-    validate_repo_id(repo_id)
     user = api.whoami()["name"]
     repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
     try:

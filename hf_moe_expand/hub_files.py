@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import get_token
 from safetensors import safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .checkpoint.reader import CheckpointReader
-from .checkpoint.source import COMPANIONS
+from .checkpoint.source import COMPANIONS, lies_inside
 from .errors import InputError
+from .jsonfile import parse_json, read_json
 from .modeling.expansion_only import RECORD
+from .yamlfile import parse_yaml
 
 CARD = "README.md"
 EVALUATION = "evaluation.json"
@@ -25,7 +26,13 @@ _STAYS_HOME = (
     "scaler.pt", "rng_state*.pth", "checkpoint-*", "runs", "__pycache__", ".*",
 )  # fmt: skip
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-_TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
+_TOKEN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[A-Za-z0-9_-]{20,}"
+    r"|xox[abeoprs]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,})"
+)
+_AWS_SECRET = re.compile(r"(?i)aws_?secret_?(?:access_?)?key['\"]?\s*[=:]\s*['\"]?([A-Za-z0-9/+]{40})")
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
+_PASSWORD = re.compile(r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'<>,$]*:([^/\s:@\"'<>,$]+)@", re.IGNORECASE)
 _HOME = re.compile(r"(?<![\w.:/-])(?:/(?:home|Users|root|mnt|media|scratch|tmp|var|workspace)|~)/[\w./-]+")
 _ABSOLUTE = re.compile(r"/[^/\s]+/\S*|file://.*|[A-Za-z]:[\\/].*|\\\\\w+\\.*")
 
@@ -46,9 +53,12 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
     for pattern in (*COMPANIONS, "*.safetensors.index.json", RECORD, CARD, EVALUATION, *PROVENANCE):
         names += [str(file.relative_to(folder)) for file in folder.glob(pattern)]
     for name in include:
-        if ".." in Path(name).parts or not (folder / name).is_file():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        if not inside or not (folder / name).is_file():
             raise InputError(f"{folder}: --include names {name}, but there is no such file in it.")
-    found = {name: folder / name for name in [*names, *include]}
+    found = {Path(name).as_posix(): folder / name for name in [*names, *include]}
+    if away := [name for name, file in found.items() if not lies_inside(folder, file)]:
+        raise InputError(f"{folder}: {away[0]} is a link that leads out of the folder; put the file itself there.")
     left = {file.name for file in folder.iterdir()} - {Path(name).parts[0] for name in found}
     if foreign := sorted(name for name in left if not any(Path(name).match(pattern) for pattern in _STAYS_HOME)):
         raise InputError(
@@ -73,10 +83,10 @@ def is_weights(name: str) -> bool:
 
 def _code(folder: Path) -> list[str]:
     """The `.py` files that config.json names, and those that they import."""
-    entries = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map") or {}
+    entries = read_json(folder / "config.json", "a configuration").get("auto_map") or {}
     names: set[str] = set()
-    for entry in entries.values():
-        file = folder / f"{entry.rpartition('--')[2].partition('.')[0]}.py"
+    for entry in entries.values() if isinstance(entries, dict) else ():
+        file = folder / f"{str(entry).rpartition('--')[2].partition('.')[0]}.py"
         if not file.is_file():
             raise InputError(
                 f"{folder}: config.json names {file.name}, which is missing: write the checkpoint with save_pretrained."
@@ -119,6 +129,12 @@ def _private(name: str, text: str) -> Iterator[tuple[str, str]]:
     own = get_token()
     for token in [*_TOKEN.findall(text), *([own] if own and own in text else [])]:
         yield f"{token[:6]}...", "an access token"
+    for secret in _AWS_SECRET.findall(text):
+        yield f"{secret[:4]}...", "an access token"
+    for block in _PRIVATE_KEY.findall(text):
+        yield block, "a private key"
+    for password in _PASSWORD.findall(text):
+        yield f"{password[:1]}...", "a password in an address"
     if Path(name).name in _VOCABULARIES or name.endswith((".model", ".tiktoken")):
         return  # a vocabulary may well hold the string /home/
     for value in _strings(_parsed(name, text)):
@@ -129,10 +145,10 @@ def _private(name: str, text: str) -> Iterator[tuple[str, str]]:
 def _parsed(name: str, text: str) -> Any:
     try:
         if name.endswith((".json", ".safetensors")):
-            return json.loads(text)
-        return yaml.safe_load(text) if name.endswith((".yaml", ".yml")) else text
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{name}: cannot be read ({str(error).splitlines()[0]}).") from None
+            return parse_json(text)
+    except ValueError as error:
+        raise InputError(f"{name}: cannot be read ({error}).") from None
+    return parse_yaml(text, name) if name.endswith((".yaml", ".yml")) else text
 
 
 def _strings(value: Any) -> Iterator[str]:

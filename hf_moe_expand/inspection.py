@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
+from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
+from .checkpoint.stored import check_size, network_of
 from .records import ExpansionRecord, History
 from .stages import training_stages
 from .trainers.freezing import freeze
@@ -71,13 +71,16 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     Raises:
         InputError: it is not an expanded checkpoint.
     """
-    return inspect_config(load_expanded_config(resolve_checkpoint(model, revision, weights=False)))
+    folder = resolve_checkpoint(model, revision, weights=False)
+    config = load_expanded_config(folder)
+    if any(folder.glob("*.safetensors")):
+        check_size(config, CheckpointReader(folder))
+    return inspect_config(config)
 
 
 def inspect_config(config: Any) -> Inspection:
     """Inspects the model that an expanded configuration describes; allocates no weights."""
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = network_of(config)
     updates = (config.lora_rank, config.lora_alpha) if config.expert_kind == "lora" else None
     layers = [(1, False, 0)] * config.num_hidden_layers
     idle = added = 0

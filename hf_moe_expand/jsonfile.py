@@ -1,34 +1,88 @@
-"""Small JSON files, written whole or not at all."""
+"""Small JSON files, written whole or not at all, and read strictly."""
 
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import InputError
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes through a temporary file in the same folder."""
+    """Writes through a temporary file in the same folder.
+
+    Raises:
+        InputError: the file cannot be written there.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 def read_json(path: str | Path, what: str) -> dict:
-    """Reads an object.
+    """Reads an object. Stricter than the language's reader: a duplicate key, NaN and infinite numbers, half of a
+    surrogate pair, deep nesting and integers of thousands of digits are errors.
 
     Raises:
         InputError: there is no such file, or it holds no JSON object; the message calls it `what`.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = parse_json(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file ({what}).") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}).") from None
+    except ValueError as error:
         raise InputError(f"{path}: not {what}: {error}.") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: not {what}: found a {type(value).__name__}, not an object.")
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, as strictly as `read_json`.
+
+    Raises:
+        ValueError: the text is not JSON; the message, without a full stop, says why.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except UnicodeEncodeError:
+        raise ValueError("a string holds half of a surrogate pair, which is no Unicode text") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise ValueError(
+            "an integer has thousands of digits" if "int_max_str_digits" in str(error) else error
+        ) from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"duplicate key {twice!r}")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if value - value != 0:  # 1e999
+        raise ValueError(f"the number {digits[:20]} is too large")
     return value

@@ -1,12 +1,17 @@
 """Does a checkpoint load where this package is not installed? Tried in a fresh process before it is published."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from . import modeling
+from .checkpoint.source import CODE
 from .errors import InputError
+from .jsonfile import read_json
+from .modeling import MODEL_CLASSES
 
 _PROGRAM = """
 import sys
@@ -18,7 +23,7 @@ folder = sys.argv[1]
 try:
     AutoConfig.from_pretrained(folder, trust_remote_code=True)
     if (Path(folder) / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
@@ -31,22 +36,62 @@ except Exception as error:
     print(f"{type(error).__name__}: {error}")
     sys.exit(1)
 """
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY", re.IGNORECASE)
 
 
 def check_loads_alone(folder: Path) -> None:
-    """Loads the checkpoint with transformers alone, offline, and runs one token through it.
+    """Loads the checkpoint with transformers alone, offline, and runs one token through it. Runs no code but this
+    package's own, and that without access tokens.
 
     Raises:
-        InputError: it does not load, with the reason.
+        InputError: as `check_code`; or it does not load, with the reason.
     """
+    check_code(folder)
     with tempfile.TemporaryDirectory() as empty:
-        # Its code is read from the folder, not from a cache of an earlier version.
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": empty}
+        environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+        environment |= {
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": empty,  # its code is read from the folder, not from a cache of an earlier version
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            "HF_TOKEN_PATH": str(Path(empty) / "token"),  # there is none
+        }
         command = [sys.executable, "-c", _PROGRAM, str(folder.resolve())]
-        done = subprocess.run(command, env=environment, cwd=empty, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=empty, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
     if done.returncode:
         said = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()
         reason = said[0] if done.stdout.strip() else said[-1]
         raise InputError(
             f"{folder}: does not load in a fresh process with transformers alone, so it is not published: {reason}"
         )
+
+
+def check_code(folder: Path) -> None:
+    """Checks that a checkpoint folder holds and names no code but this package's own, byte for byte.
+
+    Raises:
+        InputError: names the file that differs, and how to write the checkpoint anew.
+    """
+    again = (
+        "Write it again with this package's code: python -c \"from hf_moe_expand.models import load_for_inference; "
+        f"load_for_inference('{folder}')[0].save_pretrained('{folder}')\"."
+    )
+    own = Path(modeling.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        name = str(file.relative_to(folder))
+        if name not in CODE:
+            raise InputError(f"{folder}: {name} is no code of this package, so it is not run; move it away.")
+        if file.read_bytes() != (own / name).read_bytes():
+            raise InputError(f"{folder}: {name} differs from this package's, so it is not run. {again}")
+    for file in sorted(folder.glob("*.json")):
+        if b'"auto_map"' not in file.read_bytes():
+            continue
+        named = read_json(file, "a JSON file").get("auto_map")
+        ours = [model_class._auto_map for _, model_class in MODEL_CLASSES.values()]
+        if not (file.name == "config.json" and isinstance(named, dict) and any(_within(named, map_) for map_ in ours)):
+            raise InputError(f"{folder}: {file.name} names code that is not this package's (auto_map). {again}")
+
+
+def _within(named: dict, ours: dict) -> bool:
+    return all(ours.get(name) == place for name, place in named.items())

@@ -1,6 +1,8 @@
 """Sources, packing and mixing."""
 
 import json
+import socket
+import time
 
 import pytest
 from conftest import byte_tokenizer, write_texts
@@ -8,6 +10,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_moe_expand.data import sources
 from hf_moe_expand.data.mixing import review_documents
 from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
 from hf_moe_expand.data.sources import LanguageText, check_languages, names_language
@@ -264,3 +267,44 @@ def test_collated_batches():
     )
     assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2], [3, 4]]
     assert batch["language_ids"].tolist() == [[0, 0], [0, 1]]
+
+
+def test_windows_files_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "ένα"}\r\n{"text": "δύο"}\r\n'.encode())
+    (tmp_path / "b.txt").write_bytes("\ufeffτρία\r\nτέσσερα\r\n".encode())
+    assert load(tmp_path) == ["ένα", "δύο", "τρία", "τέσσερα"]
+
+
+def test_copies_of_editors_and_hidden_files_are_no_text(tmp_path):
+    write_texts(tmp_path / "a.jsonl", ["ένα"])
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in ("a.jsonl~", ".a.jsonl.swp", ".#a.jsonl", "._a.jsonl", "#a.jsonl#", ".ipynb_checkpoints/a.jsonl"):
+        write_texts(tmp_path / name, ["copy"])
+    assert load(tmp_path) == ["ένα"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("[" * 100_000, "nested too deep"), ('{"n": ' + "9" * 5000 + "}", "thousands of digits")]
+)
+def test_hostile_lines_are_named(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line + "\n")
+    with pytest.raises(InputError, match=rf"a\.jsonl:2: .*{message}"):
+        load(tmp_path / "a.jsonl")
+
+
+def test_without_a_network_the_hub_is_asked_once(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(sources, "HF_ENDPOINT", endpoint)
+    monkeypatch.setattr(sources, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: pytest.fail("asked in vain"))
+    started = time.monotonic()
+    with pytest.raises(InputError, match=r"hub:no/such: the hub cannot be reached \(.*refused"):
+        load("hub:no/such")
+    assert time.monotonic() - started < 5
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(sources, "HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(sources, "_PATIENCE", 1.0)
+        with pytest.raises(InputError, match="the hub cannot be reached"):
+            load("hub:no/such")
+    assert time.monotonic() - started < 10

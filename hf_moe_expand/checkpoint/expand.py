@@ -91,7 +91,7 @@ def expand_checkpoint(
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(info.numel for info in dense.reader.tensors.values())
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
-    record = _record(plan, base, revision, folder, expert_init, seed, base_parameters, parameters)
+    record = _record(plan, base, folder, expert_init, seed, base_parameters, parameters)
     History([record]).write(config)
     write_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
@@ -249,7 +249,6 @@ def _random_expert_tensor(
 def _record(
     plan: Plan,
     base: str | os.PathLike,
-    revision: str | None,
     folder: Path,
     expert_init: str,
     seed: int,
@@ -261,7 +260,7 @@ def _record(
     return ExpansionRecord(
         method=plan.method,
         base_model=Path(base).resolve().name if local else str(base),  # no path of this machine
-        base_revision=revision if local else folder.name,  # the hub's cache names a snapshot's folder by its commit
+        base_revision=None if local else folder.name,  # the hub's cache names a snapshot's folder by its commit
         old_languages=plan.old,
         new_languages=plan.new or [code for code in grouped if code not in plan.old],
         experts_per_layer=plan.experts_per_layer,

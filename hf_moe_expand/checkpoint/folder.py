@@ -10,9 +10,12 @@ from tqdm.auto import tqdm
 from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..jsonfile import read_json, write_json
 from ..modeling import MODEL_CLASSES, ExpandedConfig, static_class
 from .source import COMPANIONS
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, new_folder, write_weights
+
+_CODE_OF_THE_BASE = ("auto_map", "custom_pipelines")
 
 
 def write_checkpoint(
@@ -43,6 +46,9 @@ def write_checkpoint(
             config.auto_map = dict(model_class._auto_map)
             vars(config).pop("expansion_base", None)  # all of the model is written
             custom_object_save(model_class, partial)
+        else:
+            for name in _CODE_OF_THE_BASE:
+                vars(config).pop(name, None)
         config.save_pretrained(partial)
         for folder, patterns in companions:
             copy_companions(folder, partial, patterns)
@@ -54,12 +60,16 @@ def write_checkpoint(
 
 
 def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPANIONS) -> None:
-    """Tokenizer, generation config and chat template travel along."""
+    """Tokenizer, generation config and chat template travel along, without references to code (`auto_map`): loading
+    what this package writes runs no code but its own."""
     for pattern in patterns:
         for file in source.glob(pattern):
             destination = target / file.relative_to(source)
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, destination)
+            if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
+                fields = read_json(file, "a JSON file")
+                write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
 
 
 def _counted(tensor: OutputTensor, bar: Any) -> OutputTensor:

@@ -20,6 +20,7 @@ from .expand import new_router, routing_tensor, versions
 from .folder import write_checkpoint
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
+from .stored import check_complete
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # Routers and classifiers as they were after expansion {}, beside the weights.
@@ -146,6 +147,7 @@ def add_experts(
             raise InputError(
                 f"{folder}: expert {wrong[0]} was to be copied, but layer {layer} has experts 0..{counts[layer] - 1}."
             )
+    check_complete(folder, config)
     reader = CheckpointReader(folder)
     with torch.device("meta"):
         prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]

@@ -7,18 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_safetensors
 
 from ..errors import InputError
 from ..jsonfile import read_json
 from ..modeling.expansion_only import ADDED, RECORD
-from .source import resolve_checkpoint
+from .source import lies_inside, resolve_checkpoint
 
 ITEM_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
-    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4,
+    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I8": 8, "U8": 8,
+    "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CHUNK = 16 << 20
@@ -46,24 +49,35 @@ class TensorInfo:
 
 
 class CheckpointReader:
-    """The tensors of a checkpoint folder, in one file or in shards (`files`). One that holds only what an expansion
-    added gets the others from its base model.
+    """The tensors of a checkpoint folder, in one file or in shards (`files`): the files that transformers would load.
+    One that holds only what an expansion added gets the others from its base model.
 
     Raises:
-        InputError: the folder holds no safetensors weights, or a file is broken.
+        InputError: the folder holds no safetensors weights, a file is broken, or the index of the shards names a file
+            outside the folder, or a tensor that its file lacks.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, TensorInfo] = {}
-        self.files = self._files()
+        self.files, wanted = self._files()
         for file in self.files:
-            self.tensors.update(_read_header(file))
+            found = _read_header(file)
+            if twice := sorted(set(found) & set(self.tensors)):
+                raise InputError(f"{file}: tensor {twice[0]!r} is in {self.tensors[twice[0]].file.name} too.")
+            self.tensors.update(found)
+        for name, place in wanted.items():
+            if name not in self.tensors or self.tensors[name].file.name != place:
+                raise InputError(f"{self.folder / place}: lacks tensor {name!r}, which the index says it holds.")
         if (self.folder / RECORD).is_file():
             self.tensors.update(self._base_tensors())
 
     def _base_tensors(self) -> dict[str, TensorInfo]:
-        base = read_json(self.folder / "config.json", "a configuration")["expansion_base"]
+        base = read_json(self.folder / "config.json", "a configuration").get("expansion_base")
+        if not isinstance(base, dict) or not all(
+            isinstance(base.get(key, 0), str | None) for key in ("base_model", "revision")
+        ):
+            raise InputError(f"{self.folder}: config.json does not say which base model it adds to (expansion_base).")
         if base["base_model"] is None:
             raise InputError(
                 f"{self.folder}: holds only what an expansion added to a model that was a local folder: load it with "
@@ -71,22 +85,20 @@ class CheckpointReader:
             )
         tensors = CheckpointReader(resolve_checkpoint(base["base_model"], base["revision"])).tensors
         record = read_json(self.folder / RECORD, "the record of a base model")
+        for name, entry in record.items():
+            if not isinstance(entry, dict) or entry.get("name") not in tensors:
+                raise InputError(f"{self.folder / RECORD}: the base model has no tensor for {name!r}.")
         return {name: tensors[entry["name"]] for name, entry in record.items()}
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> tuple[list[Path], dict[str, str]]:
+        """The files to read, and in which one each tensor must be, as far as an index says."""
         stem = ADDED if (self.folder / RECORD).is_file() else "model"
         weights, index = self.folder / f"{stem}.safetensors", self.folder / f"{stem}.safetensors.index.json"
+        if weights.is_file():  # transformers reads it even where there is an index
+            return [weights], {}
         if index.is_file():
-            where = read_json(index, "the index of a checkpoint's shards").get("weight_map")
-            if not isinstance(where, dict):
-                raise InputError(f"{index}: not the index of a checkpoint's shards: weight_map is missing.")
-            names = sorted(set(where.values()))
-            files = [self.folder / name for name in names]
-            if missing := [file.name for file in files if not file.is_file()]:
-                raise InputError(f"{self.folder}: the index names {', '.join(missing)}, which is not there.")
-            return files
-        if weights.is_file():
-            return [weights]
+            where = _read_index(index)
+            return [self.folder / name for name in sorted(set(where.values()))], where
         pickled = [path.name for path in self.folder.glob("pytorch_model*.bin")]
         hint = (
             " It holds pickled weights, which are not read: save it once more with save_pretrained." if pickled else ""
@@ -148,18 +160,50 @@ class CheckpointReader:
         return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self.chunks(name)))[name]
 
 
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor to file name, from the index of a checkpoint's shards."""
+    where = read_json(index, "the index of a checkpoint's shards").get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise InputError(f"{index}: not the index of a checkpoint's shards: weight_map is missing.")
+    folder = index.parent
+    for name in sorted(set(map(_plain_name, where.values()))):
+        if not name.endswith(".safetensors"):
+            raise InputError(f"{index}: names {name!r}, which is not a safetensors file in this folder.")
+        if not (folder / name).is_file():
+            raise InputError(f"{folder}: the index names {name}, which is not there.")
+        if not lies_inside(folder, folder / name):
+            raise InputError(f"{folder / name}: is a link that leads out of the folder; put the file itself there.")
+    return where
+
+
+def _plain_name(name: Any) -> str:
+    """`name`, or something that is no file's name for all that leads elsewhere."""
+    plain = isinstance(name, str) and len(name) < 256 and not set(name) & set("/\\\0")
+    return name if plain else f"{str(name)[:80]}?"
+
+
 def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """What the file holds, after the library has checked types, shapes and offsets; reads the header alone."""
     try:
-        with open(file, "rb") as handle:
+        # For numpy the file is mapped read-only, which takes no memory however large it is.
+        with safe_open(file, "np"), open(file, "rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
-            size = file.stat().st_size
-            if length > size:
-                raise ValueError("the header is longer than the file")
             header = json.loads(handle.read(length))
-    except (struct.error, ValueError) as error:
-        raise InputError(f"{file}: not a safetensors file ({error}).") from None
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        if "not fully covered" in reason:
+            raise InputError(
+                f"{file}: {file.stat().st_size:,} bytes, not as many as its header says: the file is incomplete."
+            ) from None
+        raise InputError(f"{file}: not a safetensors file ({reason}).") from None
+    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise InputError(f"{file}: cannot be read ({error}).") from None
+    header.pop("__metadata__", None)
+    if unknown := [name for name, entry in header.items() if entry["dtype"] not in ITEM_BITS]:
+        kind = header[unknown[0]]["dtype"]
+        raise InputError(f"{file}: tensor {unknown[0]!r} is stored as {kind}, a type that this package does not know.")
     base = 8 + length
-    found = {
+    return {
         name: TensorInfo(
             entry["dtype"],
             tuple(entry["shape"]),
@@ -168,8 +212,4 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             base + entry["data_offsets"][1],
         )
         for name, entry in header.items()
-        if name != "__metadata__"
     }
-    if found and max(info.end for info in found.values()) > size:
-        raise InputError(f"{file}: {size:,} bytes, fewer than its header says: the file is incomplete.")
-    return found

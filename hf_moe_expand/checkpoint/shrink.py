@@ -17,6 +17,7 @@ from .folder import write_checkpoint
 from .grow import KEPT_ROUTERS
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
+from .stored import check_complete
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 
@@ -59,6 +60,7 @@ def shrink_checkpoint(
         )
     expansions = History.of(config).expansions
     _check_left_alone(expansions[to:], folder)
+    check_complete(folder, config)
     reader = CheckpointReader(folder)
     with torch.device("meta"):
         prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]

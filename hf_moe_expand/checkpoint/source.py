@@ -16,17 +16,25 @@ from huggingface_hub.errors import (
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..errors import InputError
+from .. import modeling
+from ..errors import InputError, first_line
+from ..jsonfile import read_json
 from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
 from ..records import History
+from .fields import check_fields, check_values
+from .scratch import restore
 
-# What turns text into tokens and back, and says how to generate.
+# What turns text into tokens and back, and says how to generate: names that transformers writes and reads.
 TOKENIZER_FILES = (
-    "tokenizer*", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "additional_chat_templates/*", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer.tiktoken",
+    "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
+    "vocab.txt", "vocab.bpe", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/*.jinja", "generation_config.json",
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
 COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors")
+# The code that travels inside an expanded checkpoint, by file name.
+CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
 
 _COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FFN_NOT_A_MODULE = ("biogpt", "opt", "xglm")
@@ -42,11 +50,18 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         InputError: it is neither a checkpoint folder nor a model that the hub gives us.
     """
     folder = Path(name)
+    try:
+        restore(folder)
+        there = folder.exists()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: no checkpoint can have this name ({first_line(error)}).") from None
     if folder.is_dir():
+        if revision is not None:
+            raise InputError(f"{folder}: is a folder here, which has no revision {revision!r}; give a hub id.")
         if not (folder / "config.json").is_file():
             raise InputError(f"{folder}: not a checkpoint: it has no config.json.")
         return folder
-    if folder.exists():
+    if there:
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     try:
         patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
@@ -61,10 +76,17 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     except RevisionNotFoundError:
         raise InputError(f"{name}: has no revision {revision!r} on the hub.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{name}: no such folder, and the hub does not give a model of that name ({reason})."
+            f"{name}: no such folder, and the hub does not give a model of that name ({first_line(error)})."
         ) from None
+
+
+def lies_inside(folder: Path, file: Path) -> bool:
+    """Whether a file of a checkpoint folder, links followed, lies in it."""
+    home = folder.resolve()
+    # The hub's cache keeps a snapshot's files as links to its `blobs`.
+    home = home.parents[1] if home.parent.name == "snapshots" else home
+    return home in file.resolve().parents
 
 
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
@@ -87,13 +109,16 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint folder; runs none of its code.
 
     Raises:
-        InputError: config.json is broken or of a model type that the installed transformers does not know.
+        InputError: config.json is broken, contradicts itself, or is of a model type that the installed transformers
+            does not know.
     """
+    check_fields(read_json(folder / "config.json", "a configuration"), folder)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{folder}: its configuration cannot be read ({reason}).") from None
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library raises whatever a wrong value leads to
+        raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
+    check_values(config, folder)
+    return config
 
 
 def load_expanded_config(folder: Path) -> Any:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, decoder_ffns
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo
 from .source import load_base_config, load_config, resolve_checkpoint
@@ -41,22 +41,11 @@ class StoredModel:
         # The hub's cache names a snapshot's folder by its commit.
         self.name = Path(name).resolve().name if local else f"{name}@{self.folder.name}"
         self.config = config if config is not None else load_any_config(self.folder)
-        with torch.device("meta"):
-            self.network: Any = AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
         self.reader = CheckpointReader(self.folder)
-        self.names = stored_names(self.reader, self.network)
+        self.network: Any = network_of(self.config, self.reader)
+        self.names = complete_names(self.reader, self.network)
         self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
         self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
-        missing = [key for key in self.shapes if key not in self.names and key not in self._tied]
-        if missing:
-            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
-        for key, shape in self.shapes.items():
-            info = self.info(key)
-            if info is not None and info.shape != shape:
-                raise InputError(
-                    f"{self.folder}: tensor {self.names[key]!r} has shape {list(info.shape)}, but the configuration "
-                    f"asks for {list(shape)}."
-                )
 
     @property
     def tensors(self) -> list[str]:
@@ -99,6 +88,77 @@ def load_any_config(folder: Path) -> Any:
     """
     config = load_config(folder)
     return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
+
+
+def check_complete(folder: Path, config: Any) -> None:
+    """Checks that a checkpoint holds every tensor of the model that its configuration describes.
+
+    Raises:
+        InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
+            stored in a quantised type. The message names the tensor.
+    """
+    reader = CheckpointReader(folder)
+    complete_names(reader, network_of(config, reader))
+
+
+def check_size(config: Any, reader: CheckpointReader) -> None:
+    """Checks, before a model is built, that the files hold tensors enough for it.
+
+    Raises:
+        InputError: the configuration asks for more layers or experts than there are tensors.
+    """
+    stored = len(reader.tensors)
+    counts = {"layers": config.num_hidden_layers, "experts": sum(getattr(config, "num_experts_per_layer", None) or [])}
+    for what, count in counts.items():
+        if count > stored:
+            raise InputError(
+                f"{reader.folder}: config.json asks for {count:,} {what}, but only {stored} tensors exist."
+            )
+
+
+def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
+    """The model that a configuration describes, on the meta device; `reader` holds its tensors.
+
+    Raises:
+        InputError: no model can be built from it.
+    """
+    if reader is not None:
+        check_size(config, reader)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    except Exception as error:  # modules raise whatever a wrong value leads to
+        where = reader.folder if reader is not None else config.name_or_path or config.model_type
+        raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
+
+
+def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
+    """`stored_names` of a checkpoint that holds the whole model.
+
+    Raises:
+        InputError: as `check_complete`.
+    """
+    names = stored_names(reader, network)
+    tied = getattr(network, "all_tied_weights_keys", None) or {}
+    known = network.state_dict()
+    if missing := [key for key in known if key not in names and key not in tied]:
+        raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
+    for key, value in known.items():
+        if key not in names:
+            if tied[key] not in names:
+                raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {key}.")
+            continue
+        info = reader.tensors[names[key]]
+        if info.shape != tuple(value.shape):
+            raise InputError(
+                f"{reader.folder}: tensor {names[key]!r} has shape {list(info.shape)}, but the configuration asks for "
+                f"{list(value.shape)}."
+            )
+        if value.is_floating_point() and info.dtype not in TORCH_DTYPES:
+            raise InputError(
+                f"{reader.folder}: tensor {names[key]!r} is stored as {info.dtype}; use the unquantised checkpoint."
+            )
+    return names
 
 
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:

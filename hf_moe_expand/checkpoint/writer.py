@@ -8,18 +8,33 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
 from safetensors.torch import save as save_safetensors
 
-from ..errors import InputError
+from ..errors import InputError, first_line
+from ..modeling.expansion_only import RECORD
 from .reader import ITEM_BITS
+from .scratch import beside, remove_leftovers, restore
+from .source import CODE, COMPANIONS
 
 DEFAULT_SHARD_SIZE = "5GB"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What this package, transformers and the hub's client put into a checkpoint folder.
+_BELONGS = (
+    "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
+    *COMPANIONS, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
+    "plan.json", "recipe.yaml", "analysis.json", "evaluation.json", "validation.json", "steps.json",
+    "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth",
+    "adapter_config.json", "__pycache__/*.pyc",
+)  # fmt: skip
+_SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
 
 
@@ -51,10 +66,10 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def check_shard_size(size: str | int) -> None:
-    """Refuses a size that is not one.
+    """Refuses what is not a size.
 
     Raises:
-        InputError: that.
+        InputError: `size` is neither a number of bytes nor a text such as 5GB.
     """
     try:
         split_state_dict_into_shards_factory(
@@ -112,52 +127,110 @@ def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:
 
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:
-    """Refuses an output folder that exists (unless `overwrite`), is one of the inputs or holds one."""
+    """Checks that `out` may become an output folder. What a process that died while it replaced `out` set aside is put
+    back first.
+
+    Raises:
+        InputError: it exists (without `overwrite`), is one of the inputs, holds one or lies in one, cannot be written,
+            or is a folder that holds anything but a checkpoint (names the first such file).
+    """
     out = Path(out)
+    try:
+        restore(out)
+        _check_inputs(out, inputs)
+        if os.path.lexists(out):
+            _check_replaceable(out, overwrite)
+        place = next(parent for parent in out.absolute().parents if parent.exists())
+        if not place.is_dir():
+            raise InputError(f"{out}: cannot be made, as {place} is a file, not a folder.")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise InputError(f"{out}: cannot be made, as {place} is not writable.")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise _unwritable(out, error) from error
+    return out
+
+
+def _check_inputs(out: Path, inputs: Iterable[str | os.PathLike]) -> None:
     there = out.resolve()
     for path in (Path(path).resolve() for path in inputs):
         if there == path:
             raise InputError(f"{out}: the output folder is the input folder; nothing is changed in place.")
         if there in path.parents:
             raise InputError(f"{out}: the input folder {path} lies in it; give another output folder.")
-    if out.exists() and not overwrite:
+        if path in there.parents:
+            raise InputError(f"{out}: lies in the input folder {path}; give another output folder.")
+
+
+def _check_replaceable(out: Path, overwrite: bool) -> None:
+    if not overwrite:
         raise InputError(f"{out}: exists already; choose another folder or pass --overwrite.")
-    if out.exists() and (not out.is_dir() or out.is_symlink()):
+    if not out.is_dir() or out.is_symlink():
         raise InputError(f"{out}: is a {'link' if out.is_symlink() else 'file'}, not a folder.")
-    if out.exists() and any(out.iterdir()) and not (out / "config.json").is_file():
+    if any(out.iterdir()) and not (out / "config.json").is_file():
         raise InputError(f"{out}: is no checkpoint (it has no config.json), so it is not overwritten; delete it first.")
-    return out
+    if (foreign := foreign_file(out)) is not None:
+        raise InputError(
+            f"{out}: holds {foreign}, which is no part of a checkpoint, so the folder is not overwritten; move it away."
+        )
+
+
+def foreign_file(folder: Path) -> str | None:
+    """The first file of a checkpoint folder, by name, that neither this package nor transformers puts there."""
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        if file.is_dir() and not file.is_symlink():
+            if len(name.parts) > 1 or name.name not in _SUBFOLDERS:
+                return str(name)
+        elif not any(
+            fnmatchcase(str(name), pattern) and pattern.count("/") == len(name.parts) - 1 for pattern in _BELONGS
+        ):
+            return str(name)
+    return None
 
 
 @contextmanager
 def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
-    """A folder beside `out` to write into, renamed to `out` when all went well and removed when not.
+    """A folder beside `out` to write into, renamed to `out` when all went well and removed when not. What killed
+    processes left beside `out` is removed first.
 
     Raises:
-        InputError: the disk has no room.
+        InputError: as `check_output`; or the disk has no room, which the message gives in bytes.
     """
     out = check_output(out, overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out.parent).free
-    if needed_bytes > free:
-        raise InputError(f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} free.")
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    partial, replaced = beside(out, "partial"), beside(out, "replaced")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(out)
+        free = shutil.disk_usage(out.parent).free
+        if needed_bytes > free:
+            raise InputError(f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} free.")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise _unwritable(out, error) from error
     try:
         yield partial
         if out.exists():
-            replaced = out.with_name(f".{out.name}.replaced-{os.getpid()}")
             os.rename(out, replaced)
-            os.rename(partial, out)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(partial, out)
-    except OSError as error:
+        os.rename(partial, out)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException as error:
+        needed = max(needed_bytes, sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()))
         shutil.rmtree(partial, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(f"{out}: the disk is full; nothing was left behind.") from error
+        if replaced.is_dir() and not os.path.lexists(out):
+            os.rename(replaced, out)
+        if _is_full(error):
+            raise InputError(
+                f"{out}: the disk is full; at least {needed:,} bytes are needed. Nothing was left behind."
+            ) from error
         raise
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, SafetensorError):
+        return any(f"(os error {number})" in str(error) for number in _FULL)
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def _unwritable(out: Path, error: Exception) -> InputError:
+    return InputError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or first_line(error)}).")

@@ -13,14 +13,19 @@ from typing import Any
 import pyarrow
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from huggingface_hub import get_session
+from huggingface_hub.constants import ENDPOINT as HF_ENDPOINT
+from huggingface_hub.constants import is_offline_mode
+from huggingface_hub.errors import HTTPError
 from langcodes import LanguageTagError, standardize_tag
 from pyarrow.parquet import ParquetFile
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 from .parallel import translation_documents
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
+_PATIENCE = 8.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,14 @@ class LanguageText:
         """
         if self.source.startswith("hub:"):
             return []
-        path = Path(self.source).expanduser()
+        try:
+            path = Path(self.source).expanduser()
+        except RuntimeError:  # no such user
+            path = Path(self.source)
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            found = (file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            # Hidden files are those of editors, notebooks and file managers.
+            files = sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(path).parts))
             if not files:
                 raise InputError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file.")
             return files
@@ -135,10 +145,12 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
     slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
     split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists():
+        _reach_hub(source)
     try:
         stream = load_dataset(name, config, split=split, streaming=True)
     except (DatasetNotFoundError, ValueError, OSError) as error:
-        raise InputError(f"{source}: the hub does not give this dataset ({str(error).splitlines()[0]}).") from None
+        raise InputError(f"{source}: the hub does not give this dataset ({first_line(error)}).") from None
     for number, row in enumerate(islice(stream, limit)):
         if not (isinstance(row.get("text"), str) or _is_translation(row)):
             raise InputError(
@@ -146,6 +158,16 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
                 f"(columns: {', '.join(row)})."
             )
         yield from _documents(row, language)
+
+
+def _reach_hub(source: str) -> None:
+    """Asks the hub for a sign of life, once: the library would try five times, for half a minute."""
+    if is_offline_mode():
+        return
+    try:
+        get_session().head(HF_ENDPOINT, timeout=_PATIENCE, follow_redirects=False)
+    except (HTTPError, OSError) as error:
+        raise InputError(f"{source}: the hub cannot be reached ({first_line(error)}).") from None
 
 
 def _documents(row: Mapping[str, Any], language: str) -> Iterator[dict[str, str]]:
@@ -196,7 +218,7 @@ def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict
 def _lines(path: str) -> Iterator[dict[str, Any]]:
     number = 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
@@ -234,6 +256,10 @@ def _json_row(path: str, number: int, line: str) -> dict:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{number}: not a JSON object ({error.msg}).") from None
+    except RecursionError:
+        raise InputError(f"{path}:{number}: not a JSON object that can be read (nested too deep).") from None
+    except ValueError:
+        raise InputError(f"{path}:{number}: not a JSON object that can be read (thousands of digits).") from None
     if not isinstance(row, dict) or not (isinstance(row.get("text"), str) or _is_translation(row)):
         found = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
         raise InputError(

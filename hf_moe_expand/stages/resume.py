@@ -1,12 +1,13 @@
 """The folder beside a stage's output that holds its training checkpoints, and how an interrupted run goes on."""
 
 import json
-import shutil
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.scratch import is_work_folder, remove_work_folder, work_folder
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
@@ -41,14 +42,11 @@ class TrainingFolder:
                     f"{path}: lies in {self.path}, the folder for this training's checkpoints, which is removed at the "
                     "end: move it, or give another output."
                 )
-        if self.path.exists() and not self._is_ours():
+        if os.path.lexists(self.path) and not is_work_folder(self.path):
             raise InputError(
                 f"{self.path}: holds something else than an interrupted training of {out.name}, and would be removed "
                 "at the end: move it, or give another output."
             )
-
-    def _is_ours(self) -> bool:
-        return self.path.is_dir() and ((self.path / STARTED_WITH).is_file() or not any(self.path.iterdir()))
 
     def resume(self) -> str | None:
         """The last whole training checkpoint of an interrupted run that began as this one, if there is one.
@@ -72,12 +70,12 @@ class TrainingFolder:
     def begin(self, writes: bool) -> None:
         """Makes the folder and its record; on the rank that `writes`."""
         if writes:
+            work_folder(self.path)
             write_json(self.path / STARTED_WITH, self.started_with)
 
     def remove(self) -> None:
         """Removes the folder."""
-        if self._is_ours():
-            shutil.rmtree(self.path, ignore_errors=True)
+        remove_work_folder(self.path)
 
 
 def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""What config.json must hold before a model is built from it: sizes within reason, histories of the right shape."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.activations import ACT2FN
+
+from ..errors import InputError
+from ..modeling import ExpandedConfig
+
+# No model comes near these; building lists and modules of more than that would take for ever.
+MOST_LAYERS = 4096
+MOST_EXPERTS = 65_536
+MOST_ELEMENTS = 1 << 31
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SIZES = (
+    "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "n_inner", "ffn_hidden_size", "head_dim",
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads", "num_kv_heads", "n_positions",
+    "max_position_embeddings", "max_seq_len", "expansion_ratio", "lora_rank",
+)  # fmt: skip
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
+    """Checks the fields of config.json that decide how large a model is, and those that this package adds.
+
+    Raises:
+        InputError: a count is no whole number within reason, a type or an activation is unknown, or a history is
+            malformed; names the field.
+    """
+    for where, mapping in [("", fields), *((f"{key}.", value) for key, value in fields.items())]:
+        if not isinstance(mapping, Mapping):
+            continue
+        for names, most in ((_LAYERS, MOST_LAYERS), (_SIZES, MOST_ELEMENTS)):
+            for name in names:
+                value = mapping.get(name)
+                if value is not None and not (_is_count(value) and value <= most):
+                    raise _wrong(folder, where + name, value, f"a whole number from 1 to {most:,}")
+        for name in _ACTIVATIONS:
+            if isinstance(value := mapping.get(name), str) and value not in ACT2FN:
+                raise _wrong(folder, where + name, value, "an activation that transformers knows")
+        for name in _DTYPES:
+            value = mapping.get(name)
+            if isinstance(value, str) and not isinstance(
+                getattr(torch, value.removeprefix("torch."), None), torch.dtype
+            ):
+                raise _wrong(folder, where + name, value, "a type that torch knows")
+    if "transformers_weights" in fields:
+        raise InputError(
+            f"{folder}: config.json names a weights file of its own (transformers_weights), which is not read: rename "
+            "that file to model.safetensors and take the field out."
+        )
+    for name, (fits, wanted) in _OURS.items():
+        value = fields.get(name)
+        if value is not None and not fits(value):
+            raise _wrong(folder, name, value, wanted)
+    experts = fields.get("num_experts_per_layer") or []
+    if sum(experts) > MOST_EXPERTS:
+        raise _wrong(folder, "num_experts_per_layer", sum(experts), f"at most {MOST_EXPERTS:,} experts in all")
+
+
+def check_values(config: Any, folder: Path) -> None:
+    """Checks what the library read from config.json for contradictions that it does not notice.
+
+    Raises:
+        InputError: an expanded model lacks a backbone, or counts are not one for each layer; names the field.
+    """
+    if isinstance(config, ExpandedConfig):
+        if config.backbone_model_type is None:
+            raise InputError(f"{folder}: config.json does not say which backbone was expanded (backbone_model_type).")
+        layers = len(config.num_experts_per_layer or [])
+        for counts in getattr(config, "earlier_experts_per_layer", None) or []:
+            if len(counts) != layers:
+                raise _wrong(folder, "earlier_experts_per_layer", counts, f"a count for each of {layers} layers")
+
+
+def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
+    said = repr(value)
+    said = said if len(said) <= 60 else f"{said[:60]}..."
+    return InputError(f"{folder}: its configuration cannot be read ({name} is {said}, not {wanted}).")
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_stage(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_text(value.get("stage"))
+        and all(_is_count(value.get(name, 0), 0) for name in ("steps", "seed"))
+    )
+
+
+def _is_expansion(value: Any) -> bool:
+    codes, counts = _list_of(_is_text), _list_of(lambda count: _is_count(count, 0))
+    return (
+        isinstance(value, dict)
+        and all(_is_text(value.get(name)) for name in ("method", "base_model"))
+        and isinstance(value.get("base_revision"), str | None)
+        and all(codes(value.get(name)) for name in ("old_languages", "new_languages"))
+        and all(counts(value.get(name, [])) for name in ("experts_per_layer", "classifier_layers"))
+        and all(_is_count(value.get(name, 0), 0) for name in ("parameters", "base_parameters"))
+        and isinstance(value.get("versions", {}), dict)
+        and _list_of(_is_stage)(value.get("stages"))
+    )
+
+
+_OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_experts_per_layer": (_list_of(_is_count), "a list of counts, one for each layer"),
+    "earlier_experts_per_layer": (_list_of(_list_of(_is_count)), "a list of counts for each earlier expansion"),
+    "classifier_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
+    "router_top_k": (_is_count, "a whole number of at least 1"),
+    "language_groups": (_list_of(_list_of(_is_text)), "a list of groups of languages"),
+    "conditional_routing": (lambda value: isinstance(value, bool), "true or false"),
+    "expansions": (
+        _list_of(_is_expansion),
+        "a list of entries with method, base_model, old_languages, new_languages and stages",
+    ),
+    "history": (_list_of(_is_stage), "a list of entries with stage"),
+    "new_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
+}

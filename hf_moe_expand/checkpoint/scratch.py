@@ -1,0 +1,103 @@
+"""Folders that are not results: beside an output while it is written, and work folders; what a killed process leaves.
+
+`.OUT.partial-PID-HOST` is an output in the making, `.OUT.replaced-PID-HOST` the folder that it replaces, which is set
+aside between two renames. A work folder carries a marker file, so that nothing but a work folder is ever removed.
+"""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from socket import gethostname
+
+from ..errors import InputError
+
+MARKER = ".hf-moe-expand"
+_DAY = 24 * 60 * 60
+
+
+def beside(out: Path, kind: str) -> Path:
+    """The folder of this process beside `out`; `kind` is `partial` or `replaced`."""
+    return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
+
+
+def restore(out: Path) -> None:
+    """Puts back a folder that a process set aside to replace it, and died before it did."""
+    if not os.path.lexists(out):
+        for aside in _abandoned(out, "replaced"):
+            with suppress(OSError):  # another process was faster
+                os.rename(aside, out)
+                return
+
+
+def remove_leftovers(out: Path) -> None:
+    """Removes what dead processes left beside `out`; first restores `out` where one died while it replaced it."""
+    restore(out)
+    for kind in ("partial", "replaced"):
+        for folder in _abandoned(out, kind):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def work_folder(path: str | os.PathLike) -> Path:
+    """A folder for work in progress, with a marker file: a new one, or one that carries the marker already.
+
+    Raises:
+        InputError: something else lies there, or the folder cannot be made.
+    """
+    path = Path(path)
+    if os.path.lexists(path) and not is_work_folder(path):
+        raise InputError(f"{path}: exists, and is no work folder of this program; move it away.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / MARKER).touch()
+    except OSError as error:
+        raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
+    return path
+
+
+def remove_work_folder(path: str | os.PathLike) -> None:
+    """Removes a work folder; one that does not exist is no error.
+
+    Raises:
+        InputError: the folder has no marker, so it is somebody else's.
+    """
+    path = Path(path)
+    if not os.path.lexists(path):
+        return
+    if not is_work_folder(path):
+        raise InputError(f"{path}: is no work folder of this program, so it is not removed.")
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def is_work_folder(path: Path) -> bool:
+    """Whether a folder carries the marker."""
+    return path.is_dir() and not path.is_symlink() and (path / MARKER).is_file()
+
+
+def _abandoned(out: Path, kind: str) -> Iterator[Path]:
+    """The folders of one kind beside `out` whose process runs no more, the latest first."""
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
+    found = []
+    with suppress(OSError):
+        for entry in os.scandir(out.parent):
+            name = pattern.fullmatch(entry.name)
+            if name and entry.is_dir(follow_symlinks=False):
+                changed = entry.stat(follow_symlinks=False).st_ctime
+                here = name[2] in (None, gethostname())
+                # Nobody here knows which processes run on another machine.
+                if not _runs(int(name[1])) if here else time.time() - changed > _DAY:
+                    found.append((changed, Path(entry.path)))
+    return (path for _, path in sorted(found, reverse=True))
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True

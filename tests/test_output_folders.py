@@ -1,0 +1,234 @@
+"""Outputs appear whole or not at all, and nothing of anybody else's is deleted for them."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+from conftest import save_dense
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.checkpoint.scratch import MARKER, remove_work_folder, work_folder
+from hf_moe_expand.checkpoint.source import resolve_checkpoint
+from hf_moe_expand.checkpoint.writer import check_output, foreign_file, new_folder
+from hf_moe_expand.errors import InputError
+
+PLAN = Plan("layer-moe", [2, 1, 2], [], old=["en"], new=["el"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    expand_checkpoint(save_dense(folder / "base"), folder / "expanded", PLAN)
+    return folder
+
+
+def fill(folder: Path, *names: str) -> Path:
+    for name in ("config.json", *names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_an_output_inside_an_input_is_refused(tmp_path):
+    fill(tmp_path / "input")
+    with pytest.raises(InputError, match="lies in the input folder"):
+        check_output(tmp_path / "input" / "deep" / "out", False, tmp_path / "input")
+    (tmp_path / "link").symlink_to(tmp_path / "input")
+    with pytest.raises(InputError, match="lies in the input folder"):
+        check_output(tmp_path / "link" / "out", False, tmp_path / "input")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["thesis.tex", "notes.txt", "mine.py", "tokenizer_key.pem", "data/el.jsonl", "checkpoint-5/model.safetensors",
+     ".git/HEAD", "additional_chat_templates/deep/x.jinja", "config.json.bak", "sub/config.json"],
+)  # fmt: skip
+def test_overwriting_deletes_no_foreign_file(tmp_path, name):
+    folder = fill(tmp_path / "out", "model.safetensors", name)
+    first = re.escape(name.split("/")[0])
+    with pytest.raises(InputError, match=rf"out: holds {first}.*, which is no part of a checkpoint"):
+        check_output(folder, True)
+    with pytest.raises(InputError), new_folder(folder, overwrite=True):
+        pass
+    assert (folder / name).is_file()
+
+
+def test_links_are_foreign_unless_they_are_known_files(tmp_path):
+    folder = fill(tmp_path / "out")
+    (tmp_path / "data").mkdir()
+    (folder / "additional_chat_templates").symlink_to(tmp_path / "data")
+    assert foreign_file(folder) == "additional_chat_templates"
+
+
+def test_checkpoints_are_overwritten(made, tmp_path):
+    assert foreign_file(made / "base") is None
+    assert foreign_file(made / "expanded") is None
+    usual = (
+        "trainer_state.json", "training_args.bin", "README.md", "evaluation.json", "validation.json", "optimizer.pt",
+        "rng_state_0.pth", "__pycache__/x.pyc", "model-00001-of-00002.safetensors", "merges.txt", "tokenizer.model",
+        "model.safetensors.index.json", "additional_chat_templates/tools.jinja",
+    )  # fmt: skip
+    folder = fill(tmp_path / "out", *usual)
+    with new_folder(folder, overwrite=True) as partial:
+        fill(partial)
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("file/out", r"file is a file, not a folder"),
+        ("x" * 300, "cannot be written .*too long"),
+        ("loop/out", "loop"),
+        ("file", "file: is a file, not a folder"),
+    ],
+)
+def test_places_where_nothing_can_be_written_are_one_sentence(tmp_path, place, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match=message), new_folder(tmp_path / place, overwrite=True):
+        pass
+
+
+def test_a_folder_without_permission_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(InputError, match=rf"out: cannot be made, as {tmp_path} is not writable"):
+        check_output(tmp_path / "deep" / "out", False)
+
+
+def test_a_read_only_disk_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with (
+        pytest.raises(InputError, match=r"out: cannot be written \(Read-only file system\)"),
+        new_folder(tmp_path / "out"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("needed", [0, 12345])
+def test_a_full_disk_says_how_much_was_needed(tmp_path, needed):
+    def write():
+        with new_folder(tmp_path / "out", needed_bytes=needed) as partial:
+            (partial / "x").write_bytes(bytes(10))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(InputError, match=f"at least {max(needed, 10):,} bytes"):
+        write()
+    assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hf_moe_expand.checkpoint.writer import new_folder
+calls, rename = [], os.rename
+def renamed(*paths):
+    calls.append(paths)
+    if len(calls) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(*paths)
+os.rename = renamed
+with new_folder(sys.argv[1], overwrite=True) as partial:
+    (partial / "config.json").write_text("new")
+"""
+
+
+def kill_at_rename(out: Path, number: int) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(out), str(number)], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
+    out = fill(tmp_path / "out", "model.safetensors")
+    kill_at_rename(out, 2)
+    assert not out.exists()
+    assert resolve_checkpoint(out) == out  # any reader
+    assert (out / "config.json").read_text() == "{}"
+    kill_at_rename(out, 2)
+    with pytest.raises(InputError, match="exists already"):
+        check_output(out, False)
+    with new_folder(out, overwrite=True) as partial:
+        (partial / "config.json").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "config.json").read_text() == "whole"
+
+
+def test_the_next_run_removes_what_dead_processes_left_and_nothing_else(tmp_path):
+    out = fill(tmp_path / "out")
+    kill_at_rename(out, 1)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    gone = [f".out.partial-{dead.pid}", f".out.replaced-{dead.pid}-{gethostname()}", f".out.partial-{10**12}"]
+    kept = [f".out.partial-{running.pid}", f".out.partial-{dead.pid}-another-machine", ".out.partial-x", ".out.partial",
+            f".other.partial-{dead.pid}", f"out.partial-{dead.pid}", f".out.training-{dead.pid}"]  # fmt: skip
+    for name in (*gone, *kept):
+        fill(tmp_path / name)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / f".out.partial-{dead.pid}-{gethostname()}").symlink_to(tmp_path / "precious")
+    try:
+        with new_folder(out, overwrite=True) as partial:
+            fill(partial)
+    finally:
+        running.kill()
+        running.wait()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"out", "precious", f".out.partial-{dead.pid}-{gethostname()}", *kept}
+
+
+def test_what_another_machine_left_is_removed_after_a_day(tmp_path, monkeypatch):
+    fill(tmp_path / ".out.partial-1-another-machine")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 60 * 60)
+    with new_folder(tmp_path / "out") as partial:
+        fill(partial)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_error_between_the_renames_puts_the_old_folder_back(tmp_path, monkeypatch):
+    out, rename = fill(tmp_path / "out"), os.rename
+
+    def second_fails(source, target):
+        if ".partial-" in str(source):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(KeyboardInterrupt), new_folder(out, overwrite=True) as partial:
+        fill(partial, "model.safetensors")
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_work_folders_carry_a_marker(tmp_path):
+    work = work_folder(tmp_path / "deep" / "work")
+    assert (work / MARKER).is_file()
+    (work / "checkpoint-5").mkdir()
+    assert work_folder(work) == work  # a run that goes on
+    remove_work_folder(work)
+    remove_work_folder(work)
+    assert not work.exists()
+
+
+def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(work_folder(tmp_path / "work"))
+    for name in ("photos", "file", "link"):
+        with pytest.raises(InputError, match="no work folder"):
+            work_folder(tmp_path / name)
+        with pytest.raises(InputError, match="not removed"):
+            remove_work_folder(tmp_path / name)
+        assert (tmp_path / name).exists()
+    with pytest.raises(InputError, match="cannot be made"):
+        work_folder(tmp_path / "file" / "work")

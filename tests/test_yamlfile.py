@@ -1,0 +1,115 @@
+"""YAML files: numbers as in YAML 1.2, and one sentence with the line for whatever is wrong."""
+
+import time
+
+import pytest
+
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.yamlfile import read_yaml
+
+
+def read(tmp_path, text, encoding="utf-8"):
+    (tmp_path / "a.yaml").write_bytes(text.encode(encoding))
+    return read_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4), ("3E-4", 3e-4), ("-1e3", -1000.0), ("1.", 1.0), (".5", 0.5), ("1.5e-3", 1.5e-3), ("+2", 2),
+        ("5e5", 5e5), ("010", 10), ("0o10", 8), ("0x1F", 31), ("-0", 0), ("100_000", 100_000), (".inf", float("inf")),
+        ("1:30", "1:30"), ("2026-01-31", "2026-01-31"), ("2026-13-45", "2026-13-45"), ("1.2.3", "1.2.3"), ("1e", "1e"),
+        ("'3e-4'", "3e-4"), ("true", True), ("off", False), ("~", None), ("", None), ("[1, 3e-4]", [1, 3e-4]),
+        ("{x: 3e-4}", {"x": 3e-4}), ("1-2", "1-2"), ("e5", "e5"),
+    ],
+)  # fmt: skip
+def test_values(tmp_path, text, value):
+    found = read(tmp_path, f"a: {text}\n")["a"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_norwegian_is_a_language(tmp_path):
+    assert read(tmp_path, "new: {no: no.jsonl, on: x}\nbf16: yes\n") == {
+        "new": {"no": "no.jsonl", "on": "x"},
+        "bf16": True,
+    }
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_windows_files_are_read(tmp_path, encoding):
+    assert read(tmp_path, "a: 1\r\nb: |\r\n  x\r\n  y\r\n", encoding) == {"a": 1, "b": "x\ny\n"}
+
+
+def test_mappings_may_be_merged_and_used_twice(tmp_path):
+    found = read(tmp_path, "one: &a {x: 1, y: 2}\ntwo: &b {<<: *a, y: 3}\nthree: {<<: *b, z: 4}\nfour: *a\n")
+    assert found["three"] == {"x": 1, "y": 3, "z": 4}
+    assert found["four"] == {"x": 1, "y": 2}
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3: duplicate key `a`"),
+        ("x:\n  a: {b: 1, b: 2}\n", "line 2: duplicate key `b`"),
+        ("1: 1\n'1': 2\n", "line 2: duplicate key `1`"),
+        (BOMB, "line 18: aliases that stand for over 1,000,000 values"),
+        ("a: &a {<<: *a}\n", "line 1: "),
+        ("b: 1\na: &a [*a]\n", "line 2: an alias inside of what it names"),
+        ("x: 1\na: " + "[" * 5000, "line 2: nested deeper than 100 levels"),
+        ("a:\n" + "".join(" " * n + f"b{n}:\n" for n in range(1, 3000)), "line 1.*: nested deeper than 100 levels"),
+        ("x: 1\na: " + "9" * 5000 + "\n", r"line 2: not a valid int \(5,000 digits\)"),
+        ("a: 0x" + "f" * 5000 + "\n", r"line 1: not a valid int \(5,002 digits\)"),
+        ("x: 1\na: !!timestamp 2026-13-45\n", "line 2: not a valid timestamp"),
+        ("a: !!timestamp soon\n", "line 1: not a valid timestamp"),
+        ("a: !!int x\n", "line 1: not a valid int"),
+        ("a: !!float x\n", "line 1: not a valid float"),
+        ("a: !!python/object/apply:os.system [ls]\n", "line 1: could not determine a constructor"),
+        ("x: 1\na: [1, 2\n", "line 3: "),
+        ("x: 1\na: b: c\n", "line 2: mapping values are not allowed"),
+        ("a: 1\n---\nb: 2\n", "line 2: "),
+        ("a: *b\n", "line 1: found undefined alias"),
+        ("x: 1\na: \x07\n", "line 2: the character #x0007"),
+        ('a: "\\ud800"\n', "line 1: half of a surrogate pair"),
+        ("{[1, 2]: 3}\n", "line 1: found unhashable key"),
+        ("\tx: 1\n", "line 1: found character"),
+        ("", "found nothing"),
+        ("- a\n", "found list"),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_what_is_wrong_is_one_sentence(tmp_path, text, message):
+    started = time.monotonic()
+    with pytest.raises(InputError, match=rf"^{tmp_path}/a\.yaml: .*{message}") as refused:
+        read(tmp_path, text)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
+    assert time.monotonic() - started < 5
+
+
+def test_text_in_another_encoding_names_the_line(tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"a: 1\nb: \xe9\n")
+    with pytest.raises(InputError, match=r"line 2: not UTF-8 text"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+def test_files_that_cannot_be_read_are_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        read_yaml(tmp_path / "none.yaml")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_yaml(tmp_path)
+
+
+def test_keys_are_checked_in_linear_time(tmp_path):
+    text = "".join(f"key{number}: x\n" for number in range(40_000))
+    half, whole = (_seconds(tmp_path, part) for part in (text[: len(text) // 4].rpartition("\n")[0], text))
+    assert whole < 10 * half  # quadratic: sixteen times and more
+
+
+def _seconds(tmp_path, text):
+    started = time.process_time()
+    read(tmp_path, text)
+    return time.process_time() - started
