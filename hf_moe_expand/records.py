@@ -50,7 +50,7 @@ class _Record:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_list_of(kind: type) -> Any:
@@ -61,7 +61,7 @@ def _is_list_of(kind: type) -> Any:
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "text": (lambda value: isinstance(value, str), "text"),
-    "whole": (_is_whole, "an integer"),
+    "whole": (_is_whole, "an integer of at least 0"),
     "texts": (_is_list_of(str), "a list of texts"),
     "wholes": (_is_list_of(int), "a list of integers"),
     "object": (lambda value: isinstance(value, Mapping), "an object"),

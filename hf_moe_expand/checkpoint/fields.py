@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig
+from ..records import History
 
 # No model comes near these; building lists and modules of more than that would take for ever.
 MOST_LAYERS = 4096
@@ -58,6 +59,10 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
         value = fields.get(name)
         if value is not None and not fits(value):
             raise _wrong(folder, name, value, wanted)
+    try:
+        History.of(fields)
+    except InputError as error:
+        raise InputError(f"{folder}: its configuration cannot be read ({error})") from None
     experts = fields.get("num_experts_per_layer") or []
     if sum(experts) > MOST_EXPERTS:
         raise _wrong(folder, "num_experts_per_layer", sum(experts), f"at most {MOST_EXPERTS:,} experts in all")
@@ -104,20 +109,6 @@ def _is_stage(value: Any) -> bool:
     )
 
 
-def _is_expansion(value: Any) -> bool:
-    codes, counts = _list_of(_is_text), _list_of(lambda count: _is_count(count, 0))
-    return (
-        isinstance(value, dict)
-        and all(_is_text(value.get(name)) for name in ("method", "base_model"))
-        and isinstance(value.get("base_revision"), str | None)
-        and all(codes(value.get(name)) for name in ("old_languages", "new_languages"))
-        and all(counts(value.get(name, [])) for name in ("experts_per_layer", "classifier_layers"))
-        and all(_is_count(value.get(name, 0), 0) for name in ("parameters", "base_parameters"))
-        and isinstance(value.get("versions", {}), dict)
-        and _list_of(_is_stage)(value.get("stages"))
-    )
-
-
 _OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_experts_per_layer": (_list_of(_is_count), "a list of counts, one for each layer"),
     "earlier_experts_per_layer": (_list_of(_list_of(_is_count)), "a list of counts for each earlier expansion"),
@@ -125,10 +116,6 @@ _OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "router_top_k": (_is_count, "a whole number of at least 1"),
     "language_groups": (_list_of(_list_of(_is_text)), "a list of groups of languages"),
     "conditional_routing": (lambda value: isinstance(value, bool), "true or false"),
-    "expansions": (
-        _list_of(_is_expansion),
-        "a list of entries with method, base_model, old_languages, new_languages and stages",
-    ),
     "history": (_list_of(_is_stage), "a list of entries with stage"),
     "new_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
 }
