@@ -21,7 +21,7 @@ from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import is_language_code
 from .planning.methods import METHODS, PlanMethod, find_method
-from .records import without_folders
+from .records import ExpansionRecord, History, StageRecord, without_folders
 
 THIS = "this model"
 
@@ -55,9 +55,10 @@ def make_card(
     location = repo_id or (folder.name if Path(model).is_dir() else str(model))
     origin = base_of(config, base)
     found = inspect_checkpoint(folder)
-    last = config.expansions[-1]
-    template = _method(config)
-    old, new = _languages(config.expansions)
+    history = History.of(config)
+    last = history.last
+    template = _method(config, history)
+    old, new = _languages(history)
     scores = None
     if evaluation is not None:
         names = [evaluated_as] if evaluated_as else [location, folder.name]
@@ -77,16 +78,15 @@ def make_card(
     )
     if scores is None:
         data.model_name = None  # it belongs to the results
-    stages = [stage for entry in config.expansions for stage in entry["stages"]]
     facts = {
         "metadata": data.to_yaml(),
         "name": location.rpartition("/")[2],
         "location": location,
         "expansion_only": expansion_only,
-        "method": last["method"],
-        "words": method.words if (method := find_method(last["method"])) else "",
-        "grafted": any(stage["stage"] == "graft" for stage in stages),
-        "regularised": config.conditional_routing or any(map(_is_regularised, stages)),
+        "method": last.method,
+        "words": method.words if (method := find_method(last.method)) else "",
+        "grafted": any(stage.stage == "graft" for stage in history.stages),
+        "regularised": config.conditional_routing or any(map(_is_regularised, history.stages)),
         "groups": getattr(config, "language_groups", None),
         "base": origin.name,
         "base_on_hub": origin.hub_id is not None,
@@ -100,14 +100,15 @@ def make_card(
         "added_bytes": item_size and readable_size(item_size * (found.total - found.base)),
         "classifiers": bool(config.classifier_layers),
         "plan": _plan_rows(found.layers),
-        "history": _history_rows(config.expansions),
+        "history": _history_rows(history),
         "expansions": [
-            {**entry, "stages": [_stage(stage) for stage in entry["stages"]]} for entry in config.expansions
+            {"new_languages": record.new_languages, "stages": [_stage(stage) for stage in record.stages]}
+            for record in history.expansions
         ],
         "results": scores and scores.rows()[1] and {n: scores.markdown(n) for n in ("bits_per_byte", "perplexity")},
         "tasks": scores and scores.tasks.get(THIS) and scores.task_markdown(),
         "untested_languages": [c for c in [*old, *new] if scores is None or c not in scores.models[THIS]],
-        "version": last.get("versions", {}).get("hf_moe_expand", __version__),
+        "version": (last.versions or {}).get("hf_moe_expand", __version__),
     }
     text = _render(template.card, {**_escaped(facts), "metadata": facts["metadata"]}) + "\n"
     refuse_private({CARD: text.encode()})
@@ -158,34 +159,33 @@ def _render(template: str, facts: dict[str, Any]) -> str:
     return environment.get_template(f"{template}.md").render(facts, bibtex=lambda name: _read(f"{name}.bib").rstrip())
 
 
-def _is_regularised(stage: dict[str, Any]) -> bool:
-    settings = stage.get("settings", {})
+def _is_regularised(stage: StageRecord) -> bool:
+    settings = stage.settings or {}
     return bool(settings.get("curriculum") or any((settings.get("masking") or {}).values()))
 
 
-def _method(config: Any) -> PlanMethod:
+def _method(config: Any, history: History) -> PlanMethod:
     """The method whose template and tag the card has: LayerMoE where a layer has a classifier, where expansions differ
     in method, and for a plan of the user's own."""
     if config.model_type == "dmoe":
         return METHODS["dmoe"]
-    used = {find_method(entry["method"]) for entry in config.expansions}
+    used = {find_method(record.method) for record in history.expansions}
     only = used.pop() if len(used) == 1 and not config.classifier_layers else None
     return only or METHODS["layer-moe"]
 
 
-def _languages(expansions: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Old languages of the first expansion, and the new ones of all of them."""
-    for number, expansion in enumerate(expansions):
+def _languages(history: History) -> tuple[list[str], list[str]]:
+    """The base model's languages, and those that all expansions added."""
+    for number, record in enumerate(history.expansions):
         for kind in ("old_languages", "new_languages"):
-            for code in expansion[kind]:
+            for code in getattr(record, kind):
                 if not is_language_code(code):
                     raise InputError(
                         f"config.json: expansions[{number}].{kind} has {code!r}, which is no language code of ISO 639 "
                         "(such as el or yue): correct it there, and in the plan for the next time."
                     )
-    old = expansions[0]["old_languages"]
-    new = [code for expansion in expansions for code in expansion["new_languages"]]
-    return list(old), list(dict.fromkeys(new))
+    old, *new = history.by_expansion
+    return list(old), list(dict.fromkeys(code for codes in new for code in codes))
 
 
 def _base_license(base: BaseModel) -> dict[str, str]:
@@ -209,38 +209,37 @@ def _plan_rows(layers: list[tuple[int, bool, int]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _history_rows(expansions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each expansion added to what was there."""
+def _history_rows(history: History) -> list[dict[str, Any]]:
+    """What each expansion added."""
     rows = []
-    before = [1] * len(expansions[0]["experts_per_layer"])
-    for entry in expansions:
-        counts = entry["experts_per_layer"]
+    before = [1] * len(history.first.experts_per_layer)
+    for record in history.expansions:
+        counts = record.experts_per_layer
         added = [after - count for after, count in zip(counts, before, strict=True)]
         rows.append({
-            "languages": entry["new_languages"],
-            "method": entry["method"],
+            "languages": record.new_languages,
+            "method": record.method,
             "added": added,
-            "start": _start_of_experts(entry, added),
-            "classifiers": entry["classifier_layers"],
+            "start": _start_of_experts(record, added),
+            "classifiers": record.classifier_layers,
         })  # fmt: skip
         before = counts
     return rows
 
 
-def _start_of_experts(entry: dict[str, Any], added: list[int]) -> str:
-    """What the new experts of an expansion were before they were trained."""
-    if "expert_init" in entry:
-        return {"copy": "copies of expert 0", "random": "random weights", "branches": "fine-tuned models"}[
-            entry["expert_init"]
-        ]
-    if "copied_expert" in entry:
-        return f"copies of expert {entry['copied_expert']}"
+def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
+    """The weights that the new experts of an expansion started with."""
+    starts = {"copy": "copies of expert 0", "random": "random weights", "branches": "fine-tuned models"}
+    if record.expert_init is not None:
+        return starts.get(record.expert_init, record.expert_init)
+    if record.copied_expert is not None:
+        return f"copies of expert {record.copied_expert}"
     # JSON has no whole numbers as keys.
-    origin = {int(layer): expert for layer, expert in entry["copied_experts"].items()}
-    experts = [origin[layer] for layer, count in enumerate(added) if count]
+    origin = {int(layer): expert for layer, expert in (record.copied_experts or {}).items()}
+    experts = [origin.get(layer, 0) for layer, count in enumerate(added) if count]
     if len(set(experts)) == 1:
         return f"copies of expert {experts[0]}"
-    return f"copies of experts {' '.join(str(origin[layer]) if count else '-' for layer, count in enumerate(added))}"
+    return f"copies of experts {' '.join(str(origin.get(i, 0)) if count else '-' for i, count in enumerate(added))}"
 
 
 def _escaped(value: Any) -> Any:
@@ -252,10 +251,10 @@ def _escaped(value: Any) -> Any:
     return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _stage(stage: dict[str, Any]) -> dict[str, Any]:
-    settings = _without_nothing(without_folders(stage.get("settings") or {}))
+def _stage(stage: StageRecord) -> dict[str, Any]:
+    settings = _without_nothing(without_folders(stage.settings or {}))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip() if settings else ""
-    return {"tokens": {}, "documents": {}, **stage, "settings": text}
+    return {"tokens": {}, "documents": {}, **stage.to_dict(), "settings": text}
 
 
 def _without_nothing(value: Any) -> Any:

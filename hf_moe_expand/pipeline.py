@@ -110,6 +110,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     root = Path(recipe.output)
     steps, final = steps_of(recipe)
     record = _Record(root, steps, _start(recipe))
+    record.refuse_foreign()
     record.refuse_changes()
     state.wait_for_everyone()  # all have read the record before the first writes to it
     if state.is_main_process:
@@ -168,6 +169,17 @@ class _Record:
             return []
         before, now = earlier.get("made_from", {}), self.made[step.name]
         return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
+
+    def refuse_foreign(self) -> None:
+        """Refuses a first run whose output folder holds files that its steps would write over."""
+        if self.done:
+            return
+        written = [self.root / "recipe.yaml", *(step.output for step in self.steps)]
+        if there := [path for path in written if path.exists()]:
+            raise InputError(
+                f"{self.root}: holds {there[0].name}, which this run would write over, and no record of a run "
+                f"({self.path.name}): give another `output`, or move it away."
+            )
 
     def refuse_changes(self) -> None:
         """Refuses a run whose inputs were changed after a step had run with them, and others may follow from it."""

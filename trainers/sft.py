@@ -15,7 +15,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from .. import modeling  # noqa: F401  # so that the Auto classes know a folder or hub id
 from ..errors import InputError
-from .losses import OLD
+from ..records import History
 from .router_losses import RouterLossMixin
 
 UNKNOWN = -1  # language id of padding and of text whose language is not known
@@ -134,15 +134,8 @@ def _recorded(model: Any, args: Any) -> dict[str, int]:
     """The class of each language in the model's record: 0 for the base model's, g for those of expansion g."""
     if isinstance(model, str):
         options = getattr(args, "model_init_kwargs", None) or {}
-        expansions = PreTrainedConfig.get_config_dict(model, **options)[0].get("expansions")
-    else:
-        expansions = getattr(model.config, "expansions", None)
-    classes: dict[str, int] = {}
-    for number, entry in enumerate(expansions or [], start=1):
-        if number == 1:
-            classes |= dict.fromkeys(entry.get("old_languages", ()), OLD)
-        classes |= dict.fromkeys(entry.get("new_languages", ()), number)
-    return classes
+        return History.of(PreTrainedConfig.get_config_dict(model, **options)[0]).classes
+    return History.of(model.config).classes
 
 
 def _map(dataset: Any, args: Any, step: Callable[..., dict], **options: Any) -> Any:

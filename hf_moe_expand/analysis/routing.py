@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ..errors import InputError
 from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..models import longest_block
+from ..records import History
 from .result import RoutingResult
 from .similarity import padded_batches, token_blocks
 
@@ -114,11 +115,8 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
     """
     if both := sorted(set(old) & set(new)):
         raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
-    expansions = config.expansions or []
-    known = dict.fromkeys(expansions[0]["old_languages"] if expansions else (), 0)
-    for number, entry in enumerate(expansions, start=1):
-        known |= dict.fromkeys(entry["new_languages"], number)
-    known |= dict.fromkeys(old, 0) | dict.fromkeys(new, max(len(expansions), 1))
+    history = History.of(config)
+    known = history.classes | dict.fromkeys(old, 0) | dict.fromkeys(new, max(len(history), 1))
     if unknown := sorted(set(languages) - set(known)):
         raise InputError(
             f"{', '.join(unknown)}: neither an old nor a new language of this model; say which with old and new."

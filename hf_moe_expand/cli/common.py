@@ -39,27 +39,23 @@ def evaluate_models(
         languages: the old ones, then those that each expansion brought.
         tasks: of lm-evaluation-harness, to run besides.
     """
-    from ..evaluation.perplexity import evaluate_model
-    from ..evaluation.report import Evaluation
-    from ..models import load_for_inference
+    from ..evaluation.scoring import score_models
 
-    old, *expansions = languages
-    result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
-    texts = {code: source.load()["text"] for code, source in sources.items()}
+    labels: dict[str, tuple[str, str | None]] = {}
     for name in models:
-        model, tokenizer = load_for_inference(name)
-        label = model_label(name, result.models)
-        result.models[label] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
-        if tasks is not None:
-            result.tasks[label] = tasks.evaluate(model, tokenizer, batch_size)
+        labels[model_label(name, labels)] = (name, None)
+    result = score_models(labels, sources, languages, block_size, batch_size, max_tokens, tasks)
     if ensemble is not None:
         from ..baselines.ensemble import evaluate_ensemble
+        from ..checkpoint.source import resolve_checkpoint
+        from ..models import load_tokenizer
 
-        del model  # the ensemble needs room for one
+        texts = {code: source.load()["text"] for code, source in sources.items()}
+        tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
         result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
             models, tokenizer, texts, ensemble, block_size, batch_size, max_tokens
         )
-    if texts:
+    if sources:
         print("bits per byte")
         print_table(*result.rows())
         print("perplexity")

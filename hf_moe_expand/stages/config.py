@@ -76,6 +76,10 @@ class StageConfig(TrainingArguments):
         checked = read(settings_of(type(self)), own)
         for name in own:
             setattr(self, name, getattr(checked, name))
+        for name in ("seed", "data_seed"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**32:
+                raise InputError(f"{name} is {value}: must be at least 0 and below 2 ** 32.")
         if not torch.accelerator.is_available():
             self.use_cpu = True
         if self.data_seed is None:

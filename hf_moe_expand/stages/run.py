@@ -14,6 +14,7 @@ from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.folder import copy_companions
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.stored import check_complete
 from ..checkpoint.writer import check_output, new_folder
 from ..data.sources import LanguageText
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
@@ -61,6 +62,7 @@ def train_stage(
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = stage.load_config(folder)
+    check_complete(folder, before)
     if seed is not None:
         config.seed = config.data_seed = seed
     stage.check_data(config, data, before)
@@ -80,6 +82,7 @@ def train_stage(
         if validation is not None and validation.texts:
             path = work.path / VALIDATION
             callbacks.append(validation_callback(validation, tokenizer, path, config.block_size, list(data)))
+    work.begin(config.process_index == 0)  # before the Trainer makes the folder
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
     network = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -89,7 +92,6 @@ def train_stage(
     )
     trainer = stage.make_trainer(network, config, packed, callbacks)
     check_deepspeed(trainer, before)
-    work.begin(trainer.is_world_process_zero())
     trainer.train(resume_from_checkpoint=resume)
     record = replace(trainer.record, settings=without_folders({n: v for n, v in settings.items() if n != "validation"}))
     add_stage(before, record)

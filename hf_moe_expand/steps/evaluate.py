@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.perplexity import evaluate_model
-from ..evaluation.report import Evaluation
-from ..models import load_for_inference
+from ..evaluation.scoring import score_models
 from ..recipe import Recipe
 from ..schema import plain
 from .base import Checks, Done, Step, contents
@@ -38,15 +36,12 @@ class Evaluate(Step):
 
     def work(self) -> Done:
         recipe, settings = self.recipe, self.recipe.evaluation
-        texts = {code: source.load()["text"] for code, source in recipe.test_sources.items()}
-        expansions = [list(expansion.new) for expansion in recipe.rounds]
-        result = Evaluation(list(recipe.old), [code for new in expansions for code in new], expansions=expansions)
         kept = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
-        for name, path in kept.items():
-            model, tokenizer = load_for_inference(path, recipe.revision if name == "base" else None)
-            result.models[name] = evaluate_model(
-                model, tokenizer, texts, settings.block_size, settings.batch_size, settings.max_tokens
-            )
+        models = {name: (path, recipe.revision if name == "base" else None) for name, path in kept.items()}
+        languages = [list(recipe.old), *(list(expansion.new) for expansion in recipe.rounds)]
+        result = score_models(
+            models, recipe.test_sources, languages, settings.block_size, settings.batch_size, settings.max_tokens
+        )
         result.to_json(self.output)
         gone = f" ({', '.join(set(self.models) - set(kept))}: no longer kept)" if len(kept) < len(self.models) else ""
-        return Done(f"{len(texts)} languages, {len(kept)} models{gone}")
+        return Done(f"{len(recipe.test)} languages, {len(kept)} models{gone}")

@@ -18,8 +18,7 @@ import torch
 
 from ...errors import InputError
 from ...modeling import LayerRouting
-
-OLD = 0  # language class of the languages that the base model came with
+from ...records import OLD as OLD
 
 
 class TokenCounts(NamedTuple):

@@ -1,0 +1,37 @@
+"""Scores of several models side by side: what `evaluate` prints and a run writes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..data.sources import LanguageText
+from ..models import load_for_inference
+from .perplexity import evaluate_model
+from .report import Evaluation
+
+
+def score_models(
+    models: Mapping[str, tuple[str, str | None]],
+    sources: Mapping[str, LanguageText],
+    languages: Sequence[Sequence[str]],
+    block_size: int = 1024,
+    batch_size: int = 8,
+    max_tokens: int | None = None,
+    tasks: Any = None,
+) -> Evaluation:
+    """Scores models on held-out text, one in memory at a time.
+
+    Args:
+        models: what results call each model, to its folder or hub id and its revision.
+        sources: held-out text of each language.
+        languages: the old ones, then those that each expansion added.
+        tasks: `HarnessTasks` to run besides.
+    """
+    old, *expansions = (list(codes) for codes in languages)
+    result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
+    texts = {code: source.load()["text"] for code, source in sources.items()}
+    for name, (path, revision) in models.items():
+        model, tokenizer = load_for_inference(path, revision)
+        result.models[name] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
+        if tasks is not None:
+            result.tasks[name] = tasks.evaluate(model, tokenizer, batch_size)
+    return result
