@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, get_args
 
 import pytest
@@ -262,3 +263,11 @@ def test_examples_of_the_help_are_of_the_verb():
     for method in METHODS.values():
         lines = re.findall(r"Example: hf-moe-expand plan (\S+)", inspect.getdoc(method.allocate) or "")
         assert lines == [method.name]
+
+
+def test_the_guides_own_plan_is_a_plan(tmp_path):
+    guide = (Path(__file__).parents[1] / "docs" / "choose.md").read_text("utf-8")
+    (block,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "plan.json").write_text(block)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert (find_method(plan.method), plan.total_experts) == (None, 12)

@@ -3,6 +3,7 @@
 # The order of `--help`.
 from . import layer_moe, moe_lpr, mola, random_counts, dmoe  # noqa: F401  isort: skip
 from .base import (
+    DEFAULT_METHOD,
     METHODS,
     Allocation,
     Option,
@@ -16,6 +17,7 @@ from .base import (
 )
 
 __all__ = [
+    "DEFAULT_METHOD",
     "METHODS",
     "Allocation",
     "Option",
