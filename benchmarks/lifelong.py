@@ -76,7 +76,7 @@ def uniform(plan: PlanSettings, layers: int) -> PlanSettings:
     experts, rest = divmod(plan.total_experts, layers)
     if rest:
         raise SystemExit(f"total_experts is {plan.total_experts}, which {layers} layers cannot share equally.")
-    return replace(plan, method="uniform", experts=experts)
+    return PlanSettings("uniform", experts=experts, **plan.common)
 
 
 def longer(stage: Any, other: Any) -> Any:

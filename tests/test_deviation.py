@@ -249,7 +249,7 @@ def test_json_round_trip(tmp_path):
     found.to_json(tmp_path / "deviation.json")
     assert DeviationResult.from_json(tmp_path / "deviation.json") == found
     (tmp_path / "analysis.json").write_text(json.dumps({"similarity": [0.1], "languages": []}))
-    with pytest.raises(InputError, match="not a deviation analysis: batch_size, block_size, by_language"):
+    with pytest.raises(InputError, match="not a deviation analysis: similarity"):
         DeviationResult.from_json(tmp_path / "analysis.json")
 
 

@@ -49,6 +49,7 @@ TESTED = {
     ("README.md", "bash"): "test_cli.py::test_every_command_of_the_readme_runs",
     ("README.md", "python"): "test_cli.py::test_the_readmes_python_runs",
     ("README.md", "yaml"): "test_docs.py::test_the_distributed_guide",
+    ("choose.md", "json"): "test_plan_methods.py::test_the_guides_own_plan_is_a_plan",
     ("delta_moe.md", "bash"): "test_docs.py::test_the_delta_moe_guide",
     ("delta_moe.md", "yaml"): "test_docs.py::test_the_delta_moe_guide",
     ("distributed.md", "bash"): "test_docs.py::test_the_distributed_guide",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, get_args
 
 import pytest
@@ -99,7 +100,7 @@ def test_settings_are_values(name):
     assert list(asdict(made)) == ["method", *METHODS[name].keys]
     assert made.own | made.common == {key: value for key, value in asdict(made).items() if key != "method"}
     assert read(Holder, {"plan": {"method": name, **GOOD[name]}}).plan == Holder(plan=made).plan == made
-    with pytest.raises(AttributeError, match=r"frozen|cannot assign"):
+    with pytest.raises(AttributeError, match="cannot assign"):
         made.top_k = 3
 
 
@@ -124,7 +125,7 @@ def test_the_analysis_that_a_plan_needs():
         ({"method": "uniform", "total_experts": 9}, "`total_experts` is a key of layer-moe and random; this plan is u"),
         (
             {"method": "dmoe", "classifier_layers": 0},
-            "is a key of layer-moe, moe-lpr, mola and random; this plan is dm",
+            "`classifier_layers` is a key of layer-moe, moe-lpr, mola and random;",
         ),
         ({"total_expert": 7}, "unknown key `total_expert`; did you mean `total_experts`?"),
         ({"total_experts": 7, "zzzz": 7}, "unknown key `zzzz`; known: method, total_experts, minimum"),
@@ -137,11 +138,11 @@ def test_the_analysis_that_a_plan_needs():
         ({"total_experts": 7, "similarity_floor": 0}, "similarity_floor is 0: must be larger than 0."),
         (
             {"method": "mola", "shape": "star"},
-            "shape is 'star': must be 'inverted-triangle', 'triangle', 'hourglass' o",
+            "shape is 'star': must be 'inverted-triangle', 'triangle'",
         ),
         (
             {"method": "mola", "classifier_choice": "first"},
-            "classifier_choice is 'first': must be 'similarity', 'random",
+            "classifier_choice is 'first': must be 'similarity', 'r",
         ),
         ({"method": "dmoe", "groups": [["en"], ["elvish"]]}, "groups[1][0]: 'elvish' is no language code of ISO 639"),
         ("layer-moe", "must hold `key: value` lines, found 'layer-moe'."),
@@ -212,8 +213,9 @@ def test_a_plan_of_ones_own_works_to_the_end(tmp_path):
     plan = Plan("my <rule>", [3, 1, 2], old=["en"], new=["el"])
     plan.save(run / "plan.json")
     expand_checkpoint(base, run / "expanded", Plan.load(run / "plan.json"))
-    text = {code: LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", [f"{code} text " * 40])))
-            for code in ("en", "el")}  # fmt: skip
+    documents = [f"some text {number} " * 20 for number in range(4)]
+    files = {code: write_texts(tmp_path / f"{code}.jsonl", documents) for code in ("en", "el")}
+    text = {code: LanguageText(code, str(path)) for code, path in files.items()}
     training = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
     first = PostPretrainSettings(block_size=16, training=training)
     train_stage(run / "expanded", run / "post_pretrain", {"el": text["el"]}, first)
@@ -236,7 +238,7 @@ def test_groups_decide_what_a_plan_makes(tmp_path):
     assert json.loads(config)["model_type"] == "dmoe"
     (tmp_path / "run" / "group" / "config.json").write_text(config)
     (tmp_path / "run" / "group" / "model.safetensors").symlink_to(tmp_path / "run" / "expanded" / "model.safetensors")
-    assert "Group training" in make_page(tmp_path / "run") or "group" in make_page(tmp_path / "run")
+    assert "Group training" in make_page(tmp_path / "run")
 
 
 def test_methods_and_plans_are_light_to_import():
@@ -261,3 +263,11 @@ def test_examples_of_the_help_are_of_the_verb():
     for method in METHODS.values():
         lines = re.findall(r"Example: hf-moe-expand plan (\S+)", inspect.getdoc(method.allocate) or "")
         assert lines == [method.name]
+
+
+def test_the_guides_own_plan_is_a_plan(tmp_path):
+    guide = (Path(__file__).parents[1] / "docs" / "choose.md").read_text("utf-8")
+    (block,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "plan.json").write_text(block)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert (find_method(plan.method), plan.total_experts) == (None, 12)

@@ -5,9 +5,11 @@ import re
 import tomllib
 import typing
 from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter
 from pathlib import Path
 
 from hf_moe_expand import settings
+from hf_moe_expand.planning.methods import DEFAULT_METHOD, METHODS
 from hf_moe_expand.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,13 +74,17 @@ def documented_settings() -> dict[str, dict[str, str]]:
 
 def test_every_setting_is_documented_with_its_default():
     sections = documented_settings()
-    stages = {"analysis", "deviation", "plan", "expand", "post_pretrain", "review", "group", "normal", "graft"}
+    stages = {"analysis", "deviation", "expand", "post_pretrain", "review", "group", "normal", "graft"}
     classes = {name: typing.get_type_hints(Recipe)[name] for name in stages | {"evaluation"}}
     classes = {name: (typing.get_args(hint) or [hint])[0] for name, hint in classes.items()}
     classes |= {
         "recipe": Recipe, "masking": settings.MaskingSettings, "validation": settings.ValidationSettings,
         "train adapt": settings.AdaptSettings, "train dense": settings.DenseSettings, "lora": settings.LoraSettings,
     }  # fmt: skip
+    keys = {name: key.default for method in METHODS.values() for name, key in method.keys.items()}
+    shown = {Parameter.empty: "must be given", None: "–"}
+    wanted = {name: shown[default] if default in shown else str(default) for name, default in keys.items()}
+    assert sections.pop("plan") == {"method": DEFAULT_METHOD, **wanted}
     assert set(sections) == set(classes)
     for name, cls in classes.items():
         wanted = {}
@@ -90,7 +96,7 @@ def test_every_setting_is_documented_with_its_default():
             shown = shown if value is None else "" if is_dataclass(value) else str(value)
             wanted[field.name] = {"True": "true", "False": "false"}.get(shown, shown)
         if cls is Recipe:
-            wanted = {key: value for key, value in wanted.items() if key not in stages}
+            wanted = {key: value for key, value in wanted.items() if key not in stages | {"plan"}}
         assert sections[name] == wanted, name
 
 

@@ -351,7 +351,7 @@ def test_json_round_trip_and_pictures(tmp_path):
     result.to_json(tmp_path / "routing.json")
     assert RoutingResult.from_json(tmp_path / "routing.json") == result
     (tmp_path / "other.json").write_text('{"tokens": 3}')
-    with pytest.raises(InputError, match="not a routing analysis: classes, classifier_accuracy"):
+    with pytest.raises(InputError, match="not a routing analysis: `classes` is missing"):
         RoutingResult.from_json(tmp_path / "other.json")
     for suffix in ("png", "svg"):
         for plot in (plot_expert_shares, plot_expert_0_scores):

@@ -109,7 +109,7 @@ def test_json_round_trip(tmp_path):
     result.to_json(tmp_path / "analysis.json")
     assert SimilarityResult.from_json(tmp_path / "analysis.json") == result
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match="not a similarity analysis: new, new_new"):
+    with pytest.raises(InputError, match="not a similarity analysis: `old` is missing"):
         SimilarityResult.from_json(tmp_path / "plan.json")
 
 

@@ -15,6 +15,8 @@ from .common import check_figure, check_file, codes
 from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed
 
 _EMPTY = inspect.Parameter.empty
+# The option that takes each analysis's file.
+_ANALYSES = {"similarity": "analysis", "deviation": "deviation"}
 
 
 def _verb(method: PlanMethod, name: str) -> None:
@@ -55,9 +57,6 @@ def _parameters(method: PlanMethod) -> list[inspect.Parameter]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in sorted(found.items(), key=lambda item: item[1][1] is not _EMPTY)
     ]
-
-
-_ANALYSES = {"similarity": "analysis", "deviation": "deviation"}
 
 
 def _analysis_option(needs: str, required: bool) -> Any:
@@ -116,13 +115,12 @@ def _keys_given(method: PlanMethod, given: dict[str, Any]) -> dict[str, Any]:
             keys[name] = given[name]
             continue
         flags = [option.flag for option in options]
-        chosen = [
-            option for option in options if given[_name(option)] is not None and given[_name(option)] is not False
-        ]
+        values = [(option, given[_name(option)]) for option in options]
+        chosen = [option.value(value) for option, value in values if value is not None and value is not False]
         if len(chosen) > 1:
             raise InputError(f"{' and '.join(flags)}: give one of them at most.")
         if chosen:
-            keys[name] = chosen[0].value(given[_name(chosen[0])])
+            keys[name] = chosen[0]
         elif key.default is _EMPTY:
             raise InputError(f"Give {' or '.join(flags)}.")
     return keys

@@ -2,13 +2,13 @@
 
 # The order of `--help`.
 from . import layer_moe, moe_lpr, mola, random_counts, dmoe  # noqa: F401  isort: skip
+from .allocation import Allocation, Target
 from .base import (
+    DEFAULT_METHOD,
     METHODS,
-    Allocation,
     Option,
     PlanMethod,
     PlanSettings,
-    Target,
     find_method,
     method_title,
     plan_method,
@@ -16,6 +16,7 @@ from .base import (
 )
 
 __all__ = [
+    "DEFAULT_METHOD",
     "METHODS",
     "Allocation",
     "Option",

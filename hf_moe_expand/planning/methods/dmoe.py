@@ -11,7 +11,8 @@ from ...languages import LanguageCode
 from ...schema import Count, Number, Text
 from ..layers import select_layers
 from ..plan import check_groups
-from .base import Allocation, Option, Target, plan_method
+from .allocation import Allocation, Target
+from .base import Option, plan_method
 
 DEFAULT_RATIO = 0.4
 

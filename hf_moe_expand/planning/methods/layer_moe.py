@@ -7,7 +7,8 @@ from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count, Positive
-from .base import Allocation, Target, check_total, plan_method
+from .allocation import Allocation, Target, check_total
+from .base import plan_method
 
 
 @plan_method(
@@ -18,7 +19,7 @@ def layer_moe(
     target: Target,
     *,
     total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
-    minimum: Annotated[Count | None, Field(description="Least experts a layer; 2, or 1 new one with --from.")] = None,
+    minimum: Annotated[Count | None, Field(description="Least experts a layer: 2, or 1 new one if it grows.")] = None,
     similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None,
 ) -> Allocation:
     """Fewer experts where languages are more alike (LayerMoE).

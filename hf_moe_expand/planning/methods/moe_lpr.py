@@ -6,7 +6,8 @@ from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count
-from .base import Allocation, Target, plan_method
+from .allocation import Allocation, Target
+from .base import plan_method
 
 
 @plan_method(
@@ -16,7 +17,7 @@ from .base import Allocation, Target, plan_method
 def moe_lpr(
     target: Target,
     *,
-    experts: Annotated[Count, Field(description="Experts in each layer, the original counted; new ones with --from.")],
+    experts: Annotated[Count, Field(description="Experts in each layer, the original counted.")],
 ) -> Allocation:
     """The same number of experts in every layer (MoE-LPR).
 

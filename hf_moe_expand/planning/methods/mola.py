@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import Allocation, Target, plan_method
+from .allocation import Allocation, Target
+from .base import plan_method
 
 Shape = Literal["inverted-triangle", "triangle", "hourglass", "rectangle"]
 

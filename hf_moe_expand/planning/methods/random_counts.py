@@ -6,7 +6,8 @@ from typing import Annotated
 from pydantic import Field
 
 from ...schema import Count
-from .base import Allocation, Target, check_total, plan_method
+from .allocation import Allocation, Target, check_total
+from .base import plan_method
 
 
 @plan_method(
@@ -17,7 +18,7 @@ def random_counts(
     target: Target,
     *,
     total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
-    minimum: Annotated[Count | None, Field(description="Least experts a layer; 2, or 1 new one with --from.")] = None,
+    minimum: Annotated[Count | None, Field(description="Least experts a layer: 2, or 1 new one if it grows.")] = None,
 ) -> Allocation:
     """A total shared out at random (LayerMoE's ablation).
 
