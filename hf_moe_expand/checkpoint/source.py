@@ -156,6 +156,11 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
             f"{folder}: architecture {config.model_type!r} is not supported{_reason(config)}. "
             f"Supported: {', '.join(SUPPORTED_BACKBONES)}."
         )
+    if foreign := [name for name in ExpandedConfig.__annotations__ if getattr(config, name, None) is not None]:
+        raise InputError(
+            f"{folder}: its configuration has {foreign[0]}, a field of expanded models, but it is a "
+            f"{config.model_type} checkpoint: take the field out of config.json."
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{folder}: the weights are quantised; expand the unquantised checkpoint.")
     if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:  # its FFN then slices whole sequences

@@ -11,21 +11,33 @@ from ..errors import InputError
 # In the order of `--help`.
 from . import analyze, curriculum, evaluate, plan, publish, report, run, surgery, train  # noqa: F401
 from .apps import app
+from .ending import INTERRUPTED, orderly_stops, tell_interrupted, tell_unforeseen
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """Entry point: wrong input is told in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it)."""
-    try:
-        app()
-    except InputError as error:
-        if os.environ.get("HF_MOE_EXPAND_DEBUG"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        _leave_ranks()
+    """Entry point. Ends in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it): exit code 2 after wrong
+    input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an error that nobody foresaw."""
+    debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG"))
+    with orderly_stops() as came:
+        try:
+            app()
+        except InputError as error:
+            if debug:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except (SystemExit, KeyboardInterrupt) as stop:
+            if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+                raise
+            sys.exit(tell_interrupted(came))
+        except Exception as error:
+            if debug:
+                raise
+            sys.exit(tell_unforeseen(error))
+        finally:
+            _leave_ranks()
 
 
 def _leave_ranks() -> None:

@@ -1,0 +1,85 @@
+"""How a command ends that does not end well: interrupted, or by an error that nobody foresaw."""
+
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from ..errors import first_line
+
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
+UNFORESEEN = 70  # EX_SOFTWARE of sysexits.h
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+@contextmanager
+def orderly_stops() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that what cleans up after Ctrl-C cleans up after
+    them; yields the signals that came. A signal that is ignored, as under nohup, stays so."""
+    came: list[int] = []
+    process, before = os.getpid(), {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a worker that was forked: it ends as it would without us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not came or number == signal.SIGINT:  # a second one must not break off the cleaning up
+            came.append(number)
+            raise KeyboardInterrupt
+
+    try:
+        for number in _SIGNALS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, stop)
+    except ValueError:  # not in the main thread, which alone may set handlers
+        pass
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def tell_interrupted(came: list[int]) -> int:
+    """Prints what was interrupted, once for all ranks; returns the exit code."""
+    number = came[0] if came else signal.SIGINT
+    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"interrupted{by}: hf-moe-expand {shlex.join(_verb())}. Run the same command again: it goes on, or starts "
+            "anew where nothing was kept.",
+            file=sys.stderr,
+        )
+    return 128 + number
+
+
+def tell_unforeseen(error: BaseException) -> int:
+    """Prints the name of an error, and writes its traceback to a file; returns the exit code."""
+    text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\nPython {sys.version}\n\n"
+    text += "".join(traceback.format_exception(error))
+    name = f"hf-moe-expand-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    where = ""
+    for folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
+        try:
+            file = folder() / name
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            where = f"; the traceback is in {file}"
+            break
+        except OSError:
+            continue
+    kind, said = type(error).__name__, first_line(error)
+    said = said if said.startswith(kind) else f"{kind}: {said}"
+    print(f"error: {said}. That was not foreseen{where}.", file=sys.stderr)
+    return UNFORESEEN
+
+
+def _verb() -> list[str]:
+    words = sys.argv[1:3]
+    return [word for word in words if word.replace("-", "").isalpha() and not word.startswith("-")]

@@ -1,0 +1,142 @@
+"""How commands end: signals clean up, and no error shows a bare traceback."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_moe_expand import cli
+
+# A verb that writes a folder until something stops it.
+WAITS = """
+import sys, time
+from pathlib import Path
+from hf_moe_expand import cli
+from hf_moe_expand.checkpoint.writer import new_folder
+@cli.app.command()
+def wait(out: Path) -> None:
+    with new_folder(out) as partial:
+        (partial / "config.json").write_text("{}")
+        print("writing", flush=True)
+        time.sleep(600)
+sys.argv = ["hf-moe-expand", "wait", sys.argv[1]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGINT, "interrupted:"), (signal.SIGTERM, "by SIGTERM:"), (signal.SIGHUP, "by SIGHUP:")],
+)
+def test_signals_clean_up_and_say_one_line(tmp_path, number, said):
+    command = [sys.executable, "-c", WAITS, str(tmp_path / "out")]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "writing\n"
+    assert len(list(tmp_path.iterdir())) == 1
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert not list(tmp_path.iterdir())
+    lines = [line for line in errors.splitlines() if line]
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert "hf-moe-expand wait. Run the same command again: it goes on" in lines[0]
+
+
+def run_main(monkeypatch, capsys, error, *arguments):
+    """`main` with a verb that raises `error`: its exit code and what it says."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, capsys.readouterr().err
+
+
+def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, said = run_main(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
+    assert code == 70
+    assert len(said.splitlines()) == 1
+    assert said.startswith("error: ZeroDivisionError: division. That was not foreseen; the traceback is in ")
+    (file,) = tmp_path.iterdir()
+    assert str(file) in said
+    text = file.read_text()
+    assert "Traceback (most recent call last)" in text
+    assert "hf-moe-expand inspect x" in text
+
+
+def test_where_the_folder_is_read_only_the_traceback_goes_elsewhere(tmp_path, monkeypatch, capsys):
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        code, said = run_main(monkeypatch, capsys, RuntimeError("x"))
+    finally:
+        os.chdir(tmp_path)
+    assert code == 70
+    (file,) = (tmp_path / "temporary").iterdir()
+    assert str(file) in said
+
+
+def test_debugging_shows_the_error_itself(monkeypatch):
+    monkeypatch.setenv("HF_MOE_EXPAND_DEBUG", "1")
+
+    def fail():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_an_interrupt_names_the_verb_without_its_arguments(monkeypatch, capsys):
+    code, said = run_main(monkeypatch, capsys, KeyboardInterrupt(), "train", "review", "a", "b")
+    assert code == 130
+    assert re.fullmatch(r"interrupted: hf-moe-expand train review\. Run the same command again.*\n", said)
+    monkeypatch.setenv("RANK", "1")
+    assert run_main(monkeypatch, capsys, KeyboardInterrupt(), "run", "--x") == (130, "")
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored(monkeypatch, capsys):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        seen = []
+        monkeypatch.setattr(cli, "app", lambda: seen.append(signal.getsignal(signal.SIGHUP)))
+        cli.main()
+        assert seen == [signal.SIG_IGN]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_forked_worker_ends_as_it_would_without_handlers(tmp_path):
+    program = (
+        "import os, signal, sys, time\n"
+        "from hf_moe_expand.cli.ending import orderly_stops\n"
+        "with orderly_stops():\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        time.sleep(60)\n"
+        "        os._exit(0)\n"
+        "    time.sleep(0.5)\n"
+        "    os.kill(child, signal.SIGTERM)\n"
+        "    print(os.waitpid(child, 0)[1])\n"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path.cwd(), check=False)
+    assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
+    assert not done.stderr
+    assert time.monotonic() - started < 30
