@@ -21,6 +21,7 @@ _HOMES = {
     "select_layers": "planning.layers",
     "Plan": "planning.plan",
     "expand_checkpoint": "checkpoint.expand",
+    "expand_model": "checkpoint.in_memory",
     "graft_delta": "checkpoint.graft",
     "grow_checkpoint": "checkpoint.grow",
     "shrink_checkpoint": "checkpoint.shrink",
