@@ -13,9 +13,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from models import add_model_options, dense_config, dense_model, grow_in_memory, uniform_plan
+from models import add_model_options, dense_config, dense_model, uniform_plan
 from timing import parser, ratio, report, time_in_turn
 from torch import nn
+
+from hf_moe_expand import expand_model
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
 OLD, NEW = "classifiers: old language", "classifiers: new language"
@@ -30,7 +32,8 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
     found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype)
     classifiers = options.layers // 3 if options.classifiers is None else options.classifiers
     for name, count in ((EXPANDED, 0), (NEW, classifiers), (OLD, classifiers)):
-        found[name] = grow_in_memory(found[BASE], uniform_plan(options.layers, options.experts, count), options.seed)
+        plan = uniform_plan(options.layers, options.experts, count)
+        found[name] = expand_model(found[BASE], plan, seed=options.seed)
         for ffn in found[name].expanded_ffns().values():
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)

@@ -1,15 +1,12 @@
 """The models that the benchmark scripts measure: Qwen2 shapes with random weights, and their expansions."""
 
 import argparse
-import re
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
-from transformers import initialization as init
 
 from hf_moe_expand import LayerMoEConfig, Plan
-from hf_moe_expand.modeling.routing import init_router
 
 
 def add_model_options(options: argparse.ArgumentParser, hidden: int, vocabulary: int) -> None:
@@ -60,24 +57,3 @@ def expanded_config(dense: Qwen2Config, plan: Plan) -> Any:
         classifier_layers=plan.classifier_layers,
         router_top_k=plan.top_k,
     )
-
-
-def grow_in_memory(dense: Any, plan: Plan, seed: int) -> Any:
-    """What `expand_checkpoint` does to files, done to a loaded model: takes over its weights and copies its FFNs."""
-    config = expanded_config(dense.config, plan)
-    with init.no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dense.dtype)
-    weights, state = dense.state_dict(), {}
-    torch.manual_seed(seed)
-    for name, empty in model.state_dict().items():
-        source = re.sub(r"\.experts\.\d+\.", ".", name)
-        if source in weights:
-            copied = source != name and ".experts.0." not in name
-            state[name] = weights[source].clone() if copied else weights[source]
-        else:
-            state[name] = torch.zeros_like(empty)
-            if name.endswith("router.weight"):
-                init_router(state[name])
-    model.load_state_dict(state, assign=True)
-    model.tie_weights()
-    return model

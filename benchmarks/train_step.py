@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from models import add_model_options, dense_config, dense_model, grow_in_memory, uniform_plan
+from models import add_model_options, dense_config, dense_model, uniform_plan
 from timing import in_own_process, parser, ratio, report, reset_peak, resident_bytes, synchronize
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_moe_expand import PostPretrainTrainer, ReviewTrainer
+from hf_moe_expand import PostPretrainTrainer, ReviewTrainer, expand_model
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.demo.base import collate_without_languages
 
@@ -52,7 +52,8 @@ def make_model(case: str, options: argparse.Namespace) -> Any:
     dense = dense_model(dense_config(options, options.layers), options.seed)
     if case == BASE:
         return dense
-    return grow_in_memory(dense, uniform_plan(options.layers, options.experts, options.layers // 3), options.seed)
+    plan = uniform_plan(options.layers, options.experts, options.layers // 3)
+    return expand_model(dense, plan, seed=options.seed)
 
 
 def train(case: str, model: Any, options: argparse.Namespace) -> float:

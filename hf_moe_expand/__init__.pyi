@@ -7,6 +7,7 @@ from .checkpoint.expand import expand_checkpoint as expand_checkpoint
 from .checkpoint.expansion_only import save_expansion as save_expansion
 from .checkpoint.graft import graft_delta as graft_delta
 from .checkpoint.grow import grow_checkpoint as grow_checkpoint
+from .checkpoint.in_memory import expand_model as expand_model
 from .checkpoint.shrink import shrink_checkpoint as shrink_checkpoint
 from .data.packing import PackedText as PackedText
 from .data.packing import collate_blocks as collate_blocks
@@ -51,6 +52,7 @@ from .trainers.losses import LocalizedBalanceLoss as LocalizedBalanceLoss
 from .trainers.losses import RouterLoss as RouterLoss
 from .trainers.losses import RouterLossWeights as RouterLossWeights
 from .trainers.masking import Masking as Masking
+from .trainers.masking import mask_routing as mask_routing
 from .trainers.router_losses import RouterLossMixin as RouterLossMixin
 from .trainers.sft import MoESFTTrainer as MoESFTTrainer
 

@@ -4,6 +4,7 @@
 subclass of both it and the backbone's class, whose FFNs are then replaced. All else is the backbone's own.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from .conditional_routing import ConditionalGate
@@ -75,13 +76,17 @@ class ExpandedModelMixin:
 
         One that holds only what an expansion added fetches its base model; `base_model` (a folder or hub id) says where
         that is, if config.json does not.
+
+        Raises:
+            ValueError: the checkpoint is a dense model's, or the base model is not the one that was expanded.
         """
-        if cls._dense_class is None:
-            if config is None:
-                hub_options = ("cache_dir", "revision", "token", "subfolder", "local_files_only", "force_download")
-                passed = {name: kwargs[name] for name in hub_options if name in kwargs}
-                config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **passed)  # type: ignore[attr-defined]
-            cls = _expanded_class(cls, config)
+        hub_options = ("cache_dir", "revision", "token", "subfolder", "local_files_only", "force_download")
+        passed = {name: kwargs[name] for name in hub_options if name in kwargs}
+        if config is None:
+            config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **passed)  # type: ignore[attr-defined]
+        cls = _expanded_class(cls, config)
+        if pretrained_model_name_or_path is not None and kwargs.get("state_dict") is None:
+            _refuse_dense(cls.__name__, pretrained_model_name_or_path, config, passed)
         if getattr(config, "expansion_base", None) and kwargs.get("state_dict") is None:
             load = super().from_pretrained  # type: ignore[misc]
             return load_assembled(load, pretrained_model_name_or_path, config, kwargs)
@@ -207,9 +212,9 @@ def _expanded_class(cls: Any, config: Any) -> type:
     backbone = getattr(config, "backbone_model_type", None)
     if backbone is None:
         raise ValueError(
-            f"{cls.__name__} needs the configuration of an expanded model, not a {type(config).__name__}: "
-            "expand the dense checkpoint first (`hf-moe-expand expand`), or pass a configuration from "
-            "`LayerMoEConfig.from_dense`."
+            f"{cls.__name__} needs the configuration of an expanded model, not a {type(config).__name__}: expand the "
+            "dense model (`hf_moe_expand.expand_model`) or its checkpoint (`hf_moe_expand.expand_checkpoint`, "
+            "`hf-moe-expand expand`), or build a model with random weights from `LayerMoEConfig.from_dense`."
         )
     if (cls, backbone) not in _CLASSES:
         dense = cls._dense_mapping[type(config).backbone_config_class]
@@ -224,6 +229,22 @@ def _expanded_class(cls: Any, config: Any) -> type:
         }
         _CLASSES[cls, backbone] = type(cls.__name__, (cls, dense), namespace)
     return _CLASSES[cls, backbone]
+
+
+def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str, Any]) -> None:
+    """Refuses a dense checkpoint, whose missing experts and routers the library would make up."""
+    if not os.path.isdir(path) and str(path) == config.name_or_path:
+        return  # the configuration is this hub repository's own
+    try:
+        stored, _ = PreTrainedConfig.get_config_dict(path, **hub_options)
+    except OSError:  # weights alone
+        return
+    if stored.get("model_type", config.model_type) != config.model_type:
+        raise ValueError(
+            f"{path} holds a {stored['model_type']} model, for which {class_name} would make experts and routers up. "
+            "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
+            "hf_moe_expand.expand_checkpoint(folder, out, plan)."
+        )
 
 
 def _blank_model(static: type, config: Any) -> PreTrainedModel:

@@ -217,7 +217,7 @@ def test_expand_io_compares_equal_checkpoints_and_cleans_up(script, capsys, tmp_
     assert not list(scratch.iterdir())
 
 
-def test_expand_io_finds_a_difference_but_in_routers(script, tmp_path):
+def test_expand_io_finds_a_difference(script, tmp_path):
     module = script("expand_io")
     options = SimpleNamespace(hidden=32, vocabulary=64, experts=3, seed=0, shard="10MB", gib=0.0005)
     layers = module.layers_for(options)
@@ -228,10 +228,6 @@ def test_expand_io_finds_a_difference_but_in_routers(script, tmp_path):
     module.load_and_save(base, other, options, 2)
     module.check_same(ours, other)
     weights = load_file(other / "model.safetensors")
-    assert not torch.equal(
-        weights["model.layers.0.mlp.router.weight"],
-        load_file(ours / "model.safetensors")["model.layers.0.mlp.router.weight"],
-    )
     weights["model.layers.1.mlp.experts.2.up_proj.weight"][0, 0] += 1
     save_file(weights, other / "model.safetensors")
     with pytest.raises(RuntimeError, match=r"differs from ours in model\.layers\.1\.mlp\.experts\.2\.up_proj"):

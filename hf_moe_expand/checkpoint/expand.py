@@ -80,18 +80,16 @@ def expand_checkpoint(
     folder = resolve_checkpoint(base, revision)
     check_output(out, overwrite, folder)
     dense_config = load_base_config(folder)
-    if plan.grows_from:
-        raise InputError("The plan was made to grow an expanded checkpoint (--from); use `grow`.")
-    check_layers(plan, dense_config, base)
+    check_dense_plan(plan, dense_config, base, conditional_routing)
     dense = StoredModel(folder, dense_config)
-    if conditional_routing and plan.groups:
-        raise InputError("conditional_routing: shares expert 0 among all tokens, but a dmoe plan gives it to a group.")
-    lora = _lora_fields(dense, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
+    lora = lora_fields(dense.network, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
     config = planned_config(dense_config, plan, conditional_routing=conditional_routing, **lora)
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(info.numel for info in dense.reader.tensors.values())
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
-    record = _record(plan, base, folder, expert_init, seed, base_parameters, parameters)
+    # The hub's cache names a snapshot's folder by its commit. Of a local folder the name alone: no path is published.
+    name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
+    record = first_record(plan, name, commit, expert_init, seed, base_parameters, parameters)
     History([record]).write(config)
     write_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
@@ -123,6 +121,22 @@ def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.Path
         )
 
 
+def check_dense_plan(
+    plan: Plan, dense_config: PreTrainedConfig, name: str | os.PathLike, conditional_routing: bool
+) -> None:
+    """Refuses a plan that does not expand this dense model; messages call the model `name`.
+
+    Raises:
+        InputError: the plan grows an expanded model, is for another number of layers, or gives expert 0 to a language
+            group although conditional routing shares it.
+    """
+    if plan.grows_from:
+        raise InputError("The plan was made to grow an expanded checkpoint (--from); use `grow`.")
+    check_layers(plan, dense_config, name)
+    if conditional_routing and plan.groups:
+        raise InputError("conditional_routing: shares expert 0 among all tokens, but a dmoe plan gives it to a group.")
+
+
 def planned_config(dense_config: PreTrainedConfig, plan: Plan, **fields: Any) -> ExpandedConfig:
     """The configuration of what `plan` makes of a dense model; `fields` are further ones of `ExpandedConfig`."""
     config_class = DMoEConfig if plan.groups else LayerMoEConfig
@@ -136,13 +150,17 @@ def planned_config(dense_config: PreTrainedConfig, plan: Plan, **fields: Any) ->
     )
 
 
-def _lora_fields(dense: StoredModel, plan: Plan, expert_init: str, rank: int, alpha: float) -> dict[str, Any]:
-    """The configuration's fields for LoRA experts."""
+def lora_fields(network: Any, plan: Plan, expert_init: str, rank: int, alpha: float) -> dict[str, Any]:
+    """The configuration's fields for LoRA experts of the dense model `network`.
+
+    Raises:
+        InputError: the plan or `expert_init` does not go with LoRA experts, or rank or alpha is out of range.
+    """
     if plan.groups:
         raise InputError("expert_kind lora: DMoE trains a whole FFN for each group; LoRA experts share expert 0's.")
     if expert_init != "copy":
         raise InputError(f"expert_init {expert_init}: LoRA experts start as expert 0, with an update of nothing.")
-    _, ffn = decoder_ffns(dense.network)[0]
+    _, ffn = decoder_ffns(network)[0]
     narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
     if not 1 <= rank < narrowest:
         raise InputError(
@@ -218,14 +236,27 @@ def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
     return weight
 
 
+def new_weight(inner: str, shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
+    """First weights, float32, of what expansion adds beside experts: a router (see `new_router`), a LoRA expert's A, or
+    a LoRA expert's B, a classifier or a gate, which are zero.
+
+    Args:
+        inner: name of the tensor inside the layer's FFN block.
+        place: seed and layer, which decide the weights.
+    """
+    if inner == "router.weight":
+        return new_router(shape, place)
+    weight = torch.zeros(shape)
+    if inner.endswith("lora_A.weight"):
+        init_lora_a(weight, torch.Generator().manual_seed(_place_seed(*place, *inner.encode())))
+    return weight
+
+
 def routing_tensor(name: str, dtype: str, shape: tuple[int, ...], inner: str, place: tuple[int, ...]) -> OutputTensor:
-    """A new router (see `new_router`), a LoRA expert's new A, or a new B, classifier or gate, which are zero."""
+    """`new_weight` as a tensor to write."""
 
     def data() -> Iterable[bytes]:
-        weight = new_router(shape, place) if inner == "router.weight" else torch.zeros(shape)
-        if inner.endswith("lora_A.weight"):
-            init_lora_a(weight, torch.Generator().manual_seed(_place_seed(*place, *inner.encode())))
-        yield tensor_bytes(weight.to(TORCH_DTYPES[dtype]))
+        yield tensor_bytes(new_weight(inner, shape, place).to(TORCH_DTYPES[dtype]))
 
     return OutputTensor(name, dtype, shape, data)
 
@@ -233,34 +264,44 @@ def routing_tensor(name: str, dtype: str, shape: tuple[int, ...], inner: str, pl
 def _random_expert_tensor(
     name: str, info: TensorInfo, dense: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]
 ) -> OutputTensor:
-    module_name, _, parameter_name = rest.rpartition(".")
-    template = ffn.get_submodule(module_name)
-
     def data() -> Iterable[bytes]:
-        module = copy.deepcopy(template).to_empty(device="cpu")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(_place_seed(*place, *module_name.encode()))
-            dense._init_weights(module)
-        yield tensor_bytes(module.get_parameter(parameter_name).detach().to(TORCH_DTYPES[info.dtype]))
+        yield tensor_bytes(random_weight(dense, ffn, rest, place).to(TORCH_DTYPES[info.dtype]))
 
     return OutputTensor(name, info.dtype, info.shape, data)
 
 
-def _record(
+def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a random expert, on the CPU, drawn as the backbone's own initialisation draws it.
+
+    Args:
+        network: the dense model.
+        ffn: one of its FFNs.
+        rest: name of the tensor in it.
+        place: seed, layer and expert, which decide the values.
+    """
+    module_name, _, parameter_name = rest.rpartition(".")
+    module = copy.deepcopy(ffn.get_submodule(module_name)).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(_place_seed(*place, *module_name.encode()))
+        network._init_weights(module)
+    return module.get_parameter(parameter_name).detach()
+
+
+def first_record(
     plan: Plan,
-    base: str | os.PathLike,
-    folder: Path,
+    base_model: str,
+    base_revision: str | None,
     expert_init: str,
     seed: int,
     base_parameters: int,
     parameters: int,
 ) -> ExpansionRecord:
-    local = Path(base).is_dir()
+    """What a first expansion puts into the model's history."""
     grouped = [code for group in plan.groups for code in group]
     return ExpansionRecord(
         method=plan.method,
-        base_model=Path(base).resolve().name if local else str(base),  # no path of this machine
-        base_revision=None if local else folder.name,  # the hub's cache names a snapshot's folder by its commit
+        base_model=base_model,
+        base_revision=base_revision,
         old_languages=plan.old,
         new_languages=plan.new or [code for code in grouped if code not in plan.old],
         experts_per_layer=plan.experts_per_layer,

@@ -149,11 +149,21 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
             or it is quantised.
     """
     config = load_config(folder)
+    check_base_config(config, folder)
+    return config
+
+
+def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
+    """Refuses the configuration of a model that cannot be expanded; messages call the model `name`.
+
+    Raises:
+        InputError: see `load_base_config`.
+    """
     if isinstance(config, ExpandedConfig):
-        raise InputError(f"{folder}: is an expanded checkpoint already; give the dense model that it came from.")
+        raise InputError(f"{name}: is an expanded checkpoint already; give the dense model that it came from.")
     if config.model_type not in SUPPORTED_BACKBONES:
         raise InputError(
-            f"{folder}: architecture {config.model_type!r} is not supported{_reason(config)}. "
+            f"{name}: architecture {config.model_type!r} is not supported{_reason(config)}. "
             f"Supported: {', '.join(SUPPORTED_BACKBONES)}."
         )
     if foreign := [name for name in ExpandedConfig.__annotations__ if getattr(config, name, None) is not None]:
@@ -162,13 +172,12 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
             f"{config.model_type} checkpoint: take the field out of config.json."
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise InputError(f"{folder}: the weights are quantised; expand the unquantised checkpoint.")
+        raise InputError(f"{name}: the weights are quantised; expand the unquantised checkpoint.")
     if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:  # its FFN then slices whole sequences
         raise InputError(
-            f"{folder}: slow_but_exact with pretraining_tp {config.pretraining_tp} computes the FFN in slices, which "
+            f"{name}: slow_but_exact with pretraining_tp {config.pretraining_tp} computes the FFN in slices, which "
             "experts cannot. Set slow_but_exact to false in config.json."
         )
-    return config
 
 
 def _reason(config: PreTrainedConfig) -> str:

@@ -1,0 +1,198 @@
+"""Expansion of a model in memory: a loaded dense model's FFNs become experts."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import initialization as init
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..errors import InputError
+from ..modeling import MODEL_CLASSES, ExpandedConfig, decoder_ffns, static_class
+from ..planning.plan import Plan
+from ..records import History
+from .expand import (
+    check_dense_plan,
+    check_kinds,
+    first_record,
+    lora_fields,
+    new_weight,
+    planned_config,
+    random_weight,
+)
+from .source import check_base_config
+from .stored import places
+
+_SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
+# Fields that say how a model was made or loaded, and not what it computes.
+_OF_LOADING = {"_name_or_path", "architectures", "auto_map", "dtype", "expansions", "transformers_version"}
+
+
+def expand_model(
+    dense: PreTrainedModel,
+    plan: Plan | ExpandedConfig,
+    *,
+    expert_init: str = "copy",
+    conditional_routing: bool = False,
+    expert_kind: str = "ffn",
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    seed: int = 0,
+) -> Any:
+    """The expanded model of a dense one: that of `expand_checkpoint` and `from_pretrained`, without files.
+
+    Everything but new experts and routers uses the dense model's own memory: training the one model changes the other.
+    New weights are on the device and in the type of the layer's FFN. `save_pretrained`, with the tokenizer saved beside
+    it, writes a checkpoint that every command takes.
+
+    Args:
+        dense: a `...ForCausalLM` of a supported backbone, on one device.
+        plan: experts and classifiers of each layer; or a configuration from `LayerMoEConfig.from_dense` or
+            `DMoEConfig.from_dense`, which says also what `conditional_routing`, `expert_kind`, `lora_rank` and
+            `lora_alpha` say.
+        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, seed: see `expand_checkpoint`.
+
+    Returns:
+        A `LayerMoEForCausalLM`, or a `DMoEForCausalLM` where the plan has language groups.
+
+    Raises:
+        InputError: the model cannot be expanded, or the plan or configuration is for another model.
+    """
+    check_kinds(expert_init, expert_kind)
+    _check_dense(dense)
+    if isinstance(plan, ExpandedConfig):
+        given = plan
+        if conditional_routing or expert_kind != "ffn":
+            raise InputError(
+                "conditional_routing and expert_kind are fields of the configuration: set them in `from_dense`."
+            )
+        plan, conditional_routing, expert_kind = _plan_of(given), given.conditional_routing, given.expert_kind
+        lora_rank, lora_alpha = given.lora_rank or lora_rank, given.lora_alpha or lora_alpha
+    else:
+        given = None
+    name, revision = base_of(dense)
+    check_dense_plan(plan, dense.config, name, conditional_routing)
+    lora = lora_fields(dense, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
+    config = planned_config(dense.config, plan, conditional_routing=conditional_routing, **lora)
+    if given is not None:
+        _check_same(given, config)
+    with torch.device("meta"), init.no_init_weights():
+        expanded: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
+        )
+    state = _state(dense, expanded, expert_init, seed)
+    expanded.load_state_dict(state, assign=True)
+    _tie(expanded)
+    _copy_buffers(dense, expanded)
+    counts = [_parameters(model) for model in (dense, expanded)]
+    model_class = MODEL_CLASSES[static_class(type(config))][1]
+    expanded.config.architectures = [model_class.__name__]
+    expanded.config.auto_map = dict(model_class._auto_map)
+    History([first_record(plan, name, revision, expert_init, seed, *counts)]).write(expanded.config)
+    expanded.generation_config = copy.deepcopy(dense.generation_config)
+    return expanded.train(dense.training)
+
+
+def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
+    """A loaded model's name and commit on the hub; of one from a folder the folder's name and None, of one that was
+    made from a configuration its class's name and None."""
+    name = str(dense.config._name_or_path or "")
+    if not name:
+        return type(dense).__name__, None
+    if snapshot := _SNAPSHOT.search(name):  # a folder of the hub's cache
+        return snapshot.group(1).replace("--", "/"), snapshot.group(2)
+    path = Path(name)
+    if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2:
+        return path.resolve().name, None
+    return name, getattr(dense.config, "_commit_hash", None)
+
+
+def _check_dense(dense: Any) -> None:
+    name = type(dense).__name__
+    if not isinstance(dense, PreTrainedModel):
+        raise InputError(f"{name}: not a model of transformers; of a PEFT model, give `merge_and_unload()`.")
+    check_base_config(dense.config, name)
+    wanted: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(dense.config)]
+    if not isinstance(dense, wanted):
+        raise InputError(f"{name}: only a model with its language-model head is expanded; load a {wanted.__name__}.")
+    devices = {parameter.device for parameter in dense.parameters()}
+    if len(devices) > 1 or "meta" in {device.type for device in devices}:
+        raise InputError(
+            f"{name}: its weights lie on {', '.join(sorted(map(str, devices)))}; load it onto one device, or expand "
+            "its files (`expand_checkpoint`)."
+        )
+
+
+def _plan_of(config: ExpandedConfig) -> Plan:
+    """The plan that a configuration follows from."""
+    if config.expansions or getattr(config, "earlier_experts_per_layer", None):
+        raise InputError("The configuration has expansions already: make one of the dense model's with `from_dense`.")
+    counts, groups = config.num_experts_per_layer or [], getattr(config, "language_groups", None) or []
+    method = "uniform" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
+    return Plan(
+        "dmoe" if groups else method, counts, config.classifier_layers or [], config.router_top_k, groups=groups
+    )
+
+
+def _check_same(given: ExpandedConfig, config: ExpandedConfig) -> None:
+    """Refuses a configuration that was made for another dense model."""
+    left, right = given.to_dict(), config.to_dict()
+    for field in sorted(left.keys() | right.keys()):
+        if field not in _OF_LOADING and left.get(field) != right.get(field):
+            raise InputError(
+                f"The configuration is for another model: its {field} is {left.get(field)!r}, where that of the dense "
+                f"model's expansion is {right.get(field)!r}. Make it with `from_dense(dense.config, ...)`."
+            )
+
+
+def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor of the expanded model: the dense model's own, copies of them, and new ones."""
+    weights, ffns, where = dense.state_dict(), decoder_ffns(dense), places(expanded)
+    if unknown := sorted(set(weights) - {place.dense for place in where.values()}):
+        raise InputError(
+            f"{type(dense).__name__}: has tensors that the backbone does not know ({', '.join(unknown[:3])}); merge an "
+            "adapter into the model before expanding it."
+        )
+    state = {}
+    for name, empty in expanded.state_dict().items():
+        place = where[name]
+        prefix, ffn = ffns[place.layer] if place.layer >= 0 else ("", nn.Identity())
+        like = next(ffn.parameters()) if place.dense is None else weights[place.dense]
+        if place.dense is None:
+            new = new_weight(place.inner, tuple(empty.shape), (seed, place.layer))
+        elif expert_init == "random" and place.expert:
+            rest = place.dense.removeprefix(f"{prefix}.")
+            new = random_weight(dense, ffn, rest, (seed, place.layer, place.expert))
+        else:
+            state[name] = like.clone() if place.expert else like
+            continue
+        state[name] = new.to(like.dtype).to(like.device)
+    return state
+
+
+def _tie(model: Any) -> None:
+    """`tie_weights`, but for the head's bias, of which that makes a copy."""
+    for target, source in (model.all_tied_weights_keys or {}).items():
+        module, _, name = target.rpartition(".")
+        setattr(model.get_submodule(module), name, model.get_parameter(source))
+
+
+def _copy_buffers(dense: PreTrainedModel, expanded: Any) -> None:
+    """Buffers that no checkpoint holds, such as rotary frequencies."""
+    found, held = dict(dense.named_buffers()), expanded.state_dict().keys()
+    for name, _ in list(expanded.named_buffers()):
+        if name not in held:
+            module, _, buffer = name.rpartition(".")
+            expanded.get_submodule(module).register_buffer(
+                buffer, found[re.sub(r"\.experts\.\d+\.", ".", name)].clone(), persistent=False
+            )
+
+
+def _parameters(model: Any) -> int:
+    """Elements of the tensors that a checkpoint of the model holds: tied ones count once."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return sum(value.numel() for name, value in model.state_dict().items() if name not in tied)

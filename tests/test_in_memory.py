@@ -1,0 +1,220 @@
+"""A model that is expanded in memory is the one that `expand_checkpoint` writes and `from_pretrained` loads."""
+
+import pytest
+import torch
+from conftest import byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
+
+from hf_moe_expand import (
+    DMoEConfig,
+    DMoEForCausalLM,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    expand_checkpoint,
+    expand_model,
+)
+from hf_moe_expand.checkpoint.in_memory import base_of
+from hf_moe_expand.errors import InputError
+
+PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
+KINDS = {
+    "copies": {},
+    "random": {"expert_init": "random"},
+    "lora": {"expert_kind": "lora", "lora_rank": 2, "lora_alpha": 4, "conditional_routing": True},
+}
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_model_that_expand_checkpoint_makes(backbone, dtype, kind, tmp_path):
+    dense = tiny_dense(backbone, dtype=dtype)
+    dense.generation_config = GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=256)
+    dense.save_pretrained(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", PLAN, seed=3, **KINDS[kind])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    made = expand_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), PLAN, seed=3, **KINDS[kind])
+    assert type(made) is type(loaded)
+    assert made.training == loaded.training
+    for tensors in (lambda m: m.state_dict(), lambda m: dict(m.named_buffers()), lambda m: dict(m.named_parameters())):
+        found, expected = tensors(made), tensors(loaded)
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+            assert found[name].requires_grad == value.requires_grad, name
+    ids = torch.randint(0, 256, (2, 9))
+    assert torch.equal(made(ids).logits, loaded(ids).logits)
+    fields = [{**model.config.to_dict(), "_name_or_path": ""} for model in (made, loaded)]
+    assert fields[0] == fields[1]
+    assert made.generation_config.to_dict() == loaded.generation_config.to_dict()
+    assert made.config._attn_implementation == loaded.config._attn_implementation
+    assert made.all_tied_weights_keys == loaded.all_tied_weights_keys
+    made.save_pretrained(tmp_path / "saved")
+    assert files(tmp_path / "saved") == files(tmp_path / "out")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_shares_the_dense_models_memory_and_new_experts_are_copies(backbone, tied):
+    dense = tiny_dense(backbone, tie_word_embeddings=tied)
+    model = expand_model(dense, PLAN)
+    theirs = {parameter.data_ptr(): name for name, parameter in dense.named_parameters()}
+    ours = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+    assert set(theirs) <= set(ours)
+    assert len(ours) == len(list(model.named_parameters()))
+    for pointer in ours.keys() - theirs.keys():
+        assert any(part in ours[pointer] for part in (".experts.1.", ".experts.2.", "router", "classifier"))
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    before = {name: parameter.clone() for name, parameter in dense.named_parameters()}
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for parameter in (*ffn.experts[1:].parameters(), ffn.router.weight):
+                parameter.add_(1)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in dense.named_parameters())
+
+
+def test_the_dense_model_stays_as_it_was():
+    dense = tiny_dense("qwen2").train()
+    dense.set_attn_implementation("eager")
+    dense.requires_grad_(False)
+    config = dense.config.to_dict()
+    ids = torch.randint(0, 256, (2, 9))
+    expected = dense(ids).logits
+    model = expand_model(dense, PLAN)
+    assert model.training
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"eager"}
+    model.set_attn_implementation("sdpa")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(parameter.requires_grad for parameter in dense.parameters())
+    assert dense.config.to_dict() == config
+    assert dense.config._attn_implementation == "eager"
+    assert torch.equal(dense(ids).logits, expected)
+
+
+def test_a_dmoe_plan_makes_a_dmoe_model():
+    plan = Plan("dmoe", [2, 1, 2], groups=[["el"], ["hu", "tr"]], old=["en"])
+    model = expand_model(tiny_dense("qwen2"), plan)
+    assert isinstance(model, DMoEForCausalLM)
+    assert model.config.language_groups == [["el"], ["hu", "tr"]]
+    assert model.config.expansions[0]["new_languages"] == ["el", "hu", "tr"]
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "method"),
+    [
+        (LayerMoEConfig, {"num_experts_per_layer": [3, 1, 2], "classifier_layers": [2]}, "layer-moe"),
+        (LayerMoEConfig, {"num_experts_per_layer": [2, 2, 2], "conditional_routing": True}, "uniform"),
+        (
+            LayerMoEConfig,
+            {"num_experts_per_layer": [2, 2, 2], "expert_kind": "lora", "lora_rank": 3, "lora_alpha": 5.0},
+            "uniform",
+        ),
+        (DMoEConfig, {"num_experts_per_layer": [1, 2, 2], "language_groups": [["el"], ["hu"]]}, "dmoe"),
+    ],
+)
+def test_a_configuration_does_instead_of_a_plan(config_class, fields, method):
+    dense = tiny_dense("qwen2")
+    config = config_class.from_dense(dense.config, router_top_k=1, **fields)
+    model = expand_model(dense, config)
+    assert type(model.config) is type(config)
+    for name, value in {**fields, "router_top_k": 1}.items():
+        assert getattr(model.config, name) == value
+    (entry,) = model.config.expansions
+    assert (entry["method"], entry["base_model"]) == (method, "Qwen2ForCausalLM")
+    assert config.expansions is None
+
+
+def test_the_base_is_named_without_a_local_path(tmp_path, monkeypatch):
+    save_dense(tmp_path / "my-base")
+    monkeypatch.chdir(tmp_path)
+    for name in (tmp_path / "my-base", "my-base", "./my-base"):
+        assert base_of(AutoModelForCausalLM.from_pretrained(name)) == ("my-base", None)
+    dense = tiny_dense("qwen2")
+    commit = "0123456789" * 4
+    cached = f"/home/someone/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{commit}"
+    cases = {
+        "Qwen/Qwen2.5-0.5B": ("Qwen/Qwen2.5-0.5B", None),
+        cached: ("Qwen/Qwen2.5-0.5B", commit),
+        "/home/someone/gone": ("gone", None),
+        "runs/one/gone": ("gone", None),
+        "": ("Qwen2ForCausalLM", None),
+    }
+    for name, expected in cases.items():
+        dense.config._name_or_path = name
+        assert base_of(dense) == expected
+    dense.config._name_or_path, dense.config._commit_hash = "Qwen/Qwen2.5-0.5B", commit
+    assert base_of(dense) == ("Qwen/Qwen2.5-0.5B", commit)
+
+
+def test_a_saved_model_is_a_checkpoint_for_every_command(tmp_path):
+    model = expand_model(tiny_dense("qwen2"), PLAN)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    texts = {
+        code: write_texts(tmp_path / f"{code}.jsonl", [text * 20] * 8)
+        for code, text in {"en": "hello world ", "el": "καλημέρα κόσμε ", "hu": "jó napot "}.items()
+    }
+    settings = tmp_path / "stage.yaml"
+    settings.write_text("block_size: 32\ntraining: {max_steps: 2, per_device_train_batch_size: 2}\n")
+    assert "layer-moe on Qwen2ForCausalLM" in invoke("inspect", tmp_path / "model")
+    invoke(
+        "train", "post-pretrain", tmp_path / "model", tmp_path / "trained",
+        "--data", f"el={texts['el']}", "--config", settings,
+    )  # fmt: skip
+    scored = tmp_path / "evaluation.json"
+    invoke("evaluate", tmp_path / "model", tmp_path / "trained", "--data", f"el={texts['el']}", "--out", scored)
+    assert scored.is_file()
+    Plan("layer-moe", [4, 1, 3], [2], old=["en", "el"], new=["hu"], grows_from=[3, 1, 2]).save(tmp_path / "more.json")
+    invoke("grow", tmp_path / "trained", tmp_path / "grown", "--plan", tmp_path / "more.json")
+    grown = LayerMoEForCausalLM.from_pretrained(tmp_path / "grown")
+    assert [entry["new_languages"] for entry in grown.config.expansions] == [["el"], ["hu"]]
+
+
+def test_models_that_cannot_be_expanded_are_refused(tmp_path):
+    def refused(dense, message, plan=PLAN, **options):
+        with pytest.raises(InputError, match=message):
+            expand_model(dense, plan, **options)
+
+    dense = tiny_dense("qwen2")
+    refused(nn.Linear(2, 2), "Linear: not a model of transformers")
+    refused(get_peft_model(tiny_dense("qwen2"), LoraConfig(target_modules=["q_proj"])), "merge_and_unload")
+    adapted = tiny_dense("qwen2")
+    adapted.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    refused(adapted, "tensors that the backbone does not know")
+    refused(AutoModel.from_config(tiny_config("qwen2")), "load a Qwen2ForCausalLM")
+    refused(expand_model(dense, PLAN), "is an expanded checkpoint already")
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
+    refused(empty, "weights lie on meta")
+    refused(dense, "plan is for 2 layers, but Qwen2ForCausalLM has 3", Plan("uniform", [2, 2]))
+    refused(dense, "made to grow", Plan("uniform", [3, 3, 3], grows_from=[2, 2, 2]))
+    refused(dense, "expert_init is 'zero'", expert_init="zero")
+    refused(dense, "lora_rank is 90", expert_kind="lora", lora_rank=90)
+    groups = Plan("dmoe", [2, 1, 2], groups=[["el"], ["hu"]])
+    refused(dense, "dmoe plan gives it to a group", groups, conditional_routing=True)
+    other = LayerMoEConfig.from_dense(tiny_config("qwen2", rms_norm_eps=0.5), num_experts_per_layer=[2, 2, 2])
+    refused(dense, "for another model: its rms_norm_eps is 0.5", other)
+    fits = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=[2, 2, 2])
+    refused(dense, "fields of the configuration", fits, conditional_routing=True)
+    fits.expansions = [{"method": "uniform"}]
+    refused(dense, "has expansions already", fits)
+
+
+@pytest.mark.parametrize("model_class", [LayerMoEForCausalLM, DMoEForCausalLM])
+def test_loading_a_dense_checkpoint_never_makes_experts_up(model_class, tmp_path):
+    base = save_dense(tmp_path / "base")
+    config_class = model_class.config_class
+    groups = {"language_groups": [["el"], ["hu"]]} if config_class is DMoEConfig else {}
+    config = config_class.from_dense(tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2], **groups)
+    with pytest.raises(ValueError, match=r"holds a qwen2 model.*expand_model\(.*expand_checkpoint\("):
+        model_class.from_pretrained(base, config=config)
+    with pytest.raises(ValueError, match=r"expand_model.*expand_checkpoint"):
+        model_class.from_pretrained(base)
+    model_class(config).save_pretrained(tmp_path / "expanded")
+    assert isinstance(model_class.from_pretrained(tmp_path / "expanded", config=config), model_class)
