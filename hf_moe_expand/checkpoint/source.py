@@ -166,9 +166,9 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
             f"{name}: architecture {config.model_type!r} is not supported{_reason(config)}. "
             f"Supported: {', '.join(SUPPORTED_BACKBONES)}."
         )
-    if foreign := [name for name in ExpandedConfig.__annotations__ if getattr(config, name, None) is not None]:
+    if foreign := [field for field in ExpandedConfig.__annotations__ if getattr(config, field, None) is not None]:
         raise InputError(
-            f"{folder}: its configuration has {foreign[0]}, a field of expanded models, but it is a "
+            f"{name}: its configuration has {foreign[0]}, a field of expanded models, but it is a "
             f"{config.model_type} checkpoint: take the field out of config.json."
         )
     if getattr(config, "quantization_config", None) is not None:
