@@ -1,4 +1,5 @@
-# `make demo` and `make test` set up all they need: a virtual environment in .venv, and the package in it.
+# `make demo` and `make test` set up all they need: a virtual environment in .venv, the package in it, and for the tests
+# their tools.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,14 +12,14 @@ export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
 
-test: $(VENV)/.installed lint
+test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "wide or not wide"
 
 # The suite with the oldest transformers that passes it: the floor in pyproject.toml.
 oldest: $(VENV)-oldest/.installed
 	$(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p hf_moe_expand
@@ -26,6 +27,10 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

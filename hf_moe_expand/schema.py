@@ -218,10 +218,11 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
         return f"{_place(where, path[:-1])}{path[-1]} is {value!r}: must be {first['ctx']['expected']}."
     if kind == "finite_number":
         return f"{_place(where, path[:-1])}{path[-1]} is {value}: must be finite."
+    split = max((i for i, part in enumerate(path) if not isinstance(part, int)), default=0)  # a list with its index
     if bound := next((found for found in same if found["type"] in _BOUNDS), None):
         words, name = _BOUNDS[bound["type"]]
         number = f"{bound['ctx'][name]:g}"
-        return f"{_place(where, path[:-1])}{path[-1]} is {bound['input']}: must be {words.format(**{name: number})}."
+        return f"{_place(where, path[:split])}{_path(path[split:])} is {bound['input']}: must be {words.format(**{name: number})}."
     wanted = list(dict.fromkeys(_KINDS.get(str(found["type"]), found["msg"]) for found in same))
     if not path:
         return f"{_place(where)}expected {' or '.join(wanted)}, found {_found(value)}."

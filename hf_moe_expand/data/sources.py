@@ -282,7 +282,6 @@ def _as_dataset(loaded: Any) -> Dataset:
 
 def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Refuses a language that is given as old and as new, and an expansion without new languages."""
-    if both := sorted(set(old) & set(new)):
-        raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
+    check_old_and_new(old, new)
     if not new:
         raise InputError("No new language was given: an expansion needs at least one.")

@@ -6,6 +6,7 @@ none of them: the command line's help reads their docstrings alone.
 """
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
@@ -44,9 +45,34 @@ def training_stages() -> "tuple[TrainingStage, ...]":
 
 
 def help_of(key: str) -> str:
-    """The docstring of a stage's file, read without importing it."""
-    source = (files(__name__) / f"{key}.py").read_text(encoding="utf-8")
-    return ast.get_docstring(ast.parse(source)) or ""
+    """The docstring of a stage's file and the keys of its configuration, read without importing it."""
+    tree = _parsed(key)
+    config = next(c for c in tree.body if isinstance(c, ast.ClassDef) and c.name.endswith("Config"))
+    keys = {name: text for name, text in _declared(config) if text}
+    width = max(map(len, keys))
+    lines = [f"  {name.ljust(width)}  {text}" for name, text in keys.items()]
+    # The first character keeps typer from filling the lines.
+    return f"{ast.get_docstring(tree)}\n\n\b\nKeys of --config, besides `training`:\n" + "\n".join(lines)
+
+
+def _parsed(module: str) -> ast.Module:
+    return ast.parse((files(__name__) / f"{module}.py").read_text(encoding="utf-8"))
+
+
+def _declared(config: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Name and help of each key of a configuration class, those of its bases first."""
+    homes = {"MixedConfig": "mixing", "StageConfig": "config"}
+    for base in config.bases:
+        if isinstance(base, ast.Name) and base.id in homes:
+            tree = _parsed(homes[base.id])
+            yield from _declared(next(c for c in tree.body if isinstance(c, ast.ClassDef) and c.name == base.id))
+    for field in config.body:
+        call = field.value if isinstance(field, ast.AnnAssign) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "key":
+            default, text = call.args
+            shown = ast.unparse(default).strip("'")
+            said = "" if shown == "None" or shown[0].isupper() else f" ({shown})"
+            yield ast.unparse(field.target), ast.literal_eval(text) + said
 
 
 def trained_in(name: str) -> Any:
