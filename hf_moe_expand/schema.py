@@ -221,12 +221,12 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
     split = max((i for i, part in enumerate(path) if not isinstance(part, int)), default=0)  # a list with its index
     if bound := next((found for found in same if found["type"] in _BOUNDS), None):
         words, name = _BOUNDS[bound["type"]]
-        number = f"{bound['ctx'][name]:g}"
-        return f"{_place(where, path[:split])}{_path(path[split:])} is {bound['input']}: must be {words.format(**{name: number})}."
-    wanted = list(dict.fromkeys(_KINDS.get(str(found["type"]), found["msg"]) for found in same))
+        wanted = words.format(**{name: f"{bound['ctx'][name]:g}"})
+        return f"{_place(where, path[:split])}{_path(path[split:])} is {bound['input']}: must be {wanted}."
+    kinds = list(dict.fromkeys(_KINDS.get(str(found["type"]), found["msg"]) for found in same))
     if not path:
-        return f"{_place(where)}expected {' or '.join(wanted)}, found {_found(value)}."
-    return f"{_place(where, path)}expected {' or '.join(wanted)}, found {_found(value)}."
+        return f"{_place(where)}expected {' or '.join(kinds)}, found {_found(value)}."
+    return f"{_place(where, path)}expected {' or '.join(kinds)}, found {_found(value)}."
 
 
 def _found(value: Any) -> str:

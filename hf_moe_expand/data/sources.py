@@ -21,6 +21,7 @@ from langcodes import LanguageTagError, standardize_tag
 from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError, first_line
+from ..languages import check_old_and_new
 from .parallel import translation_documents
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")

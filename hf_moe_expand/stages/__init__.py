@@ -67,8 +67,9 @@ def _declared(config: ast.ClassDef) -> Iterator[tuple[str, str]]:
             tree = _parsed(homes[base.id])
             yield from _declared(next(c for c in tree.body if isinstance(c, ast.ClassDef) and c.name == base.id))
     for field in config.body:
-        call = field.value if isinstance(field, ast.AnnAssign) else None
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "key":
+        if isinstance(field, ast.AnnAssign) and isinstance(call := field.value, ast.Call):
+            if ast.unparse(call.func) != "key":
+                continue
             default, text = call.args
             shown = ast.unparse(default).strip("'")
             said = "" if shown == "None" or shown[0].isupper() else f" ({shown})"
