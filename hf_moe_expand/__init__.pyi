@@ -48,7 +48,9 @@ from .trainers.losses import ClassifierLoss as ClassifierLoss
 from .trainers.losses import GateBudgetLoss as GateBudgetLoss
 from .trainers.losses import GroupLoss as GroupLoss
 from .trainers.losses import LanguagePriorLoss as LanguagePriorLoss
+from .trainers.losses import LayerLoss as LayerLoss
 from .trainers.losses import LocalizedBalanceLoss as LocalizedBalanceLoss
+from .trainers.losses import LossBatch as LossBatch
 from .trainers.losses import RouterLoss as RouterLoss
 from .trainers.losses import RouterLossWeights as RouterLossWeights
 from .trainers.masking import Masking as Masking

@@ -17,12 +17,19 @@ from transformers import TrainerCallback
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from hf_moe_expand import LayerMoEForCausalLM, adapt_language, training
+from hf_moe_expand import (
+    AdaptConfig,
+    DenseConfig,
+    LayerMoEForCausalLM,
+    PostPretrainConfig,
+    ReviewConfig,
+    adapt_language,
+    freeze,
+    train_stage,
+)
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.dense import train_dense
 from hf_moe_expand.distributed import leave_ranks
-from hf_moe_expand.settings import AdaptSettings, DenseSettings, PostPretrainSettings, ReviewSettings
-from hf_moe_expand.trainers import Stage, freeze
+from hf_moe_expand.stages.base import TrainingStage
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
 
 # One optimizer step of a stage trainer; `batch` is that of one process alone.
@@ -113,7 +120,7 @@ def fsdp_by_hand(folder):
         for checkpointing in (False, True):
             whole, model = (model_of("idle" if backbone == "qwen2" else "", backbone).train() for _ in range(2))
             for one in (whole, model):
-                freeze(one, Stage.REVIEW if checkpointing else Stage.EVERYTHING)
+                freeze(one, "review" if checkpointing else "everything")
                 if checkpointing:
                     enable_checkpointing(one)
             halves = [loss_of(whole, ids[part], languages[part]) for part in (slice(0, 4), slice(4, 8))]
@@ -201,50 +208,52 @@ class StopAt(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def stage(folder, name, settings, callback=None, start="ffn"):
+def stage(folder, name, config, callback=None, start="ffn"):
     """`train_stage` on the texts and an expanded checkpoint that the test has put into the folder."""
     data = {code: LanguageText(code, str(folder / f"{code}.jsonl")) for code in ("en", "el")}
-    if isinstance(settings, PostPretrainSettings):
+    if isinstance(config, PostPretrainConfig):
         del data["en"]
-    made = training._trainer
+    made = TrainingStage.make_trainer
 
     def with_callback(*arguments):
         trainer = made(*arguments)
         trainer.add_callback(callback)
         return trainer
 
-    training._trainer = with_callback if callback else made
+    TrainingStage.make_trainer = with_callback if callback else made
     try:
-        training.train_stage(folder / start, folder / name, data, settings)
+        train_stage(folder / start, folder / name, data, config)
     except KeyboardInterrupt:
         assert isinstance(callback, StopAt)
     finally:
-        training._trainer = made
+        TrainingStage.make_trainer = made
 
 
 def post_pretraining(per_device, **changes):
-    options = {**SPEED, "per_device_train_batch_size": per_device, "max_steps": 4, **changes}
-    return PostPretrainSettings(block_size=16, training=options)
+    return PostPretrainConfig(block_size=16, **options(per_device, **changes))
+
+
+def options(per_device, **changes):
+    return {**SPEED, "per_device_train_batch_size": per_device, "max_steps": 4, **changes}
 
 
 def stage_native(folder):
     """`train_stage` on a model that transformers splits."""
     stage(folder, "native", post_pretraining(2, distributed_config={"fsdp_size": 2}))
-    options = {**SPEED, "per_device_train_batch_size": 4, "max_steps": 2, "distributed_config": {"tp_size": 2}}
-    stage(folder, "native tp", ReviewSettings(block_size=16, training=options))
+    split = options(4, max_steps=2, distributed_config={"tp_size": 2})
+    stage(folder, "native tp", ReviewConfig(block_size=16, **split))
 
 
 def dense(folder, name, method, per_device, **changes):
-    """`train_dense` on the base and its text."""
-    settings = DenseSettings(16, method=method, training=post_pretraining(per_device, **changes).training)
-    return train_dense(folder / "base", folder / name, {"en": LanguageText("en", str(folder / "en.jsonl"))}, settings)
+    """Dense training of the base on its text."""
+    config = DenseConfig(block_size=16, method=method, **options(per_device, **changes))
+    return train_stage(folder / "base", folder / name, {"en": LanguageText("en", str(folder / "en.jsonl"))}, config)
 
 
 def adapt(folder, name, per_device, **changes):
     """`adapt_language` of a DMoE checkpoint; one step, before which a router scores an expert and its copy alike."""
-    training = post_pretraining(per_device, max_steps=1, **changes).training
-    settings = AdaptSettings(16, sample_tokens=200, training=training)
-    return adapt_language(folder / "dmoe", folder / name, LanguageText("el", str(folder / "el.jsonl")), settings)
+    config = AdaptConfig(block_size=16, sample_tokens=200, **options(per_device, max_steps=1, **changes))
+    return adapt_language(folder / "dmoe", folder / name, LanguageText("el", str(folder / "el.jsonl")), config)
 
 
 def adaptation(folder):
@@ -267,12 +276,12 @@ def stage_accelerate(folder):
     """`train_stage` under accelerate's FSDP2 or DeepSpeed, interrupted and gone on with. ZeRO-3 would wait for ever if
     a rank fetched only the experts that its own tokens use, as `DifferentTokens` has them do."""
     found = {}
-    settings = post_pretraining(1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)
+    config = post_pretraining(1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)
     for start in ("ffn", "lora"):
         out, tokens = f"trained {start}", DifferentTokens()
-        stage(folder, out, settings, StopAt(3), start)
+        stage(folder, out, config, StopAt(3), start)
         left = sorted(os.listdir(folder / f"{out}.training"))
-        stage(folder, out, settings, tokens, start)
+        stage(folder, out, config, tokens, start)
         found[start] = {"left": left, "logits": tokens.logits}
     for method in ("full", "lora"):
         dense(folder, f"dense {method}", method, 1, gradient_accumulation_steps=2, use_cpu=False)

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer
 
-from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand import GroupConfig, JointConfig, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.data.curriculum import Curriculum, count_based, step_based
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.settings import GroupSettings, NormalSettings, PostPretrainSettings
 from hf_moe_expand.trainers import CurriculumSampler, LanguageMix
 from hf_moe_expand.trainers.curriculum_sampler import apportion
-from hf_moe_expand.training import train_stage
 
 # --- when languages enter --------------------------------------------------------------------------------------------
 
@@ -246,9 +244,9 @@ class Watch:
         monkeypatch.setattr(Trainer, "training_step", training_step)
 
 
-def stage(root, name, kind=PostPretrainSettings, model="expanded", training=TRAINING, **changes):
+def stage(root, name, kind=PostPretrainConfig, model="expanded", training=TRAINING, **changes):
     data = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in WORDS}
-    return train_stage(root / model, root / name, data, kind(block_size=16, training=training, **changes))
+    return train_stage(root / model, root / name, data, kind(block_size=16, **training, **changes))
 
 
 def weights(folder):
@@ -258,9 +256,9 @@ def weights(folder):
 def test_a_stage_follows_its_curriculum_also_when_interrupted(root, monkeypatch):
     with monkeypatch.context() as patch:
         whole = Watch(patch)
-        entry = stage(root, "whole", curriculum=str(root / "curriculum.json"), temperature=2.0)
-    assert entry["steps"] == 7
-    assert entry["settings"]["curriculum"] == {"steps": 7, "entry": {"el": 0, "tr": 3, "hu": 5}}
+        record = stage(root, "whole", curriculum=str(root / "curriculum.json"), temperature=2.0)
+    assert record.steps == 7
+    assert record.settings["curriculum"] == {"steps": 7, "entry": {"el": 0, "tr": 3, "hu": 5}}
     assert str(root) not in (root / "whole" / "config.json").read_text()
     drawn = [{code for batch in whole.steps[step] for code in batch} for step in range(7)]
     assert drawn[:3] == [{1}] * 3  # language ids: en 0, el 1, tr 2, hu 3
@@ -281,14 +279,14 @@ def test_a_stage_follows_its_curriculum_also_when_interrupted(root, monkeypatch)
 
 def test_temperature_alone_trains_as_long_as_the_data_lasts(root, monkeypatch):
     watch = Watch(monkeypatch)
-    entry = stage(root, "even", temperature=float("inf"), training={**TRAINING, "num_train_epochs": 0.5})
-    blocks = sum(tokens // 16 for tokens in entry["tokens"].values())
-    assert entry["steps"] == -(-blocks // 8)  # half an epoch, four blocks a step
+    record = stage(root, "even", temperature=float("inf"), training={**TRAINING, "num_train_epochs": 0.5})
+    blocks = sum(tokens // 16 for tokens in record.tokens.values())
+    assert record.steps == -(-blocks // 8)  # half an epoch, four blocks a step
     found = Counter(code for batches in watch.steps.values() for batch in batches for code in batch)
     assert max(found.values()) - min(found.values()) <= 1
 
 
-@pytest.mark.parametrize("kind", [GroupSettings, NormalSettings])
+@pytest.mark.parametrize("kind", [GroupConfig, JointConfig])
 def test_the_stages_of_dmoe(root, monkeypatch, kind):
     watch = Watch(monkeypatch)
     stage(root, kind.__name__, kind, "dmoe", curriculum=str(root / "curriculum.json"))
@@ -296,7 +294,7 @@ def test_the_stages_of_dmoe(root, monkeypatch, kind):
     group_of = {0: 0, 1: 0, 2: 1}  # language ids in the order of the groups: el, hu, tr
     assert {code for batch in drawn[:6] for code in batch} == {0}
     assert 2 in {code for batch in drawn[6:] for code in batch}
-    if kind is GroupSettings:
+    if kind is GroupConfig:
         assert all(len({group_of[code] for code in batch}) == 1 for batch in drawn)
 
 
@@ -321,7 +319,7 @@ def test_bad_settings(root, tmp_path):
     data = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("el", "tr")}
     data["hu"] = LanguageText("hu", str(tmp_path / "short.jsonl"))
     with pytest.raises(InputError, match="All text of hu together is 3 tokens, less than one block of 16"):
-        train_stage(root / "expanded", root / "refused", data, PostPretrainSettings(block_size=16, temperature=2.0))
+        train_stage(root / "expanded", root / "refused", data, PostPretrainConfig(block_size=16, temperature=2.0))
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

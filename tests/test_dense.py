@@ -7,18 +7,20 @@ import pytest
 import torch
 from conftest import save_dense, write_texts
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from typer.testing import CliRunner
 
-from hf_moe_expand import Plan, cli, dense, expand_checkpoint
+from hf_moe_expand import DenseConfig, Plan, cli, expand_checkpoint, train_stage
+from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.depth import expand_depth
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.dense import check_old_blocks, train_dense
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.settings import DenseSettings, LoraSettings
+from hf_moe_expand.stages import dense
+from hf_moe_expand.stages.config import settings_of
+from hf_moe_expand.stages.dense import LoraSettings, check_old_blocks
+from hf_moe_expand.stages.recording import RecordingTrainer
 
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "max_steps": 3}
 TEXTS = [f"{number} times {number} is {number * number}, as everybody knows." for number in range(60)]
@@ -39,9 +41,8 @@ def data(root):
     return {"en": LanguageText("en", str(root / "en.jsonl"))}
 
 
-def settings(**changes):
-    training = {**TRAINING, **changes.pop("training", {})}
-    return DenseSettings(block_size=32, training=training, **changes)
+def config(**changes):
+    return DenseConfig(**{"block_size": 32, **TRAINING, **changes})
 
 
 def tensors(folder):
@@ -56,7 +57,7 @@ def weights(folder):
 def test_full_training_follows_a_loop_written_by_hand(root, data, tmp_path):
     # One step of plain SGD on everything, against the gradient of the mean cross-entropy.
     step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    train_dense(root / "base", tmp_path / "out", data, settings(training={**step, "per_device_train_batch_size": 1000}))
+    train_stage(root / "base", tmp_path / "out", data, config(**step, per_device_train_batch_size=1000))
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(root / "base")
@@ -72,24 +73,24 @@ def test_full_training_follows_a_loop_written_by_hand(root, data, tmp_path):
 
 
 def test_the_result_is_an_ordinary_checkpoint_of_the_same_type(root, data, tmp_path):
-    entry = train_dense(root / "bf16", tmp_path / "out", data, settings(), seed=3)
+    record = train_stage(root / "bf16", tmp_path / "out", data, config(), seed=3)
     found = tensors(tmp_path / "out")
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
     assert sorted(found) == sorted(tensors(root / "bf16"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "Qwen2ForCausalLM"
     (stored,) = json.loads((tmp_path / "out" / "config.json").read_text())["history"]
-    assert stored == entry
-    assert (entry["stage"], entry["steps"], entry["seed"]) == ("dense full", 3, 3)
-    assert entry["documents"] == {"en": 60}
+    assert stored == record.to_dict()
+    assert (record.stage, record.steps, record.seed) == ("dense full", 3, 3)
+    assert record.documents == {"en": 60}
     for file in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (root / "bf16" / file).read_bytes()
     assert not (tmp_path / "out.training").exists()
 
 
 def test_steps_too_small_for_bfloat16_add_up(root, data, tmp_path):
-    train_dense(root / "bf16", tmp_path / "one", data, settings(training={"learning_rate": 2e-5, "max_steps": 1}))
-    train_dense(root / "bf16", tmp_path / "many", data, settings(training={"learning_rate": 2e-5, "max_steps": 12}))
+    train_stage(root / "bf16", tmp_path / "one", data, config(learning_rate=2e-5, max_steps=1))
+    train_stage(root / "bf16", tmp_path / "many", data, config(learning_rate=2e-5, max_steps=12))
     moved = []
     for name in ("one", "many"):
         before, after = tensors(root / "bf16"), tensors(tmp_path / name)
@@ -99,31 +100,31 @@ def test_steps_too_small_for_bfloat16_add_up(root, data, tmp_path):
 
 def test_lora_is_merged_and_touches_linear_layers_alone(root, data, tmp_path):
     lora = LoraSettings(r=2, alpha=4, target_modules=["q_proj", "down_proj"])
-    train_dense(root / "bf16", tmp_path / "out", data, settings(method="lora", lora=lora))
+    train_stage(root / "bf16", tmp_path / "out", data, config(method="lora", lora=lora))
     before, after = tensors(root / "bf16"), tensors(tmp_path / "out")
     assert sorted(before) == sorted(after)
     for name, value in before.items():
         targeted = ("q_proj" in name or "down_proj" in name) and name.endswith("weight")
         assert torch.equal(value, after[name]) != targeted, name
     # Two factors of rank 2 were added; rounding to bfloat16 hides the rank, so ask the float32 twin.
-    train_dense(root / "base", tmp_path / "float", data, settings(method="lora", lora=lora))
+    train_stage(root / "base", tmp_path / "float", data, config(method="lora", lora=lora))
     name = "model.layers.1.self_attn.q_proj.weight"
     delta = (tensors(tmp_path / "float")[name] - tensors(root / "base")[name]).double()
     singular = torch.linalg.svdvals(delta)
     assert singular[1] > 100 * singular[2] > 0
     with pytest.raises(InputError, match=r"lora: Target modules .*nothing.* not found"):
-        train_dense(
-            root / "base", tmp_path / "no", data, settings(method="lora", lora=LoraSettings(target_modules=["nothing"]))
+        train_stage(
+            root / "base", tmp_path / "no", data, config(method="lora", lora=LoraSettings(target_modules=["nothing"]))
         )
 
 
 def test_only_new_blocks_move(root, data, tmp_path):
-    train_dense(root / "deep", tmp_path / "out", data, settings(method="new-blocks"))
+    train_stage(root / "deep", tmp_path / "out", data, config(method="new-blocks"))
     found = compare_checkpoints(root / "deep", tmp_path / "out")
     assert {name.split(".")[2] for name in found.changed} == {"1", "4"}
     assert len(found.changed) == 2 * 12  # every tensor of two blocks
     assert check_old_blocks(root / "deep", tmp_path / "out") == len(found.identical)
-    train_dense(root / "deep", tmp_path / "full", data, settings())
+    train_stage(root / "deep", tmp_path / "full", data, config())
     with pytest.raises(RuntimeError, match="training new blocks changed other tensors"):
         check_old_blocks(root / "deep", tmp_path / "full")
 
@@ -138,42 +139,42 @@ class StopAt(TrainerCallback):
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monkeypatch, method):
-    chosen = settings(method=method, training={"max_steps": 5, "save_steps": 2})
-    train_dense(root / "base", tmp_path / "whole", data, chosen)
+    chosen = config(method=method, max_steps=5, save_steps=2)
+    train_stage(root / "base", tmp_path / "whole", data, chosen)
 
-    class Stopped(Trainer):
+    class Stopped(RecordingTrainer):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.add_callback(StopAt())
 
     resumed = []
 
-    class Watched(Trainer):
+    class Watched(RecordingTrainer):
         def train(self, resume_from_checkpoint=None):
             resumed.append(resume_from_checkpoint)
             return super().train(resume_from_checkpoint=resume_from_checkpoint)
 
-    monkeypatch.setattr(dense, "Trainer", Stopped)
+    monkeypatch.setattr(dense, "RecordingTrainer", Stopped)
     torch.manual_seed(123)  # the seed is the run's own
     with pytest.raises(KeyboardInterrupt):
-        train_dense(root / "base", tmp_path / "out", data, chosen)
+        train_stage(root / "base", tmp_path / "out", data, chosen)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(dense, "Trainer", Watched)
+    monkeypatch.setattr(dense, "RecordingTrainer", Watched)
     with pytest.raises(InputError, match="interrupted run with other seed"):
-        train_dense(root / "base", tmp_path / "out", data, chosen, seed=1)
+        train_stage(root / "base", tmp_path / "out", data, chosen, seed=1)
     other = save_dense(tmp_path / "other", seed=1)
     with pytest.raises(InputError, match="interrupted run with other model"):
-        train_dense(other, tmp_path / "out", data, chosen)
+        train_stage(other, tmp_path / "out", data, chosen)
     edited = (root / "en.jsonl").read_text().replace("30 times 30", "30 TIMES 30")
     kept = (root / "en.jsonl").read_bytes()
     (root / "en.jsonl").write_text(edited)
     with pytest.raises(InputError, match="interrupted run with other data"):
-        train_dense(root / "base", tmp_path / "out", data, chosen)
+        train_stage(root / "base", tmp_path / "out", data, chosen)
     (root / "en.jsonl").write_bytes(kept)
     # Killed while it saved: the folder is there, but not whole.
     shutil.copytree(tmp_path / "out.training" / "checkpoint-2", tmp_path / "out.training" / "checkpoint-4")
     (tmp_path / "out.training" / "checkpoint-4" / "trainer_state.json").write_text('{"epoch"')
-    train_dense(root / "base", tmp_path / "out", data, chosen)
+    train_stage(root / "base", tmp_path / "out", data, chosen)
     assert resumed[0].endswith("checkpoint-2")
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
     assert not (tmp_path / "out.training").exists()
@@ -182,7 +183,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
 def test_what_failed_before_its_first_checkpoint_can_be_corrected(root, data, tmp_path):
     (tmp_path / "out.training").mkdir()
     (tmp_path / "out.training" / "started_with.json").write_text('{"seed": 7}')
-    assert train_dense(root / "base", tmp_path / "out", data, settings())["steps"] == 3
+    assert train_stage(root / "base", tmp_path / "out", data, config()).steps == 3
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -191,7 +192,7 @@ def test_every_tensor_keeps_the_type_in_which_it_is_stored(root, data, tmp_path,
     mixed = load_file(tmp_path / "mixed" / "model.safetensors")
     mixed = {name: value.float() if "norm" in name else value for name, value in mixed.items()}
     save_file(mixed, tmp_path / "mixed" / "model.safetensors", {"format": "pt"})
-    train_dense(tmp_path / "mixed", tmp_path / "out", data, settings(method=method))
+    train_stage(tmp_path / "mixed", tmp_path / "out", data, config(method=method))
     after = tensors(tmp_path / "out")
     assert {name: value.dtype for name, value in after.items()} == {n: v.dtype for n, v in mixed.items()}
     assert any(not torch.equal(after[name], mixed[name]) for name in mixed if "proj" in name)
@@ -204,24 +205,26 @@ def test_a_checkpoint_that_stores_a_tied_tensor_under_its_other_name(data, tmp_p
     save_file(stored, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
     config = json.loads((tmp_path / "tied" / "config.json").read_text())
     (tmp_path / "tied" / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    train_dense(tmp_path / "tied", tmp_path / "out", data, settings())
+    train_stage(tmp_path / "tied", tmp_path / "out", data, config())
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
 
 def test_refusals_name_what_is_wrong(root, data, tmp_path):
     def refused(message, chosen, model=root / "base", texts=data, out=tmp_path / "out"):
         with pytest.raises(InputError, match=message):
-            train_dense(model, out, texts, chosen, overwrite=True)
+            train_stage(model, out, texts, chosen, overwrite=True)
         assert not (tmp_path / "out").exists()
 
-    refused("method is 'half'; known: full, lora, new-blocks", settings(method="half"))
-    refused("the method is full; set `method: lora`", settings(lora=LoraSettings(r=3)))
-    refused("no new blocks: insert some with `expand-depth`", settings(method="new-blocks"))
-    refused("No text was given", settings(), texts={})
-    refused("unknown key `max_step`; did you mean `max_steps`", DenseSettings(training={"max_step": 1}))
-    refused("is the input folder", settings(), out=root / "base")
+    with pytest.raises(InputError, match="method is 'half': must be 'full', 'lora' or 'new-blocks'"):
+        config(method="half")
+    with pytest.raises(InputError, match="training: unknown key `max_step`; did you mean `max_steps`"):
+        settings_of(DenseConfig)(training={"max_step": 1}).config(tmp_path, seed=0)
+    refused("the method is full; set `method: lora`", config(lora=LoraSettings(r=3)))
+    refused("no new blocks: insert some with `expand-depth`", config(method="new-blocks"))
+    refused("No text was given", config(), texts={})
+    refused("is the input folder", config(), out=root / "base")
     expand_checkpoint(root / "base", tmp_path / "expanded", Plan("uniform", [2, 2, 2]))
-    refused("is an expanded checkpoint already", settings(), model=tmp_path / "expanded")
+    refused("is an expanded checkpoint already", config(), model=tmp_path / "expanded")
 
 
 def test_from_the_command_line(root, tmp_path):

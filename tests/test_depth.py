@@ -8,7 +8,7 @@ from conftest import byte_tokenizer, save_dense, tiny_dense
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.checkpoint.depth import expand_depth
+from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.merge import merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError

@@ -7,12 +7,11 @@ import pytest
 import torch
 from conftest import HERE, run_ranks, save_dense, write_texts
 from one_step import train
-from ranks import SPEED, STEPS, adapt, dense, model_of, post_pretraining, stage
+from ranks import STEPS, adapt, dense, model_of, options, post_pretraining, stage
 from safetensors.torch import load_file
 
-from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.settings import ReviewSettings
 
 CHECKS = ("ddp", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation")
 
@@ -178,6 +177,5 @@ def test_a_stage_on_a_model_that_transformers_splits(found, root):
     alone = post_pretraining(4, use_cpu=True)
     stage(root, "native alone", alone)
     same_checkpoint(root / "native", root / "native alone")
-    options = {**SPEED, "per_device_train_batch_size": 4, "max_steps": 2, "use_cpu": True}
-    stage(root, "native tp alone", ReviewSettings(block_size=16, training=options))
+    stage(root, "native tp alone", ReviewConfig(block_size=16, **options(4, max_steps=2, use_cpu=True)))
     same_checkpoint(root / "native tp", root / "native tp alone")

@@ -1,4 +1,4 @@
-"""DMoE: one expert a language group; group training, normal training, adaptation to a new language."""
+"""DMoE: one expert a language group; group training, joint training, adaptation to a new language."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,18 @@ from conftest import COMMON_BACKBONES, checkpointed, run_fresh, save_dense, writ
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_moe_expand import DMoEForCausalLM, GroupTrainer, Plan, adapt_language, expand_checkpoint
+from hf_moe_expand import (
+    AdaptConfig,
+    DMoEForCausalLM,
+    GroupConfig,
+    GroupTrainer,
+    JointConfig,
+    Plan,
+    PostPretrainConfig,
+    adapt_language,
+    expand_checkpoint,
+    train_stage,
+)
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import add_experts
 from hf_moe_expand.checkpoint.reader import CheckpointReader
@@ -18,9 +29,9 @@ from hf_moe_expand.data.packing import collate_blocks, pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.settings import AdaptSettings, GroupSettings, NormalSettings, PostPretrainSettings
+from hf_moe_expand.records import ExpansionRecord, History
+from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.trainers import GroupedSampler, GroupLoss
-from hf_moe_expand.training import check_frozen, train_stage
 
 GROUPS = [["en", "es"], ["el"], ["tr", "hu"]]
 PLAN = Plan("dmoe", [3, 1, 3], groups=GROUPS)
@@ -53,12 +64,12 @@ def expanded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(expanded, text):
-    """After one group stage and one normal stage."""
+    """After one group stage and one joint stage."""
     data = {code: source for code, source in text.items() if code != "hi"}
-    group, normal = expanded.with_name("group"), expanded.with_name("normal")
-    train_stage(expanded, group, data, GroupSettings(block_size=16, training={**QUICK, "max_steps": 12}))
-    train_stage(group, normal, data, NormalSettings(block_size=16, training=QUICK))
-    return normal
+    group, joint = expanded.with_name("group"), expanded.with_name("joint")
+    train_stage(expanded, group, data, GroupConfig(block_size=16, **{**QUICK, "max_steps": 12}))
+    train_stage(group, joint, data, JointConfig(block_size=16, **QUICK))
+    return joint
 
 
 def test_it_starts_as_the_dense_model_and_loads_without_the_package(expanded):
@@ -167,14 +178,14 @@ def test_a_batch_of_two_groups_is_refused(expanded, tmp_path):
         group_step(DMoEForCausalLM.from_pretrained(expanded), blocks([0, 0, 0, 2, 2, 2, 2, 2]), tmp_path)
 
 
-def test_group_and_normal_training_move_what_they_should(expanded, trained):
+def test_group_and_joint_training_move_what_they_should(expanded, trained):
     group = expanded.with_name("group")
     first = compare_checkpoints(expanded, group)
     assert not first.added
     assert not first.removed
     assert not [name for name in first.identical if name.endswith("proj.weight")]
-    stages = DMoEForCausalLM.from_pretrained(trained).config.expansions[-1]["stages"]
-    assert [stage["stage"] for stage in stages] == ["group", "normal"]
+    stages = History.of(DMoEForCausalLM.from_pretrained(trained).config).last.stages
+    assert [stage.stage for stage in stages] == ["group", "joint"]
     history = json.loads((group / "trainer_state.json").read_text())["log_history"]
     assert {"group_loss", "group_accuracy", "next_token_loss"} <= set(history[-2])
     assert "expert_0_score_old" not in history[-2]
@@ -184,9 +195,9 @@ def test_group_and_normal_training_move_what_they_should(expanded, trained):
 def test_added_experts_are_copies_and_all_else_is_untouched(backbone, tmp_path):
     base = save_dense(tmp_path / "dense", backbone)
     expand_checkpoint(base, tmp_path / "old", PLAN, expert_init="random")
-    entry = {"method": "test", "stages": []}
+    record = ExpansionRecord("test", [code for group in GROUPS for code in group], ["hi"])
     options = {"copy_router_rows": True, "config_changes": {"language_groups": [*GROUPS, ["hi"]]}}
-    add_experts(tmp_path / "old", tmp_path / "new", {0: [1], 2: [1]}, entry, **options)
+    add_experts(tmp_path / "old", tmp_path / "new", {0: [1], 2: [1]}, record, **options)
     found = compare_checkpoints(tmp_path / "old", tmp_path / "new")
     assert not found.removed
     assert all(name.endswith("router.weight") for name in found.changed)
@@ -216,8 +227,8 @@ def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(traine
     from conftest import byte_tokenizer
 
     byte_tokenizer().save_pretrained(tmp_path / "spoilt")
-    settings = AdaptSettings(block_size=16, sample_tokens=300, training={**QUICK, "weight_decay": 0.1})
-    done = adapt_language(tmp_path / "spoilt", tmp_path / "hi", text["hi"], settings)
+    config = AdaptConfig(block_size=16, sample_tokens=300, weight_decay=0.1, **QUICK)
+    done = adapt_language(tmp_path / "spoilt", tmp_path / "hi", text["hi"], config)
     assert done.nearest == 1
     assert done.perplexity[1] < min(done.perplexity[0], done.perplexity[2])
     found = compare_checkpoints(tmp_path / "spoilt", tmp_path / "hi")
@@ -228,19 +239,20 @@ def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(traine
     for name in found.changed:
         assert torch.equal(b.tensor(name)[:3], a.tensor(name))
     assert any(not torch.equal(b.tensor(n), a.tensor(n.replace(".experts.3.", ".experts.1."))) for n in found.added)
-    config = DMoEForCausalLM.from_pretrained(tmp_path / "hi").config
-    assert config.language_groups == [*GROUPS, ["hi"]]
-    assert config.expansions[-1]["copied_expert"] == 1
+    adapted = DMoEForCausalLM.from_pretrained(tmp_path / "hi").config
+    assert adapted.language_groups == [*GROUPS, ["hi"]]
+    assert History.of(adapted).last.copied_expert == 1
+    assert History.of(adapted).last.stages == [done.record]
     assert not (tmp_path / "hi.grown").exists()
     with pytest.raises(InputError, match=r"knows 'hi' already \(expert 3"):
-        adapt_language(tmp_path / "hi", tmp_path / "again", text["hi"], settings)
+        adapt_language(tmp_path / "hi", tmp_path / "again", text["hi"], config)
     second = LanguageText("ro", text["es"].source)
-    assert adapt_language(tmp_path / "hi", tmp_path / "ro", second, settings).expert == 4
+    assert adapt_language(tmp_path / "hi", tmp_path / "ro", second, config).expert == 4
 
 
 def test_a_router_row_that_moved_in_adaptation_is_found_out(trained, text, tmp_path):
-    settings = AdaptSettings(block_size=16, sample_tokens=300, training=QUICK)
-    adapt_language(trained, tmp_path / "hi", text["hi"], settings)
+    config = AdaptConfig(block_size=16, sample_tokens=300, **QUICK)
+    adapt_language(trained, tmp_path / "hi", text["hi"], config)
     model = DMoEForCausalLM.from_pretrained(tmp_path / "hi")
     model.expanded_ffns()[0].router.weight.data[-1] += 1
     model.save_pretrained(tmp_path / "last")
@@ -255,15 +267,15 @@ def test_wrong_input_is_named(expanded, text, tmp_path):
     out = tmp_path / "out"
     data = {code: source for code, source in text.items() if code != "hi"}
     with pytest.raises(InputError, match=r"Group 1 \(el\): no text was given"):
-        train_stage(expanded, out, {c: s for c, s in data.items() if c != "el"}, GroupSettings(block_size=16))
+        train_stage(expanded, out, {c: s for c, s in data.items() if c != "el"}, GroupConfig(block_size=16))
     with pytest.raises(InputError, match="hi: not a language of this expansion"):
-        train_stage(expanded, out, text, NormalSettings(block_size=16))
+        train_stage(expanded, out, text, JointConfig(block_size=16))
     with pytest.raises(InputError, match="no frozen expert for old languages"):
-        train_stage(expanded, out, data, PostPretrainSettings())
+        train_stage(expanded, out, data, PostPretrainConfig())
     uniform = replace(PLAN, method="uniform", groups=[], new=["el"])
     expand_checkpoint(expanded.with_name("dense"), tmp_path / "uniform", uniform)
     with pytest.raises(InputError, match="has no language groups"):
-        train_stage(tmp_path / "uniform", out, data, GroupSettings())
+        train_stage(tmp_path / "uniform", out, data, GroupConfig())
     with pytest.raises(InputError, match="has no language groups"):
         adapt_language(tmp_path / "uniform", out, text["hi"])
     with pytest.raises(InputError, match=r"expert 7 was to be copied, but layer 0 has experts 0\.\.2"):

@@ -8,8 +8,8 @@ from conftest import byte_tokenizer, invoke, save_dense, tiny_dense, write_texts
 from tokenizers import AddedToken
 
 from hf_moe_expand import evaluate_ensemble, evaluate_model
+from hf_moe_expand.baselines.ensemble import mix_models
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.ensemble import mix_models
 from hf_moe_expand.evaluation.report import Evaluation
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}

@@ -8,10 +8,9 @@ from conftest import byte_tokenizer, invoke, save_dense
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, freeze
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.forecast import forecast
-from hf_moe_expand.trainers import Stage, freeze
 
 TOKENS = 8
 
@@ -86,7 +85,7 @@ def test_parameters_are_those_of_the_expanded_model(root, base, plan):
     stages = {stage.name: stage for stage in found.stages}
     assert list(stages) == ["post-pretrain", "review", "full fine-tuning of the base"]
     for name in ("post-pretrain", "review"):
-        freeze(model, Stage(name))
+        freeze(model, name)
         trains = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
         assert stages[name].trained == numel(p for _, p in trains)
         if name == "review":
@@ -99,7 +98,7 @@ def test_memory_is_that_of_weights_gradients_and_adamw(root, stage):
     """One step of a model whose tokens reach every expert; the counter that AdamW keeps of each tensor is left out."""
     plan = uniform()
     model = expanded(root, "base", plan)
-    freeze(model, Stage(stage))
+    freeze(model, stage)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = byte_tokenizer()("ένα δύο τρία, one two three four five six", return_tensors="pt").input_ids
     with model.capture_routing() as routing:
@@ -123,18 +122,18 @@ def test_memory_is_that_of_weights_gradients_and_adamw(root, stage):
 def test_arithmetic_is_what_a_profiler_counts(root, base, stage):
     plan = uniform(experts=2, classifiers=())  # every token meets every expert
     model = expanded(root, base, plan)
-    freeze(model, Stage(stage))
+    freeze(model, stage)
     (cost,) = [cost for cost in forecast(root / base, plan).stages if cost.name == stage]
     assert cost.flops == counted(model)
 
 
-@pytest.mark.parametrize(("stage", "expert"), [("group", 1), ("normal", None)])
+@pytest.mark.parametrize(("stage", "expert"), [("group", 1), ("joint", None)])
 def test_arithmetic_of_dmoe(root, stage, expert):
     plan = dmoe()
     model = expanded(root, "base", plan)
-    freeze(model, Stage(stage))
+    freeze(model, stage)
     found = forecast(root / "base", plan)
-    assert [cost.name for cost in found.stages] == ["group", "normal", "full fine-tuning of the base"]
+    assert [cost.name for cost in found.stages] == ["group", "joint", "full fine-tuning of the base"]
     (cost,) = [cost for cost in found.stages if cost.name == stage]
     assert cost.trained == numel(model.parameters())
     assert cost.flops == counted(model, expert)
@@ -174,7 +173,7 @@ def test_what_the_command_prints(root, tmp_path):
     assert "hours" not in short
     dmoe().save(tmp_path / "dmoe.json")
     text = invoke("inspect", root / "base", "--plan", tmp_path / "dmoe.json", "--tokens", 6e9)
-    assert "normal" in text
+    assert "joint" in text
     assert "review" not in text
 
 

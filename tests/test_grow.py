@@ -14,9 +14,12 @@ from hf_moe_expand import (
     LayerMoEConfig,
     LayerMoEForCausalLM,
     Plan,
+    PostPretrainConfig,
+    ReviewConfig,
     expand_checkpoint,
     grow_checkpoint,
     shrink_checkpoint,
+    train_stage,
 )
 from hf_moe_expand.analysis.result import SimilarityResult
 from hf_moe_expand.analysis.routing import nearest_experts
@@ -29,8 +32,8 @@ from hf_moe_expand.modeling.routing import experts_allowed, select_experts
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import PlanSettings
-from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
-from hf_moe_expand.training import check_frozen, train_stage
+from hf_moe_expand.records import History
+from hf_moe_expand.stages.run import check_frozen
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])
 SECOND = Plan("layer-moe", [4, 4, 3], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 2, 2])
@@ -52,9 +55,9 @@ def first(tmp_path_factory, text):
     """A model after one expansion, both stages."""
     root = tmp_path_factory.mktemp("grow")
     expand_checkpoint(save_dense(root / "dense"), root / "expanded", FIRST, expert_init="random")
-    train_stage(root / "expanded", root / "stage1", {"el": text["el"]}, PostPretrainSettings(16, training=QUICK))
+    train_stage(root / "expanded", root / "stage1", {"el": text["el"]}, PostPretrainConfig(block_size=16, **QUICK))
     both = {code: text[code] for code in ("en", "el")}
-    train_stage(root / "stage1", root / "first", both, ReviewSettings(16, training=QUICK))
+    train_stage(root / "stage1", root / "first", both, ReviewConfig(block_size=16, **QUICK))
     return root / "first"
 
 
@@ -126,20 +129,20 @@ def test_both_stages_after_growth(first, grown, text, monkeypatch, tmp_path):
         return compute(self, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "compute_loss", watched)
-    train_stage(grown, tmp_path / "stage1", {"tr": text["tr"]}, PostPretrainSettings(16, training=QUICK))
+    train_stage(grown, tmp_path / "stage1", {"tr": text["tr"]}, PostPretrainConfig(block_size=16, **QUICK))
     # Stage 1 moves the newest experts and the routers, nothing else.
     moved = set(compare_checkpoints(grown, tmp_path / "stage1").changed)
     newest = {name for name in compare_checkpoints(first, grown).added if ".experts." in name}
     routers = {f"model.layers.{layer}.mlp.router.weight" for layer in range(3)}
     assert moved == newest | routers
     assert check_frozen(grown, tmp_path / "stage1", "post-pretrain") > 20
-    train_stage(tmp_path / "stage1", tmp_path / "stage2", text, ReviewSettings(16, training=QUICK))
+    train_stage(tmp_path / "stage1", tmp_path / "stage2", text, ReviewConfig(block_size=16, **QUICK))
     moved = set(compare_checkpoints(tmp_path / "stage1", tmp_path / "stage2").changed)
     assert moved == routers | {f"model.layers.{layer}.mlp.classifier.weight" for layer in (0, 2)}
     assert ("ReviewTrainer", [0, 1, 2]) in seen  # en is the base's, el came with expansion 1, tr with 2
-    config = LayerMoEForCausalLM.from_pretrained(tmp_path / "stage2").config
-    assert [len(entry["stages"]) for entry in config.expansions] == [2, 2]
-    assert config.expansions[1]["old_languages"] == ["en", "el"]
+    history = History.of(LayerMoEForCausalLM.from_pretrained(tmp_path / "stage2").config)
+    assert [len(expansion.stages) for expansion in history.expansions] == [2, 2]
+    assert history.last.old_languages == ["en", "el"]
     back = shrink_checkpoint(tmp_path / "stage2", tmp_path / "back", 1)
     assert back.routers_restored
     assert compare_checkpoints(tmp_path / "back", first).changed == []
@@ -268,14 +271,14 @@ def test_plans_for_growth_count_new_experts():
     plan = make_plan(settings, 3, ["en", "el"], ["tr"], analysis, grows_from=[3, 2, 2])
     assert plan.experts_per_layer == [3 + 3, 2 + 1, 2 + 1]
     assert plan.grows_from == [3, 2, 2]
-    plan = make_plan(PlanSettings("uniform", experts=1), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+    plan = make_plan(PlanSettings(method="moe-lpr", experts=1), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
     assert plan.experts_per_layer == [4, 3, 3]
-    plan = make_plan(PlanSettings("random", total_experts=6), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+    plan = make_plan(PlanSettings(method="random", total_experts=6), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
     assert sum(plan.experts_per_layer) == 7 + 6
     with pytest.raises(InputError, match="3 layers with at least 1 each"):
         make_plan(PlanSettings(total_experts=2), 3, ["en"], ["tr"], analysis, grows_from=[3, 2, 2])
     with pytest.raises(InputError, match="A mola plan is for a dense model; grow with one of layer-moe, moe-lpr"):
-        make_plan(PlanSettings("mola"), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+        make_plan(PlanSettings(method="mola"), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
 
 
 def test_the_published_second_expansion_adds_48(published):

@@ -28,11 +28,14 @@ from hf_moe_expand import (
     LayerMoEConfig,
     LayerMoEForCausalLM,
     Plan,
+    PostPretrainConfig,
+    ReviewConfig,
     expand_checkpoint,
     graft_delta,
     grow_checkpoint,
     save_expansion,
     shrink_checkpoint,
+    train_stage,
 )
 from hf_moe_expand.checkpoint.export import export_expert, export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
@@ -41,8 +44,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 from hf_moe_expand.modeling.lora_expert import LoraFactor, LoraLinear, lora_expert
-from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
-from hf_moe_expand.training import check_frozen, train_stage
+from hf_moe_expand.stages.run import check_frozen
 
 # Gated, with biases, with Conv1D, taking the residual; tied embeddings.
 BACKBONES = ("qwen2", "gpt_neox", "gpt2", "bloom", "gemma")
@@ -332,11 +334,11 @@ def test_two_stages_move_what_they_should_and_nothing_else(saved, tmp_path, help
     for code in ("en", "el"):
         write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 12)])
         data[code] = LanguageText(code, str(tmp_path / f"{code}.jsonl"))
-    settings = PostPretrainSettings(block_size=32, replay=True, localized_balance=0.1, training=TRAINING)
+    config = PostPretrainConfig(block_size=32, replay=True, localized_balance_coef=0.1, **TRAINING)
     before = saved / "new"
     for stage, chosen, kinds in (
-        ("post-pretrain", settings, ("router", "lora_A", "lora_B")),
-        ("review", ReviewSettings(block_size=32, training=TRAINING), ("router", "classifier")),
+        ("post-pretrain", config, ("router", "lora_A", "lora_B")),
+        ("review", ReviewConfig(block_size=32, **TRAINING), ("router", "classifier")),
     ):
         after = tmp_path / stage
         train_stage(before, after, data, chosen)

@@ -9,18 +9,26 @@ from conftest import byte_tokenizer, enable_checkpointing, invoke, save_dense, t
 from test_expanded_ffn import HIDDEN, PlainFFN, ResidualFFN
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, PostPretrainTrainer, expand_checkpoint
+from hf_moe_expand import (
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    PostPretrainConfig,
+    PostPretrainTrainer,
+    expand_checkpoint,
+    train_stage,
+)
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling import DMoEConfig, decoder_ffns
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.routing_control import Routing, RoutingControl
-from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, from_mapping
+from hf_moe_expand.schema import read
+from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.trainers import Masking, mask_routing, masking
 from hf_moe_expand.trainers.losses import gate_budget_loss, load_balance_loss
 from hf_moe_expand.trainers.masking import local_experts, mask_outputs
-from hf_moe_expand.training import train_stage
 
 
 class OneLayer(ExpandedFFN):
@@ -342,13 +350,12 @@ def test_expand_train_and_load_with_conditional_routing(tmp_path):
     # 3 FFNs a token in the two expanded layers: the shared one and the top 2.
     assert "conditional" not in str(model.generation_config)
     texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20] * 8)
-    settings = PostPretrainSettings(
-        32,
-        masking=MaskingSettings(expert_output=0.2, conditional_routing=0.2),
-        training={"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1},
-    )
-    entry = train_stage(tmp_path / "out", tmp_path / "trained", {"el": LanguageText("el", str(texts))}, settings)
-    assert entry["settings"]["masking"]["expert_output"] == 0.2
+    config = PostPretrainConfig(
+        block_size=32, masking=Masking(expert_output=0.2, conditional_routing=0.2), max_steps=8,
+        per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+    )  # fmt: skip
+    record = train_stage(tmp_path / "out", tmp_path / "trained", {"el": LanguageText("el", str(texts))}, config)
+    assert record.settings["masking"]["expert_output"] == 0.2
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert trained.config.conditional_routing
     assert "masking" not in json.dumps({**trained.config.to_dict(), "expansions": []})  # the stage's alone
@@ -369,14 +376,12 @@ def test_the_budget_draws_the_gate(tmp_path):
     texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20] * 8)
     gates = {}
     for budget in (0.1, 0.9):
-        settings = PostPretrainSettings(
-            32,
-            budget=10.0,
-            gate_budget=budget,
-            training={"max_steps": 30, "per_device_train_batch_size": 4, "learning_rate": 2e-2, "logging_steps": 1},
-        )
+        config = PostPretrainConfig(
+            block_size=32, budget_coef=10.0, gate_budget=budget, max_steps=30, per_device_train_batch_size=4,
+            learning_rate=2e-2, logging_steps=1,
+        )  # fmt: skip
         out = tmp_path / str(budget)
-        train_stage(tmp_path / "out", out, {"el": LanguageText("el", str(texts))}, settings)
+        train_stage(tmp_path / "out", out, {"el": LanguageText("el", str(texts))}, config)
         model = AutoModelForCausalLM.from_pretrained(out).eval()
         ids = byte_tokenizer()("καλημέρα κόσμε " * 3, return_tensors="pt").input_ids
         with model.capture_routing() as routing, torch.no_grad():
@@ -392,7 +397,7 @@ def test_the_budget_draws_the_gate(tmp_path):
 @pytest.mark.parametrize("value", [-0.1, 1.0, 2])
 def test_probabilities_outside_0_1_are_refused(value):
     with pytest.raises(InputError, match="masking: expert_output is"):
-        from_mapping(PostPretrainSettings, {"masking": {"expert_output": value}}, "")
+        read(settings_of(PostPretrainConfig), {"masking": {"expert_output": value}})
     with pytest.raises(InputError, match="gating_dropout is"):
         Masking(gating_dropout=value)
 
@@ -400,7 +405,7 @@ def test_probabilities_outside_0_1_are_refused(value):
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan")])
 def test_a_gate_budget_outside_0_1_is_refused(value):
     with pytest.raises(InputError, match="gate_budget is"):
-        from_mapping(PostPretrainSettings, {"gate_budget": value}, "")
+        read(settings_of(PostPretrainConfig), {"gate_budget": value})
 
 
 def test_gates_need_experts_and_masks_need_gates(tmp_path):
@@ -424,9 +429,9 @@ def test_gates_need_experts_and_masks_need_gates(tmp_path):
         expand_checkpoint(base, tmp_path / "out", plan, conditional_routing=True)
     expand_checkpoint(base, tmp_path / "out", Plan("uniform", [2] * 3, new=["el"]))
     texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20])
-    settings = PostPretrainSettings(32, masking=MaskingSettings(conditional_routing=0.1), training={"max_steps": 1})
+    config = PostPretrainConfig(block_size=32, masking=Masking(conditional_routing=0.1), max_steps=1)
     with pytest.raises(InputError, match="--conditional-routing"):
-        train_stage(tmp_path / "out", tmp_path / "t", {"el": LanguageText("el", str(texts))}, settings)
+        train_stage(tmp_path / "out", tmp_path / "t", {"el": LanguageText("el", str(texts))}, config)
 
 
 def test_configurations_of_older_checkpoints_with_masking_fields_load(tmp_path):

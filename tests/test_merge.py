@@ -8,8 +8,8 @@ from conftest import byte_tokenizer, tiny_dense
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint import reader
-from hf_moe_expand.checkpoint.branches import expand_branches
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader

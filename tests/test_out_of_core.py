@@ -5,10 +5,10 @@ import torch
 from conftest import save_dense
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint, shrink_checkpoint
+from hf_moe_expand.baselines.branches import expand_branches
+from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint import reader
-from hf_moe_expand.checkpoint.branches import expand_branches
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.depth import expand_depth
 from hf_moe_expand.checkpoint.export import export_expert, export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_moe_expand.trainers import Stage, freeze, load_balance_loss
+from hf_moe_expand import freeze
+from hf_moe_expand.trainers import load_balance_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("error::DeprecationWarning"),
@@ -159,7 +160,7 @@ def test_a_wrapped_routers_lost_gradient_is_noticed(tmp_path):
 
 def test_stages_refuse_a_model_with_an_adapter():
     with pytest.raises(ValueError, match="has a PEFT adapter, which itself says what trains"):
-        freeze(get_peft_model(build(), lora(**NEW_EXPERTS)), Stage.REVIEW)
+        freeze(get_peft_model(build(), lora(**NEW_EXPERTS)), "review")
 
 
 @pytest.mark.parametrize(

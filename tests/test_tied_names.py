@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta
+from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.depth import expand_depth
 from hf_moe_expand.checkpoint.export import export_expert, export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader

@@ -9,13 +9,20 @@ from conftest import byte_tokenizer, invoke, run_ranks, save_dense, write_texts
 from safetensors.torch import load_file
 from transformers import Trainer
 
-from hf_moe_expand import LayerMoEForCausalLM, Plan, evaluate_model, expand_checkpoint
+from hf_moe_expand import (
+    LayerMoEForCausalLM,
+    Masking,
+    Plan,
+    PostPretrainConfig,
+    evaluate_model,
+    expand_checkpoint,
+    train_stage,
+)
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import _untouched
-from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, ValidationSettings
-from hf_moe_expand.training import train_stage
+from hf_moe_expand.stages.config import ValidationSettings
 
 WORDS = {"en": "the cat sat ", "el": "η γάτα κά", "tr": "kedi otur"}
 TRAINING = {
@@ -38,11 +45,11 @@ def root(tmp_path_factory):
 
 def train(root, name, every=2, texts=("en", "el"), **changes):
     validation = ValidationSettings({code: str(root / f"{code}.test.jsonl") for code in texts}, every, max_tokens=60)
-    settings = PostPretrainSettings(
-        block_size=16, validation=validation, masking=MaskingSettings(expert_output=0.2), training=TRAINING, **changes
+    config = PostPretrainConfig(
+        block_size=16, validation=validation, masking=Masking(expert_output=0.2), **TRAINING, **changes
     )
     data = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("el", "tr")}
-    train_stage(root / "expanded", root / name, data, settings)
+    train_stage(root / "expanded", root / name, data, config)
     return root / name
 
 
@@ -145,8 +152,8 @@ def test_bad_validation(root, tmp_path):
         (ValidationSettings({"el": str(tmp_path / "long.jsonl")}, max_tokens=20), "'el': no text to score .*tokens 20"),
         (ValidationSettings({False: "no.jsonl"}), "`no` needs quotes"),
     ):
-        settings = PostPretrainSettings(block_size=16, validation=validation)
+        config = PostPretrainConfig(block_size=16, validation=validation)
         with pytest.raises(InputError, match=message):
-            train_stage(root / "expanded", root / "refused", data, settings)
+            train_stage(root / "expanded", root / "refused", data, config)
     with pytest.raises(InputError, match="every is 0: must be at least 1"):
         ValidationSettings({"el": "el.jsonl"}, every=0)

@@ -1,0 +1,221 @@
+"""`train_stage` when things go wrong: interruption after the last step, divergence, folders that are somebody else's; and
+that the check of frozen tensors sees tensors that appear or disappear."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import save_dense, write_texts
+from safetensors.torch import load_file, save_file
+from transformers import Trainer
+
+from hf_moe_expand import (
+    AdaptConfig,
+    Plan,
+    PostPretrainConfig,
+    adapt_language,
+    cli,
+    expand_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.stages import run
+from hf_moe_expand.stages.run import check_frozen
+
+QUICK = {"per_device_train_batch_size": 2, "learning_rate": 1e-3, "disable_tqdm": True}
+FROZEN, TRAINED = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stage")
+    write_texts(root / "el.jsonl", [f"η γάτα {i} κάθεται" for i in range(30)])
+    write_texts(root / "hi.jsonl", [f"बिल्ली {i}" for i in range(30)])
+    save_dense(root / "dense")
+    expand_checkpoint(root / "dense", root / "expanded", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
+    expand_checkpoint(root / "dense", root / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    return root
+
+
+@pytest.fixture
+def data(root):
+    return {"el": LanguageText("el", str(root / "el.jsonl"))}
+
+
+def config(**changes):
+    return PostPretrainConfig(**{"block_size": 16, "max_steps": 2, **QUICK, **changes})
+
+
+def same_files(folder, expected):
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in expected.iterdir())
+    for path in expected.iterdir():
+        if path.name != "trainer_state.json":  # it holds times
+            assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+# --- P3 --------------------------------------------------------------------------------------------------------------
+
+
+def with_tensors(folder, out, change):
+    """A copy of a checkpoint whose tensors `change` edits."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("name", [FROZEN, TRAINED], ids=["frozen", "trained"])
+def test_p3_a_tensor_that_disappeared_is_found_out(root, tmp_path, name):
+    assert check_frozen(root / "expanded", root / "expanded", "post-pretrain")
+    after = with_tensors(root / "expanded", tmp_path / "after", lambda tensors: tensors.pop(name))
+    with pytest.raises(RuntimeError, match=f"post-pretrain changed tensors that it had to leave alone: {name}"):
+        check_frozen(root / "expanded", after, "post-pretrain")
+
+
+def test_p3_a_tensor_that_appeared_is_found_out(root, tmp_path):
+    after = with_tensors(root / "expanded", tmp_path / "after", lambda tensors: tensors.update(more=torch.ones(3)))
+    with pytest.raises(RuntimeError, match="had to leave alone: more"):
+        check_frozen(root / "expanded", after, "post-pretrain")
+
+
+# --- interruption ----------------------------------------------------------------------------------------------------
+
+
+def test_resumed_from_the_last_step_it_trains_no_more_and_writes_the_same(root, data, tmp_path, monkeypatch):
+    whole = train_stage(root / "expanded", tmp_path / "whole", data, config(max_steps=4, save_steps=2))
+    write, failures = run.save_whole, [OSError("no space left on device")]
+
+    def fails_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return write(*arguments)
+
+    monkeypatch.setattr(run, "save_whole", fails_once)
+    with pytest.raises(OSError, match="no space left"):
+        train_stage(root / "expanded", tmp_path / "out", data, config(max_steps=4, save_steps=2))
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.training" / "checkpoint-4").is_dir()
+    steps, step = [], Trainer.training_step
+
+    def counted(trainer, *arguments):
+        steps.append(trainer.state.global_step)
+        return step(trainer, *arguments)
+
+    monkeypatch.setattr(Trainer, "training_step", counted)
+    record = train_stage(root / "expanded", tmp_path / "out", data, config(max_steps=4, save_steps=2))
+    assert steps == []
+    assert record == whole
+    assert record.steps == 4
+    same_files(tmp_path / "out", tmp_path / "whole")
+    assert not (tmp_path / "out.training").exists()
+
+
+# --- divergence ------------------------------------------------------------------------------------------------------
+
+
+def with_nan(tensors):
+    tensors[FROZEN][0, 0] = torch.nan
+
+
+def nothing_written(out):
+    assert not out.exists()
+    assert not list(out.parent.glob(f".{out.name}.*"))
+
+
+def test_a_learning_rate_that_diverges_is_an_error_that_names_the_step(root, data, tmp_path):
+    with pytest.raises(InputError, match=r"post-pretrain: the (loss|norm of the gradient) is (nan|inf) at step [23]"):
+        train_stage(root / "expanded", tmp_path / "out", data, config(learning_rate=1e30, max_steps=6))
+    nothing_written(tmp_path / "out")
+
+
+def test_the_loss_of_a_weight_that_is_no_number_is_an_error_at_step_1(root, data, tmp_path):
+    with_tensors(root / "expanded", tmp_path / "spoilt", with_nan)
+    with pytest.raises(InputError, match="post-pretrain: the loss is nan at step 1: the training diverged"):
+        train_stage(tmp_path / "spoilt", tmp_path / "out", data, config())
+    nothing_written(tmp_path / "out")
+
+
+def test_weights_that_the_last_step_spoilt_are_not_written(root, data, tmp_path):
+    # The only loss is that before the step.
+    with pytest.raises(InputError, match=r"post-pretrain: \S+ is not finite after training"):
+        train_stage(root / "expanded", tmp_path / "out", data, config(learning_rate=1e39, max_steps=1))
+    nothing_written(tmp_path / "out")
+
+
+def test_on_the_command_line_divergence_is_exit_code_2(root, tmp_path, monkeypatch, capsys):
+    with_tensors(root / "expanded", tmp_path / "spoilt", with_nan)
+    (tmp_path / "stage.yaml").write_text("block_size: 16\ntraining: {max_steps: 1, disable_tqdm: true}\n")
+    folders, text = (tmp_path / "spoilt", tmp_path / "out"), f"el={root / 'el.jsonl'}"
+    arguments = ("train", "post-pretrain", *folders, "--data", text, "--config", tmp_path / "stage.yaml")
+    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: post-pretrain: the loss is nan at step 1" in said
+    assert "Traceback" not in said
+    nothing_written(tmp_path / "out")
+
+
+# --- folders that are somebody else's --------------------------------------------------------------------------------
+
+
+def test_a_users_folder_named_as_the_training_folder_is_neither_used_nor_removed(root, data, tmp_path):
+    mine = tmp_path / "out.training"
+    (mine / "checkpoint-1").mkdir(parents=True)
+    (mine / "notes.txt").write_text("mine")
+    (mine / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    before = sorted(mine.rglob("*"))
+    with pytest.raises(InputError, match=r"out\.training: holds something else than an interrupted training of out"):
+        train_stage(root / "expanded", tmp_path / "out", data, config())
+    assert sorted(mine.rglob("*")) == before
+    assert (mine / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_nor_is_a_file_or_a_link(root, data, tmp_path, kind):
+    mine, target = tmp_path / "out.training", tmp_path / "elsewhere"
+    target.mkdir()
+    (target / ".hf-moe-expand").touch()
+    mine.write_text("mine") if kind == "file" else mine.symlink_to(target)
+    with pytest.raises(InputError, match="holds something else"):
+        train_stage(root / "expanded", tmp_path / "out", data, config())
+    assert mine.is_symlink() if kind == "link" else mine.read_text() == "mine"
+    assert target.is_dir()
+
+
+def test_data_or_model_inside_the_training_folder_is_refused(root, data, tmp_path):
+    ours = tmp_path / "out.training"
+    ours.mkdir()
+    (ours / ".hf-moe-expand").touch()  # as an interrupted training leaves it
+    shutil.copyfile(root / "el.jsonl", ours / "el.jsonl")
+    shutil.copytree(root / "expanded", ours / "model")
+    inside = {"el": LanguageText("el", str(ours / "el.jsonl"))}
+    for model, text, named in ((root / "expanded", inside, r"el\.jsonl"), (ours / "model", data, "model")):
+        with pytest.raises(InputError, match=rf"{named}: lies in \S+out\.training, the folder for this training's"):
+            train_stage(model, tmp_path / "out", text, config())
+    assert (ours / "el.jsonl").read_bytes() == (root / "el.jsonl").read_bytes()
+    assert (ours / "model" / "model.safetensors").is_file()
+    assert not (tmp_path / "out").exists()
+
+
+def test_adaptation_does_not_touch_a_users_folder_named_as_its_scratch_folder(root, tmp_path):
+    mine = tmp_path / "out.grown"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    source = LanguageText("hi", str(root / "hi.jsonl"))
+    chosen = AdaptConfig(block_size=16, sample_tokens=100, max_steps=1, **QUICK)
+    with pytest.raises(InputError, match=r"out\.grown: is no work folder of this program"):
+        adapt_language(root / "dmoe", tmp_path / "out", source, chosen)
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "out").exists()
+    (mine / "notes.txt").unlink()
+    mine.rmdir()
+    assert adapt_language(root / "dmoe", tmp_path / "out", source, chosen).record.steps == 1
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["language_groups"] == [["en"], ["el"], ["hi"]]
+    assert not mine.exists()
