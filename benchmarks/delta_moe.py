@@ -12,7 +12,7 @@ Finished parts are kept: run it again to go on.
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -26,16 +26,17 @@ from tables import markdown_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from hf_moe_expand.checkpoint.depth import expand_depth
+from hf_moe_expand import DenseConfig, train_stage
+from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 from hf_moe_expand.checkpoint.writer import new_folder
-from hf_moe_expand.dense import train_dense
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.pipeline import run_recipe
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.settings import DenseSettings, GraftSettings
+from hf_moe_expand.schema import changed
+from hf_moe_expand.stages.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 # A third of the rate that made the base: a dense model has nothing frozen to come back to.
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     os.environ |= {"DATA": str(options.data), "BASE": str(options.base), "OUT": str(options.out)}
     recipe = Recipe.load(Path(__file__).with_name("real_text.yaml"))
-    recipe = replace(recipe, plan=PLANS["MoE-LPR"], test={}, seed=options.seed)
+    recipe = changed(recipe, plan=PLANS["MoE-LPR"], test={}, seed=options.seed)
     table = render(Work(options, recipe).results(), options, recipe.post_pretrain)
     print(table)
     if options.table:
@@ -115,18 +116,18 @@ class Work:
     def expand(self, name: str, start: Path, graft: GraftSettings | None = None) -> None:
         """MoE-LPR's stage 1 from a dense model; with a graft, DeltaMoE and its router tuning too."""
         stage, review = self.recipe.post_pretrain, self.recipe.review
-        settings: dict[str, Any] = {"post_pretrain": replace(stage, training=self.schedule(stage.training))}
+        settings: dict[str, Any] = {"post_pretrain": changed(stage, training=self.schedule(stage.training))}
         training = self.schedule(review.training, max_steps=self.options.review_steps)
-        settings |= {"graft": graft, "review": replace(review, training=training) if graft else None}
-        run_recipe(replace(self.recipe, base=str(start), output=str(self.options.out / name), **settings))
+        settings |= {"graft": graft, "review": changed(review, training=training) if graft else None}
+        run_recipe(changed(self.recipe, base=str(start), output=str(self.options.out / name), **settings))
 
     def continued(self, name: str, start: Path, method: str = "full", rate: float = DENSE_LEARNING_RATE) -> Path:
         """Continued pre-training of a dense model on the text of stage 1."""
         stage = self.recipe.post_pretrain
         training = self.schedule(stage.training, learning_rate=rate)
-        settings = DenseSettings(stage.block_size, method=method, training=training)
+        config = DenseConfig(block_size=stage.block_size, method=method, seed=self.options.seed, **training)
         sources = {code: self.recipe.training_sources[code] for code in self.recipe.new}
-        return self.once(name, lambda out: train_dense(start, out, sources, settings, self.options.seed))
+        return self.once(name, lambda out: train_stage(start, out, sources, config))
 
     def tune_instructions(self, out: Path) -> None:
         """Fine-tunes all parameters of the base on English instructions about English text."""

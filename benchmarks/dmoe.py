@@ -8,22 +8,20 @@ benchmarks/real_text.py makes. Settings: benchmarks/dmoe.yaml. Finished parts ar
 
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 from tables import markdown_table
 
-from hf_moe_expand.adaptation import adapt_language
+from hf_moe_expand import AdaptConfig, DenseConfig, adapt_language, train_stage
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.dense import train_dense
 from hf_moe_expand.evaluation.perplexity import LanguageScore, evaluate_model
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.pipeline import run_recipe
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.settings import AdaptSettings, DenseSettings
+from hf_moe_expand.schema import changed
 
 NEW = "hi"
 
@@ -39,29 +37,29 @@ def main() -> None:
     options = arguments.parse_args()
     out: Path = options.out
     os.environ |= {"DATA": str(options.data), "BASE": str(options.base), "OUT": str(out / "dmoe")}
-    recipe = replace(Recipe.load(Path(__file__).with_suffix(".yaml")), seed=options.seed)
+    recipe = changed(Recipe.load(Path(__file__).with_suffix(".yaml")), seed=options.seed)
     trained = run_recipe(recipe)
     training = recipe.group.training
-    steps = training["max_steps"] + (recipe.normal.training["max_steps"] if recipe.normal else 0)
+    steps = training["max_steps"] + (recipe.joint.training["max_steps"] if recipe.joint else 0)
     tests = {code: source.load()["text"] for code, source in recipe.test_sources.items()}
     tests[NEW] = LanguageText(NEW, str(options.data / f"{NEW}.test.jsonl")).load()["text"]
     hindi = LanguageText(NEW, str(options.data / f"{NEW}.train.jsonl"))
     adapting = {**training, "max_steps": options.adapt_steps, "learning_rate": 1e-3}
     adapt, dense = out / "dmoe-adapted", out / "continued"
     if not dense.exists():
-        settings = DenseSettings(256, training={**training, "max_steps": steps})
-        train_dense(options.base, dense, recipe.training_sources, settings, options.seed)
+        config = DenseConfig(block_size=256, seed=options.seed, **{**training, "max_steps": steps})
+        train_stage(options.base, dense, recipe.training_sources, config)
     if not adapt.exists():
-        done = adapt_language(trained, adapt, hindi, AdaptSettings(256, training=adapting), options.seed)
+        done = adapt_language(trained, adapt, hindi, AdaptConfig(block_size=256, seed=options.seed, **adapting))
         print("perplexity of Hindi through each expert:", ", ".join(f"{value:.1f}" for value in done.perplexity))
     if not (out / "continued-adapted").exists():
-        settings = DenseSettings(256, training=adapting)
-        train_dense(dense, out / "continued-adapted", {NEW: hindi}, settings, options.seed)
+        config = DenseConfig(block_size=256, seed=options.seed, **adapting)
+        train_stage(dense, out / "continued-adapted", {NEW: hindi}, config)
     models = {
         "base": options.base,
         f"continued pre-training, {steps} steps": dense,
         "DMoE, group stage": out / "dmoe" / "group",
-        "DMoE, normal training": trained,
+        "DMoE, joint training": trained,
         f"continued pre-training, then {NEW}": out / "continued-adapted",
         f"DMoE, adapted to {NEW}": adapt,
     }

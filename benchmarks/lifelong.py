@@ -10,7 +10,6 @@ steps. Settings: benchmarks/lifelong.yaml. Finished parts are kept: run it again
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,9 +20,10 @@ from hf_moe_expand.checkpoint.source import load_base_config
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.pipeline import run_recipe
+from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.recipe import Expansion, Recipe
-from hf_moe_expand.settings import PlanSettings
+from hf_moe_expand.schema import changed
 
 # Scores of the base, and of the model after each expansion.
 Scores = Sequence[Mapping[str, LanguageScore]]
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     out: Path = options.out
     os.environ |= {"DATA": str(options.data), "BASE": str(options.base), "OUT": str(out)}
-    recipe = replace(Recipe.load(options.recipe), seed=options.seed)
+    recipe = changed(Recipe.load(options.recipe), seed=options.seed)
     found = variants(recipe.expansions, load_base_config(options.base).num_hidden_layers)
     results = {name: run(recipe, out / name.replace(",", "").replace(" ", "-"), found[name]) for name in found}
     groups = [list(recipe.old), *(list(expansion.new) for expansion in recipe.expansions)]
@@ -56,18 +56,18 @@ def variants(expansions: list[Expansion], layers: int) -> dict[str, list[Expansi
     """The expansions of each variant."""
     first, second = expansions
     one, two = " ".join(first.new), " ".join(second.new)
-    joint = replace(
+    both = changed(
         first,
         new=first.new | second.new,
-        plan=replace(first.plan, total_experts=first.plan.total_experts + second.plan.total_experts),
+        plan=changed(first.plan, total_experts=first.plan.total_experts + second.plan.total_experts),
         post_pretrain=longer(first.post_pretrain, second.post_pretrain),
         review=longer(first.review, second.review),
     )
     return {
         f"{one}, then {two}": expansions,
-        f"{two}, then {one}": [replace(first, new=second.new), replace(second, new=first.new)],
-        f"{one}, then {two}, uniform": [replace(e, plan=uniform(e.plan, layers)) for e in expansions],
-        f"{one} {two} at once": [joint],
+        f"{two}, then {one}": [changed(first, new=second.new), changed(second, new=first.new)],
+        f"{one}, then {two}, uniform": [changed(e, plan=uniform(e.plan, layers)) for e in expansions],
+        f"{one} {two} at once": [both],
     }
 
 
@@ -76,18 +76,18 @@ def uniform(plan: PlanSettings, layers: int) -> PlanSettings:
     experts, rest = divmod(plan.total_experts, layers)
     if rest:
         raise SystemExit(f"total_experts is {plan.total_experts}, which {layers} layers cannot share equally.")
-    return PlanSettings("uniform", experts=experts, **plan.common)
+    return PlanSettings("moe-lpr", experts=experts, **plan.common)
 
 
 def longer(stage: Any, other: Any) -> Any:
     """A stage with the steps of both."""
     steps = stage.training["max_steps"] + other.training["max_steps"]
-    return replace(stage, training={**stage.training, "max_steps": steps})
+    return changed(stage, training={**stage.training, "max_steps": steps})
 
 
 def run(recipe: Recipe, out: Path, expansions: list[Expansion]) -> tuple[Scores, str]:
     """The scores, and the experts of each layer after each expansion."""
-    run_recipe(replace(recipe, expansions=expansions, output=str(out)))
+    run_recipe(changed(recipe, expansions=expansions, output=str(out)))
     models = Evaluation.from_json(out / "evaluation.json").models
     # A recipe with one expansion scores each of its stages.
     names = ["base", *([f"after expansion {n}" for n in (1, 2)] if len(expansions) > 1 else ["reviewed"])]

@@ -12,30 +12,29 @@ paper's best ones; the curriculum is derived from the plain run. Finished parts 
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from tables import markdown_table
 
+from hf_moe_expand import Masking, PostPretrainConfig, train_stage
 from hf_moe_expand.checkpoint.expand import expand_checkpoint
 from hf_moe_expand.checkpoint.source import load_base_config
 from hf_moe_expand.data.curriculum import step_based
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.planning.plan import Plan
-from hf_moe_expand.settings import MaskingSettings, PostPretrainSettings, ValidationSettings
-from hf_moe_expand.training import train_stage
+from hf_moe_expand.stages.config import ValidationSettings
 
 HIGH, LOW = "el", "hi"
 PLAIN, CURRICULUM = "plain", "curriculum"
 MASKING = {
-    PLAIN: MaskingSettings(),
-    "EOM 0.1": MaskingSettings(expert_output=0.1),
-    "FOM 0.3": MaskingSettings(final_output=0.3),
-    "gating dropout 0.2": MaskingSettings(gating_dropout=0.2),
-    "CMR 0.2": MaskingSettings(conditional_routing=0.2),
-    CURRICULUM: MaskingSettings(),
+    PLAIN: Masking(),
+    "EOM 0.1": Masking(expert_output=0.1),
+    "FOM 0.3": Masking(final_output=0.3),
+    "gating dropout 0.2": Masking(gating_dropout=0.2),
+    "CMR 0.2": Masking(conditional_routing=0.2),
+    CURRICULUM: Masking(),
 }
 
 
@@ -58,24 +57,22 @@ def main(arguments: list[str] | None = None) -> None:
         HIGH: LanguageText(HIGH, str(options.data / f"{HIGH}.train.jsonl")),
         LOW: LanguageText(LOW, str(first_bytes(options.data / f"{LOW}.train.jsonl", out, options.low_bytes))),
     }
-    plan = Plan("uniform", [3] * load_base_config(options.base).num_hidden_layers, new=[HIGH, LOW])
-    settings = PostPretrainSettings(
-        256,
-        temperature=1e6,  # equal shares
-        validation=ValidationSettings(
+    plan = Plan("moe-lpr", [3] * load_base_config(options.base).num_hidden_layers, new=[HIGH, LOW])
+    settings = {
+        "block_size": 256,
+        "temperature": 1e6,  # equal shares
+        "validation": ValidationSettings(
             {code: str(options.data / f"{code}.test.jsonl") for code in (HIGH, LOW)}, options.every, 12_000
         ),
-        training={
-            "max_steps": options.steps,
-            "per_device_train_batch_size": 16,
-            "learning_rate": 5e-3,
-            "lr_scheduler_type": "constant_with_warmup",
-            "warmup_steps": 20,
-            "bf16": True,
-            "logging_steps": options.every,
-            "save_strategy": "no",
-        },
-    )
+        "seed": options.seed,
+        "per_device_train_batch_size": 16,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 20,
+        "bf16": True,
+        "logging_steps": options.every,
+        "save_strategy": "no",
+    }
     for name in options.runs:
         folder = out / name.replace(" ", "-")
         if folder.exists():
@@ -85,13 +82,12 @@ def main(arguments: list[str] | None = None) -> None:
         if not start.exists():
             gates = bool(masking.conditional_routing)
             expand_checkpoint(options.base, start, plan, conditional_routing=gates, seed=options.seed)
-        own = replace(settings, masking=masking)
+        length = {"max_steps": options.steps}
         if name == CURRICULUM:
             best = ValidationCurves.load(out / PLAIN).best_steps()
             step_based(best, 2, options.steps).save(out / "curriculum.json")
-            training = {name: value for name, value in settings.training.items() if name != "max_steps"}
-            own = replace(own, curriculum=str(out / "curriculum.json"), training=training)
-        train_stage(start, folder, data, own, options.seed)
+            length = {"curriculum": str(out / "curriculum.json")}
+        train_stage(start, folder, data, PostPretrainConfig(masking=masking, **settings, **length))
     curves = {name: ValidationCurves.load(out / name.replace(" ", "-")) for name in options.runs}
     table = render(curves)
     print(table)

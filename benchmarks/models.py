@@ -46,7 +46,7 @@ def dense_model(config: Qwen2Config, seed: int, dtype: torch.dtype = torch.float
 
 def uniform_plan(layers: int, experts: int, classifiers: int = 0) -> Plan:
     """The same number of experts in each layer, classifiers in the last `classifiers` layers."""
-    return Plan("uniform", [experts] * layers, classifier_layers=list(range(layers - classifiers, layers)))
+    return Plan("moe-lpr", [experts] * layers, classifier_layers=list(range(layers - classifiers, layers)))
 
 
 def expanded_config(dense: Qwen2Config, plan: Plan) -> Any:

@@ -27,16 +27,17 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore, evaluate_model
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.pipeline import run_recipe
+from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.settings import PlanSettings
+from hf_moe_expand.schema import changed
 
 OLD, NEW = ("en", "es", "zh"), ("el", "hu", "tr")
 # As real bases, this one has seen a little of the new languages: 3 % of its tokens.
 SHARES = {**dict.fromkeys(OLD, 0.97 / 3), **dict.fromkeys(NEW, 0.01)}
 BASE = BaseSettings(learning_rate=3e-3)
 PLANS = {
-    "MoE-LPR": PlanSettings(method="uniform", experts=3),
-    "LayerMoE": PlanSettings(method="layer-moe", total_experts=18, classifier_layers=3),
+    "MoE-LPR": PlanSettings("moe-lpr", experts=3),
+    "LayerMoE": PlanSettings("layer-moe", total_experts=18, classifier_layers=3),
 }
 
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 def run(recipe: Recipe, out: Path, method: str, seed: int) -> Evaluation:
     folder = out / f"{method}-{seed}"
-    run_recipe(replace(recipe, plan=PLANS[method], seed=seed, output=str(folder)))
+    run_recipe(changed(recipe, plan=PLANS[method], seed=seed, output=str(folder)))
     return Evaluation.from_json(folder / "evaluation.json")
 
 

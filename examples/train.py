@@ -10,9 +10,8 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from hf_moe_expand import ClassifierLoss, LanguagePriorLoss, LanguageText, RouterLossMixin
+from hf_moe_expand import ClassifierLoss, LanguagePriorLoss, LanguageText, RouterLossMixin, freeze
 from hf_moe_expand.data.packing import collate_blocks, pack_texts
-from hf_moe_expand.trainers import Stage, freeze
 
 
 class MyTrainer(RouterLossMixin, Trainer):
@@ -31,7 +30,7 @@ asked = parser.parse_args()
 # float32, whatever the checkpoint stores: in bfloat16 a step of 5e-5 would round away.
 model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=True)
-print(freeze(model, Stage.REVIEW))
+print(freeze(model, "review"))
 
 sources = [LanguageText.parse(argument) for argument in asked.old + asked.new]
 packed = pack_texts({s.language: s.load() for s in sources}, tokenizer, asked.block_size, seed=0)

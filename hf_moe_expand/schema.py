@@ -181,6 +181,11 @@ def _parts(hint: Any) -> Iterator[Any]:
         yield hint
 
 
+def settings_in(hint: Any) -> list[type]:
+    """The settings classes among the types that a hint allows."""
+    return [part for part in _parts(hint) if _is_settings(part)]
+
+
 def _with_current_keys(hint: Any, value: Any, path: tuple[Any, ...], former: list[str]) -> Any:
     """`value` with former keys under today's names; each is told in `former`."""
     for part in _parts(hint):

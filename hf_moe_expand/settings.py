@@ -28,7 +28,7 @@ class DeviationSettings:
     micro_batch_size: Annotated[
         Count, Field(description="blocks in one forward and backward pass; changes memory and speed alone")
     ] = 8
-    last_layers: Annotated[Count, Field(description="languages are compared over the FFNs of the last layers")] = 3
+    last_layers: Annotated[Count, Field(description="number of last layers over whose FFNs languages are compared")] = 3
 
 
 @settings

@@ -6,9 +6,7 @@ from typing import Annotated
 import typer
 
 from .apps import app, recipes_app
-from .options import (
-    Seed,
-)
+from .options import Seed
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name of `recipes ls`.")]
 
@@ -86,12 +84,20 @@ def recipes_schema(
 
     from ..recipe import recipe_schema
 
-    text = json.dumps(recipe_schema(), indent=2)
-    if out is None:
-        print(text)
-    else:
-        out.write_text(text + "\n", encoding="utf-8")
-        print(f"wrote {out}")
+    _print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out)
+
+
+@recipes_app.command("settings")
+def recipes_settings(
+    out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
+) -> None:
+    """Every key of a recipe and of a stage's file, its default and what it means, in Markdown.
+
+    Example: hf-moe-expand recipes settings --out settings.md
+    """
+    from ..settings_page import settings_page
+
+    _print_or_write(settings_page(), out)
 
 
 @app.command()
@@ -111,3 +117,11 @@ def demo(
     disable_progress_bars()  # what reads and writes takes no time here
     disable_progress_bar()
     run_demo(out, seed)
+
+
+def _print_or_write(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+        print(f"wrote {out}")

@@ -34,9 +34,7 @@ def key(default: Any, help: str) -> Any:
 class ValidationSettings:
     """Held-out text that is scored while a stage trains."""
 
-    texts: Annotated[dict[Text, Text], Field(description="held-out text, language to file")] = field(
-        default_factory=dict
-    )
+    texts: Annotated[dict[Text, Text], Field(description="language: held-out text")] = field(default_factory=dict)
     every: Annotated[Count, Field(description="steps between two scores; the model is scored at the end too")] = 50
     max_tokens: Annotated[
         Annotated[Whole, Field(ge=2)] | None, Field(description="tokens of each language to score, at most")

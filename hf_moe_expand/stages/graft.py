@@ -18,7 +18,7 @@ class GraftSettings:
     """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
 
     instruct: Annotated[Text, Field(description="folder or hub id of the fine-tune")]
-    scale: Annotated[Number, AllowInfNan(False), Field(description="how many times the change is added")] = 1.0
+    scale: Annotated[Number, AllowInfNan(False), Field(description="factor on the change")] = 1.0
     keep_tokenizer: Annotated[
         Flag, Field(description="keep the model's tokenizer, chat template and generation config, not the fine-tune's")
     ] = field(default=False)

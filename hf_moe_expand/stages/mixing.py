@@ -21,8 +21,8 @@ class MixedConfig(StageConfig):
     curriculum: Text | None = key(None, "file that says at which step each language enters")
     temperature: Number = key(
         1.0,
-        "T: languages are drawn in proportion to blocks ** (1 / T); 1 keeps the data's proportions, higher is more "
-        "uniform",
+        "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
+        "more uniform",
     )
 
 

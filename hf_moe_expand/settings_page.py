@@ -1,0 +1,136 @@
+"""docs/settings.md, written from the declarations of the settings."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from .planning.methods import METHODS
+from .recipe import Expansion, Recipe
+from .schema import settings_in
+from .stages import BESIDE, ROAD, help_of, stage_of
+
+_HEAD = """\
+# Every setting
+
+`hf-moe-expand recipes settings` prints this page: the keys of a recipe, and of a stage's own file (`--config`). A
+mistyped key is refused, with the nearest one. "–" is null: the key may be left out, and its description says what
+happens then. "Below" is a section of its own, with defaults of its own.
+
+## A recipe
+
+{recipe}
+
+A recipe also has the steps below, by their names. With several `expansions` ([lifelong](lifelong.md)) the steps beside
+them hold for each that has none of its own. A text is a file, a folder or `hub:dataset:config:split`. Paths are
+relative to the folder in which you run it, and may hold `$VARIABLES`.
+"""
+
+_PLAN = """\
+## `plan`
+
+Which layer gets how many experts. Counts include each layer's original FFN; in a further expansion they are those of
+new experts alone. `method` says how they are found, {default} by default.
+"""
+
+_TRAINING = """\
+## `training`
+
+Goes to [`transformers.TrainingArguments`](https://huggingface.co/docs/transformers/main_classes/trainer) as it is.
+
+- Defaults of ours: `report_to: none`, `logging_steps: 10`, `save_total_limit: 1`. The library's own hold for the rest,
+  such as 3 epochs and a linear schedule.
+- Set by the command, and refused here: `output_dir`, `seed`, `data_seed`, `remove_unused_columns`, `label_names`.
+- Refused, since something else does it: `eval_strategy` and its like (`validation`), `push_to_hub` and its like
+  (`hf-moe-expand push`), `label_smoothing_factor`, reentrant checkpointing.
+- `distributed_config` is ours: it goes to `from_pretrained` ([several devices](distributed.md)).
+"""
+
+
+def settings_page() -> str:
+    """The whole page, in Markdown."""
+    steps = [key for key in Expansion.model_fields if key != "new"]
+    own = {name: field for name, field in Recipe.model_fields.items() if name not in steps}
+    parts = [_HEAD.format(recipe=_table(own))]
+    inner: dict[str, type] = {}  # settings inside a stage's settings, by their key
+    for key in (*steps, "evaluation"):
+        if key == "plan":
+            parts.append(_plan())
+        elif key in ROAD:
+            parts.append(_stage(f"`{key}`", key, inner))
+        else:
+            (cls,) = settings_in(Recipe.model_fields[key].annotation)
+            parts.append(_section(f"`{key}`", [cls.__doc__ or ""], cls))
+    parts += [_stage(f"A file of `train {stage_of(key).name}`", key, inner) for key in BESIDE]
+    parts += [_section(f"`{key}`", [cls.__doc__ or ""], cls) for key, cls in inner.items()]
+    return "\n".join([*parts, _TRAINING])
+
+
+def _stage(title: str, key: str, inner: dict[str, type]) -> str:
+    """A stage's section; the settings inside its settings are added to `inner`."""
+    stage = stage_of(key)
+    for name, field in _fields(stage.settings).items():
+        inner.update((name, cls) for cls in settings_in(field.annotation))
+    when = ""
+    if key in ROAD and not stage.runs_unasked:
+        when = " It runs where a recipe has the key."
+    elif stage.optional:
+        when = f" `{key}: null` leaves it out."
+    about = [_first(help_of(key)) + when, getattr(stage, "config_class", stage.settings).__doc__ or ""]
+    return _section(title, about, stage.settings)
+
+
+def _plan() -> str:
+    methods = list(METHODS.values())
+    common = [name for name in methods[0].keys if all(name not in method.own_keys for method in methods)]
+    parts = [
+        _PLAN.format(default=next(f"`{m.name}`" for m in methods if not _fields(m.settings)["method"].is_required()))
+    ]
+    for method in methods:
+        fields = _fields(method.settings)
+        former = "".join(f" (formerly `{name}`)" for name in method.former)
+        parts.append(f"`method: {method.name}`{former}. {_first(method.settings.__doc__)}\n")
+        parts.append(_table({name: fields[name] for name in method.own_keys}) + "\n")
+    fields = _fields(methods[0].settings)
+    parts.append("Every method, but classifiers with those that make no language groups:\n")
+    return "\n".join([*parts, _table({name: fields[name] for name in common}) + "\n"])
+
+
+def _section(title: str, about: Iterable[str], cls: type) -> str:
+    return "\n\n".join([f"## {title}", *filter(None, map(_first, about)), _table(_fields(cls))]) + "\n"
+
+
+def _fields(cls: Any) -> Mapping[str, FieldInfo]:
+    return cls.__pydantic_fields__
+
+
+def _table(fields: Mapping[str, FieldInfo]) -> str:
+    """Required keys first, `training` last."""
+    order = sorted(fields, key=lambda name: (not fields[name].is_required(), name == "training"))
+    rows = [f"| `{name}` | {_default(fields[name])} | {_about(fields[name])} |" for name in order]
+    return "\n".join(["| key | default | |", "| --- | --- | --- |", *rows])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    value = field.get_default(call_default_factory=True)
+    if settings_in(type(value)):
+        return "below"
+    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _about(field: FieldInfo) -> str:
+    """The description as a fragment, with the values of a choice that it does not name."""
+    text = (field.description or "").removesuffix(".")
+    if not text[1:2].isupper():
+        text = text[:1].lower() + text[1:]
+    choices = [str(value) for value in get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
+    if any(choice not in text for choice in choices):
+        text += f": {', '.join(f'`{choice}`' for choice in choices)}"
+    return text.replace("|", "\\|")
+
+
+def _first(text: str | None) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((text or "").partition("\n\n")[0].split())
