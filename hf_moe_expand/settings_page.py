@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 from .planning.methods import METHODS
 from .recipe import Expansion, Recipe
 from .schema import settings_in
-from .stages import BESIDE, ROAD, help_of, stage_of
+from .stages import BESIDE, ROAD, words_of, stage_of
 
 _HEAD = """\
 # Every setting
@@ -76,7 +76,7 @@ def _stage(title: str, key: str, inner: dict[str, type]) -> str:
         when = " It runs where a recipe has the key."
     elif stage.optional:
         when = f" `{key}: null` leaves it out."
-    about = [_first(help_of(key)) + when, getattr(stage, "config_class", stage.settings).__doc__ or ""]
+    about = [_first(words_of(key)) + when, getattr(stage, "config_class", stage.settings).__doc__ or ""]
     return _section(title, about, stage.settings)
 
 

@@ -44,15 +44,19 @@ def training_stages() -> "tuple[TrainingStage, ...]":
     return tuple(stage for stage in found if isinstance(stage, TrainingStage))
 
 
+def words_of(key: str) -> str:
+    """The docstring of a stage's file, read without importing it."""
+    return ast.get_docstring(_parsed(key)) or ""
+
+
 def help_of(key: str) -> str:
-    """The docstring of a stage's file and the keys of its configuration, read without importing it."""
-    tree = _parsed(key)
-    config = next(c for c in tree.body if isinstance(c, ast.ClassDef) and c.name.endswith("Config"))
-    keys = {name: text for name, text in _declared(config) if text}
+    """What `--help` says of a training stage: its file's docstring and the keys of its configuration."""
+    config = next(c for c in _parsed(key).body if isinstance(c, ast.ClassDef) and c.name.endswith("Config"))
+    keys = dict(_declared(config))
     width = max(map(len, keys))
     lines = [f"  {name.ljust(width)}  {text}" for name, text in keys.items()]
     # The first character keeps typer from filling the lines.
-    return f"{ast.get_docstring(tree)}\n\n\b\nKeys of --config, besides `training`:\n" + "\n".join(lines)
+    return f"{words_of(key)}\n\n\b\nKeys of --config, besides `training`:\n" + "\n".join(lines)
 
 
 def _parsed(module: str) -> ast.Module:
