@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 from .planning.methods import METHODS
 from .recipe import Expansion, Recipe
 from .schema import settings_in
-from .stages import BESIDE, ROAD, words_of, stage_of
+from .stages import BESIDE, ROAD, stage_of, words_of
 
 _HEAD = """\
 # Every setting
