@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
-from hf_moe_expand.analysis.result import DeviationResult
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation import drawing, figures
+from hf_moe_expand.report import drawing, figures
+from hf_moe_expand.results import DeviationResult
 
 # One document a language, so that the order of documents is none.
 TEXTS = {

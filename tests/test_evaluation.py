@@ -8,10 +8,10 @@ import torch
 from conftest import byte_tokenizer, tiny_config, tiny_dense
 
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.figures import plot_allocation
 from hf_moe_expand.evaluation.perplexity import LanguageScore, evaluate_model, scored_stream
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.models import longest_block
+from hf_moe_expand.report.figures import plot_allocation
 
 TEXTS = {"en": ["One short text.", "And a second one, longer than a window of eight."], "el": ["Ένα", "δύο τρία"]}
 

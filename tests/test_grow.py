@@ -21,7 +21,6 @@ from hf_moe_expand import (
     shrink_checkpoint,
     train_stage,
 )
-from hf_moe_expand.analysis.result import SimilarityResult
 from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
@@ -33,6 +32,7 @@ from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.records import History
+from hf_moe_expand.results import SimilarityResult
 from hf_moe_expand.stages.run import check_frozen
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])

@@ -16,17 +16,17 @@ from conftest import invoke, save_dense
 from safetensors import safe_open
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.analysis.result import DeviationResult, RoutingResult, SimilarityResult
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation import page as page_module
-from hf_moe_expand.evaluation.charts import allocation_chart, change_chart, heat_map, line_chart
-from hf_moe_expand.evaluation.drawing import COLOURS, Change, Line, with_means
 from hf_moe_expand.evaluation.harness import Metric, TaskScore
-from hf_moe_expand.evaluation.page import _training_figures, make_page, without_paths
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
+from hf_moe_expand.report import page as page_module
+from hf_moe_expand.report.charts import allocation_chart, change_chart, heat_map, line_chart
+from hf_moe_expand.report.drawing import COLOURS, Change, Line, with_means
+from hf_moe_expand.report.page import _training_figures, make_page, without_paths
+from hf_moe_expand.results import DeviationResult, RoutingResult, SimilarityResult
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OLD, NEW = ["en", "zh"], ["el", "hu"]
@@ -562,5 +562,5 @@ def test_pictures_have_the_colours_that_the_page_gives_its_variables():
 
 
 def test_matplotlib_waits_for_a_chart():
-    code = "import sys; from hf_moe_expand.evaluation import figures, page; print('matplotlib' in sys.modules)"
+    code = "import sys; from hf_moe_expand.report import figures, page; print('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

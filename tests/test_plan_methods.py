@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from hf_moe_expand import LanguageText, Plan, expand_checkpoint, make_card
 from hf_moe_expand.cli import plan as plan_verbs
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.page import make_page
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.languages import check_old_and_new, is_language_code
 from hf_moe_expand.planning.make import make_plan
@@ -33,6 +32,7 @@ from hf_moe_expand.planning.methods import (
     plan_method,
     read_plan_settings,
 )
+from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import Count, json_schema, read, settings
 from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
 from hf_moe_expand.training import train_stage

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_moe_expand.analysis.result import DeviationResult, RoutingResult, SimilarityResult
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.planning.layers import classifier_layers
@@ -15,6 +14,7 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.plan import Plan
+from hf_moe_expand.results import DeviationResult, RoutingResult, SimilarityResult
 
 
 def counts_of(layers, *method, seed=0, **keys):

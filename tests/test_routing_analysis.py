@@ -10,7 +10,6 @@ import torch
 from conftest import byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
 
 from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
-from hf_moe_expand.analysis.result import RoutingResult
 from hf_moe_expand.analysis.routing import (
     LargestCorrelation,
     experts_for_half,
@@ -21,7 +20,8 @@ from hf_moe_expand.analysis.routing import (
     random_routing,
 )
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.figures import plot_expert_0_scores, plot_expert_shares
+from hf_moe_expand.report.figures import plot_expert_0_scores, plot_expert_shares
+from hf_moe_expand.results import RoutingResult
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 3,

@@ -5,9 +5,9 @@ import torch
 from conftest import byte_tokenizer, save_dense, tiny_dense
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_similarity
-from hf_moe_expand.analysis.result import SimilarityResult
 from hf_moe_expand.analysis.similarity import MeanDirections, ffn_inputs, padded_batches, token_blocks
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.results import SimilarityResult
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 4,

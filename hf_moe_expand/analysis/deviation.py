@@ -23,7 +23,7 @@ from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..modeling import decoder_ffns
 from ..models import longest_block
-from .result import DeviationResult
+from ..results import DeviationResult
 
 _SETTINGS = "settings.json"
 _FOUND = "deviation.json"

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..modeling import ExpandedFFN, LayerRouting, Routing
 from ..models import longest_block
 from ..records import History
-from .result import RoutingResult
+from ..results import RoutingResult
 from .similarity import padded_batches, token_blocks
 
 

@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 from ..errors import InputError
 from ..modeling import decoder_ffns
 from ..models import longest_block
+from ..results import SimilarityResult
 from ..settings import AnalysisSettings
-from .result import SimilarityResult
 
 
 class MeanDirections:

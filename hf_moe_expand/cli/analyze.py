@@ -120,7 +120,7 @@ def analyze_deviation(
         for nearest in sorted(others, key=lambda column: -result.similarity[row][column])[:1]:
             print(f"{language:8}  {result.languages[nearest]} {result.similarity[row][nearest]:.3f}")
     if figure is not None:
-        from ..evaluation.figures import plot_deviation
+        from ..report.figures import plot_deviation
 
         plot_deviation(figure, result.languages, result.similarity, result.deviation)
     print(f"wrote {out}")
@@ -174,7 +174,7 @@ def analyze_routing(
     if result.colocation:
         print_table(*result.colocation_rows())
     if pictures:
-        from ..evaluation.figures import plot_expert_0_scores, plot_expert_shares
+        from ..report.figures import plot_expert_0_scores, plot_expert_shares
 
         plot_expert_shares(pictures["expert_shares"], result)
         plot_expert_0_scores(pictures["expert_0"], result)

@@ -131,8 +131,8 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
     check_file(out, given["overwrite"])
     check_figure(figure, given["overwrite"])
     settings = read_plan_settings({"method": name, **_keys_given(method, given)})
-    from ..analysis.result import DeviationResult, SimilarityResult
     from ..planning.make import make_plan
+    from ..results import DeviationResult, SimilarityResult
 
     similarity = SimilarityResult.from_json(given["analysis"]) if given.get("analysis") else None
     deviation = DeviationResult.from_json(given["deviation"]) if given.get("deviation") else None
@@ -156,7 +156,7 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")
     if figure is not None and deviation is not None:
-        from ..evaluation.figures import plot_deviation
+        from ..report.figures import plot_deviation
 
         layers = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
         plot_deviation(figure, deviation.languages, deviation.similarity, deviation.deviation, plan.groups, layers)

@@ -24,7 +24,7 @@ def report(
     """
     out = out or run / "report.html"
     check_file(out, overwrite)
-    from ..evaluation.page import make_page
+    from ..report.page import make_page
 
     text = make_page(run)
     out.parent.mkdir(parents=True, exist_ok=True)

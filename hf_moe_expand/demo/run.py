@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..data.sources import LanguageText
 from ..errors import InputError
-from ..evaluation.figures import plot_allocation
 from ..pipeline import run_recipe
 from ..planning.plan import Plan
 from ..recipe import Recipe
+from ..report.figures import plot_allocation
 from .base import BaseSettings, make_base
 from .sentences import NEW, OLD, documents
 

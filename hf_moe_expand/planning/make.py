@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..analysis.result import DeviationResult, SimilarityResult
 from ..errors import InputError
+from ..results import DeviationResult, SimilarityResult
 from .layers import classifier_layers
 from .methods import METHODS, PlanSettings, Target
 from .plan import Plan

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..analysis.result import DeviationResult, SimilarityResult
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..planning.make import make_plan
+from ..results import DeviationResult, SimilarityResult
 from ..schema import plain
 from .base import Checks, Done, Round, Step
 

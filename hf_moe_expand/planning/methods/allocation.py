@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...analysis.result import DeviationResult, SimilarityResult
 from ...errors import InputError
+from ...results import DeviationResult, SimilarityResult
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...analysis.result import DeviationResult
 from ...errors import InputError
 from ...languages import LanguageCode
+from ...results import DeviationResult
 from ...schema import Count, Number, Text
 from ..layers import select_layers
 from ..plan import check_groups

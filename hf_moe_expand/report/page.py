@@ -13,21 +13,21 @@ import yaml
 from markupsafe import Markup
 from transformers import AutoModelForCausalLM
 
-from ..analysis.result import DeviationResult, RoutingResult, SimilarityResult
 from ..checkpoint.source import load_expanded_config
 from ..errors import InputError
+from ..evaluation.report import Evaluation
+from ..evaluation.validation import VALIDATION, ValidationCurves
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
 from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord
+from ..results import DeviationResult, RoutingResult, SimilarityResult
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
 from .charts import allocation_chart, change_chart, heat_map, line_chart
 from .drawing import Change, Line, with_means
 from .figures import expert_0_lines, grouped
-from .report import Evaluation
-from .validation import VALIDATION, ValidationCurves
 
 # What a run folder may hold of its own; the rest lies in folders of its stages and expansions.
 _RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")

@@ -9,7 +9,7 @@ from .drawing import Line, cell_size, draw_allocation, draw_cells, draw_deviatio
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..analysis.result import RoutingResult
+    from ..results import RoutingResult
 
 
 def plot_allocation(

@@ -5,9 +5,9 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
-from ..jsonfile import read_json, write_json
-from ..schema import Number, Text, Whole, read, settings
+from .errors import InputError
+from .jsonfile import read_json, write_json
+from .schema import Number, Text, Whole, read, settings
 
 
 @settings
