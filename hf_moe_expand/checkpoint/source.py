@@ -114,7 +114,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """
     check_fields(read_json(folder / "config.json", "a configuration"), folder)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if hasattr(config, "validate"):
+            config.validate()  # as `save_pretrained` does, before the work that is then saved
     except Exception as error:  # the library raises whatever a wrong value leads to
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
     check_values(config, folder)
@@ -166,7 +168,7 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
             f"{name}: architecture {config.model_type!r} is not supported{_reason(config)}. "
             f"Supported: {', '.join(SUPPORTED_BACKBONES)}."
         )
-    if foreign := [field for field in ExpandedConfig.__annotations__ if getattr(config, field, None) is not None]:
+    if foreign := [field for field in ExpandedConfig.__annotations__ if hasattr(config, field)]:
         raise InputError(
             f"{name}: its configuration has {foreign[0]}, a field of expanded models, but it is a "
             f"{config.model_type} checkpoint: take the field out of config.json."
