@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..planning.plan import Plan
-from .expand import new_router, routing_tensor, versions
+from .expand import routing_tensor, versions
 from .folder import write_checkpoint
+from .new_weights import new_router
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, known_languages, load_expanded_config, resolve_checkpoint
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes

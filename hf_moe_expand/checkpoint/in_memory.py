@@ -14,15 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..errors import InputError
 from ..modeling import MODEL_CLASSES, ExpandedConfig, decoder_ffns, static_class
 from ..planning.plan import Plan
-from .expand import (
-    check_dense_plan,
-    check_kinds,
-    lora_fields,
-    new_weight,
-    planned_config,
-    provenance,
-    random_weight,
-)
+from .expand import check_dense_plan, check_kinds, lora_fields, planned_config, provenance
+from .new_weights import new_weight, random_weight
 from .source import check_base_config
 from .stored import places
 
