@@ -16,11 +16,10 @@ from .. import __version__
 from ..errors import InputError
 from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns
 from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
-from ..modeling.lora_expert import init_lora_a
-from ..modeling.routing import init_router
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
+from .new_weights import new_weight, random_weight
 from .reader import TORCH_DTYPES, TensorInfo
 from .source import COMPANIONS, load_base_config, resolve_checkpoint
 from .stored import StoredModel, places
@@ -221,37 +220,6 @@ def ffn_dtype(dense: StoredModel, prefix: str, ffn: nn.Module) -> str:
     return dtype
 
 
-def _place_seed(*numbers: int) -> int:
-    """A seed for one tensor's place: what a router gets depends neither on the others nor on their order."""
-    value = 0
-    for number in numbers:
-        value = (value * 1_000_003 + number + 1) % ((1 << 61) - 1)
-    return value
-
-
-def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
-    """A router's first weights, `[N, h]` float32; `place` (seed, layer, ...) decides them."""
-    weight = torch.empty(shape)
-    init_router(weight, torch.Generator().manual_seed(_place_seed(*place)))
-    return weight
-
-
-def new_weight(inner: str, shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
-    """First weights, float32, of what expansion adds beside experts: a router (see `new_router`), a LoRA expert's A, or
-    a LoRA expert's B, a classifier or a gate, which are zero.
-
-    Args:
-        inner: name of the tensor inside the layer's FFN block.
-        place: seed and layer, which decide the weights.
-    """
-    if inner == "router.weight":
-        return new_router(shape, place)
-    weight = torch.zeros(shape)
-    if inner.endswith("lora_A.weight"):
-        init_lora_a(weight, torch.Generator().manual_seed(_place_seed(*place, *inner.encode())))
-    return weight
-
-
 def routing_tensor(name: str, dtype: str, shape: tuple[int, ...], inner: str, place: tuple[int, ...]) -> OutputTensor:
     """`new_weight` as a tensor to write."""
 
@@ -268,23 +236,6 @@ def _random_expert_tensor(
         yield tensor_bytes(random_weight(dense, ffn, rest, place).to(TORCH_DTYPES[info.dtype]))
 
     return OutputTensor(name, info.dtype, info.shape, data)
-
-
-def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of a random expert, on the CPU, drawn as the backbone's own initialisation draws it.
-
-    Args:
-        network: the dense model.
-        ffn: one of its FFNs.
-        rest: name of the tensor in it.
-        place: seed, layer and expert, which decide the values.
-    """
-    module_name, _, parameter_name = rest.rpartition(".")
-    module = copy.deepcopy(ffn.get_submodule(module_name)).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(_place_seed(*place, *module_name.encode()))
-        network._init_weights(module)
-    return module.get_parameter(parameter_name).detach()
 
 
 def first_record(

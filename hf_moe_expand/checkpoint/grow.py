@@ -16,8 +16,9 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
-from .expand import new_router, routing_tensor, versions
+from .expand import routing_tensor, versions
 from .folder import write_checkpoint
+from .new_weights import new_router
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import check_complete

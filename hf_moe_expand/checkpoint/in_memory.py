@@ -15,15 +15,8 @@ from ..errors import InputError
 from ..modeling import MODEL_CLASSES, ExpandedConfig, decoder_ffns, static_class
 from ..planning.plan import Plan
 from ..records import History
-from .expand import (
-    check_dense_plan,
-    check_kinds,
-    first_record,
-    lora_fields,
-    new_weight,
-    planned_config,
-    random_weight,
-)
+from .expand import check_dense_plan, check_kinds, first_record, lora_fields, planned_config
+from .new_weights import new_weight, random_weight
 from .source import check_base_config
 from .stored import places
 
