@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
@@ -79,8 +80,21 @@ def codes(argument: str) -> list[str]:
 
 
 def check_file(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise InputError(f"{path}: exists already; choose another file or pass --overwrite.")
+    """Refuses a file that cannot be written, before the work of hours that it is for.
+
+    Raises:
+        InputError: it exists (without `overwrite`), is a folder, or its folder cannot be written to.
+    """
+    try:
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder; give the name of a file in it.")
+        if path.exists() and not overwrite:
+            raise InputError(f"{path}: exists already; choose another file or pass --overwrite.")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written there ({error.strerror}).") from None
 
 
 def check_figure(path: Path | None, overwrite: bool) -> None:

@@ -73,6 +73,7 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A name of `recipes ls
 @recipes_app.command("schema")
 def recipes_schema(
     out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """The JSON schema of a recipe: editors complete and check keys with it.
 
@@ -84,12 +85,13 @@ def recipes_schema(
 
     from ..recipe import recipe_schema
 
-    _print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out)
+    _print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out, overwrite)
 
 
 @recipes_app.command("settings")
 def recipes_settings(
     out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Every key of a recipe and of a stage's file, its default and what it means, in Markdown.
 
@@ -97,7 +99,7 @@ def recipes_settings(
     """
     from ..settings_page import settings_page
 
-    _print_or_write(settings_page(), out)
+    _print_or_write(settings_page(), out, overwrite)
 
 
 @app.command()
@@ -119,9 +121,10 @@ def demo(
     run_demo(out, seed)
 
 
-def _print_or_write(text: str, out: Path | None) -> None:
+def _print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
     if out is None:
         print(text, end="")
     else:
+        check_file(out, overwrite)
         out.write_text(text, encoding="utf-8")
         print(f"wrote {out}")
