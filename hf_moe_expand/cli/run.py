@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from .apps import app, recipes_app
-from .options import Seed
+from .common import check_file
+from .options import Overwrite, Seed
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name of `recipes ls`.")]
 
