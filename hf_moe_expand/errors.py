@@ -1,8 +1,20 @@
 """The one exception that means: the input was wrong, and the message says what, where and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """Wrong input. The command line prints its message without a traceback."""
+
+
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Inside, an InputError gets `where` in front of its message: the file or the key that it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}" if where else str(error)) from None
 
 
 def first_line(error: BaseException) -> str:

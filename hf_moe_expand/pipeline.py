@@ -10,14 +10,14 @@ from typing import Any
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .distributed import launched
-from .errors import InputError
+from .errors import InputError, at
 from .evaluation.report import Evaluation
 from .jsonfile import read_json, write_json
 from .recipe import Recipe
 from .recipe_paths import unset_variable
 from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
-from .steps.base import Checks, Done, Round, Step, named
+from .steps.base import Checks, Done, Round, Step
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.plan import MakePlan
@@ -79,7 +79,8 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
         if offline and (unset := unset_variable(source.source)):
             checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
-        named(key, source.check)
+        with at(key):
+            source.check()
         files = source.files()
         checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     for step in steps_of(recipe)[0]:

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from transformers import TrainingArguments
 
-from ..errors import InputError
+from ..errors import InputError, at
 from ..schema import Count, Declared, Text, Whole, read, settings
 from .arguments import accepted_arguments, check_training_arguments, refused_by_the_library
 
@@ -124,10 +124,8 @@ class StageSettings(Declared):
         prefix = f"{where}." if where else ""
         training = check_training_arguments(self.training, f"{prefix}training")
         own = {name: getattr(self, name) for name in own_fields(self.config_class)}
-        try:
+        with at(where):
             config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
-        except InputError as error:
-            raise InputError(f"{where}: {error}" if where else str(error)) from None
         config.given = dict(self.training)
         return config
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..data.sources import LanguageText
-from ..errors import InputError
 from ..recipe import Expansion, Recipe
 
 
@@ -123,11 +122,3 @@ class Step(ABC):
 def contents(sources: dict[str, LanguageText]) -> dict[str, Any]:
     """Source and hashes of each text, for a fingerprint."""
     return {code: [text.source, *text.digests()] for code, text in sources.items()}
-
-
-def named(key: str, check: Any, *arguments: Any) -> None:
-    """Runs a check whose refusal says under which key of the recipe the mistake is."""
-    try:
-        check(*arguments)
-    except InputError as error:
-        raise InputError(f"{key}: {error}") from None

@@ -7,12 +7,12 @@ from ..analysis.routing import nearest_experts
 from ..checkpoint.expand import check_kinds, expand_checkpoint
 from ..checkpoint.grow import grow_checkpoint
 from ..checkpoint.writer import check_shard_size
-from ..errors import InputError
+from ..errors import InputError, at
 from ..models import load_for_inference
 from ..planning.plan import Plan
 from ..schema import plain
 from .analyze import check_tokens
-from .base import Checks, Done, Round, Step, named
+from .base import Checks, Done, Round, Step
 
 
 @dataclass
@@ -36,8 +36,9 @@ class Expand(Step):
 
     def check(self, checks: Checks) -> None:
         settings = self.round.expansion.expand
-        named("expand", check_kinds, settings.expert_init, settings.expert_kind)
-        named("expand", check_shard_size, settings.max_shard_size)
+        with at("expand"):
+            check_kinds(settings.expert_init, settings.expert_kind)
+            check_shard_size(settings.max_shard_size)
         copied = settings.copy_from
         if self.round.number > 1 and isinstance(copied, int) and checks.config is not None and copied >= checks.least:
             raise InputError(
