@@ -28,6 +28,7 @@ from hf_moe_expand import (
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling import LayerRouting
+from hf_moe_expand.modeling.routing import select_experts
 from hf_moe_expand.trainers.losses import (
     TokenCounts,
     TokenMasks,
@@ -56,10 +57,12 @@ def masks(classes=CLASSES, padding=PADDING):
 def layers(conditional=False, seed=0):
     """Routing of three layers, two with a classifier, of 11 tokens."""
     torch.manual_seed(seed)
-    return [
-        LayerRouting(torch.randn(11, 4, requires_grad=True), classes, 2, conditional)
-        for classes in (torch.randn(11, 3, requires_grad=True), None, torch.randn(11, 3, requires_grad=True))
-    ]
+    found = []
+    for classes in (torch.randn(11, 3, requires_grad=True), None, torch.randn(11, 3, requires_grad=True)):
+        logits = torch.randn(11, 4, requires_grad=True)
+        chosen = select_experts(logits[:, 1:] if conditional else logits, 2)
+        found.append(LayerRouting(logits, classes, 2, *chosen, conditional=conditional))
+    return found
 
 
 def batch_of(routing, tokens, step=None, sums=None):

@@ -1,5 +1,5 @@
-"""`train_stage` when things go wrong: interruption after the last step, divergence, somebody else's folders; and that
-the check of frozen tensors sees tensors that appear or disappear."""
+"""`train_stage` when things go wrong: a tensor too many, interruption after the last step, divergence, and folders that
+are somebody else's."""
 
 import json
 import shutil
