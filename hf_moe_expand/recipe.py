@@ -209,9 +209,9 @@ def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
 
 def _fill_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
     if isinstance(mapping.get(kind), Mapping):
-        # YAML 1.1 reads the unquoted language code `no` as false.
-        if any(not isinstance(code, str) for code in mapping[kind]):
-            raise InputError(f"{where}: {kind}: put language codes in quotes: YAML reads `no` as false.")
+        for code in mapping[kind]:
+            if not isinstance(code, str):
+                raise InputError(f"{where}: {kind}: {code!r} is no language code.")
         mapping[kind] = {
             code: filled_in(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
         }

@@ -29,6 +29,7 @@ class Checks:
         counts: experts of each layer after the expansions so far; which layers have more is not known before the
             analysis, only how many do.
         least: experts that every layer is sure to have.
+        copyable: those of them that the expansion at hand may copy: it had them before.
         counted: tokens of each language that are known to be there.
     """
 
@@ -38,6 +39,7 @@ class Checks:
     found: list[str] = field(default_factory=list)
     counts: Sequence[int] = ()
     least: int = 0
+    copyable: int = 0
     counted: dict[str, int] = field(default_factory=dict)
 
 

@@ -40,10 +40,15 @@ class Expand(Step):
             check_kinds(settings.expert_init, settings.expert_kind)
             check_shard_size(settings.max_shard_size)
         copied = settings.copy_from
-        if self.round.number > 1 and isinstance(copied, int) and checks.config is not None and copied >= checks.least:
+        if (
+            self.round.number > 1
+            and isinstance(copied, int)
+            and checks.config is not None
+            and copied >= checks.copyable
+        ):
             raise InputError(
                 f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have experts "
-                f"0..{checks.least - 1} only."
+                f"0..{checks.copyable - 1} only."
             )
         if self._copies_nearest:
             check_tokens(self.round, checks)
