@@ -196,6 +196,15 @@ def grown_from(name: str) -> tuple[list[int], list[str]]:
 
 
 def known_languages(config: Any) -> list[str]:
-    """The base model's languages and those of every expansion, in order."""
+    """The base model's languages and those of every expansion, in order.
+
+    Raises:
+        InputError: config.json records no expansion.
+    """
+    if not config.expansions:
+        raise InputError(
+            f"{config.name_or_path}: config.json records no expansion, so its languages are not known: make the "
+            "checkpoint with `hf-moe-expand expand`."
+        )
     known = list(config.expansions[0]["old_languages"])
     return known + [code for entry in config.expansions for code in entry["new_languages"]]
