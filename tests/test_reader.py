@@ -44,6 +44,7 @@ def entry(start, end, dtype="F32", shape=(2,)) -> dict:
         ({"a": entry(0, 8, shape=(2.0,))}, "floating point"),
         ({"a": entry(0, 8, shape=(1 << 40, 1 << 40))}, "overflow"),
         ({"a": entry(0, 8, dtype="F33")}, "F33"),
+        ({"a": entry(0, 8, dtype="F33\n")}, "F33"),
         ({"a": entry(0, 80, shape=(20,))}, "incomplete"),
         ({"a": entry(0, 4, shape=(1,))}, "incomplete"),
         ({"a": 7}, "not a safetensors file"),

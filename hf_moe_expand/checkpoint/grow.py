@@ -63,7 +63,7 @@ def grow_checkpoint(
     }
     entry = {
         "method": plan.method, "base_model": history[0]["base_model"],
-        "base_revision": history[0]["base_revision"], "old_languages": known, "new_languages": plan.new,
+        "base_revision": history[0].get("base_revision"), "old_languages": known, "new_languages": plan.new,
         "experts_per_layer": plan.experts_per_layer, "classifier_layers": plan.classifier_layers,
         "copied_experts": origin, "seed": seed, "versions": versions(), "stages": [],
     }  # fmt: skip

@@ -71,7 +71,7 @@ def shrink_checkpoint(
     config.num_experts_per_layer = history[to - 1]
     config.earlier_experts_per_layer = history[: to - 1] or None
     config.expansions = (config.expansions or [])[:to]
-    config.classifier_layers = config.expansions[-1]["classifier_layers"]
+    config.classifier_layers = config.expansions[-1].get("classifier_layers", [])
     lost = []
     outputs = {name: _copied(reader, name) for name in reader.tensors if ".classifier." not in name}
     for layer, prefix in enumerate(prefixes):
