@@ -48,6 +48,7 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
         if found := sorted(map(str, info[kind])):
             raise InputError(f"{name}: the checkpoint does not fit the model: {kind.replace('_', ' ')}: {found[0]}.")
     check_finite(model, name)
+    _check_vocabulary(model, tokenizer, name)
     if torch.cuda.is_available():
         model = model.to("cuda")
     _check_runs(model, name)
@@ -63,6 +64,19 @@ def check_finite(model: Any, name: str | os.PathLike) -> None:
     for key, parameter in model.named_parameters():
         if parameter.dtype in TORCH_DTYPES.values() and parameter.numel() and not is_finite(parameter.detach()):
             raise InputError(f"{name}: tensor {key!r} holds NaN or infinite values; the checkpoint is damaged.")
+
+
+def _check_vocabulary(model: Any, tokenizer: Any, name: str | os.PathLike) -> None:
+    """Refuses a tokenizer of another model. Special tokens may lie outside the model (Gemma 3's for images), but not
+    those that documents begin and end with."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    ends = {tokenizer.eos_token: tokenizer.eos_token_id, tokenizer.bos_token: tokenizer.bos_token_id}
+    usual = {token: at for token, at in tokenizer.get_vocab().items() if at not in tokenizer.added_tokens_decoder}
+    for token, at in {**usual, **ends}.items():
+        if at is not None and at >= rows:
+            raise InputError(
+                f"{name}: the tokenizer's token {token!r} has number {at}, but the model has {rows} tokens."
+            )
 
 
 def _check_runs(model: Any, name: str | os.PathLike) -> None:

@@ -186,11 +186,29 @@ class History:
 
     @property
     def first(self) -> ExpansionRecord:
-        return self.expansions[0]
+        """The first expansion.
+
+        Raises:
+            InputError: there is none.
+        """
+        return self._known()[0]
 
     @property
     def last(self) -> ExpansionRecord:
-        return self.expansions[-1]
+        """The last expansion.
+
+        Raises:
+            InputError: there is none.
+        """
+        return self._known()[-1]
+
+    def _known(self) -> Sequence[ExpansionRecord]:
+        if not self.expansions:
+            raise InputError(
+                "config.json records no expansion, so the base model and the languages are not known: make the "
+                "checkpoint with `hf-moe-expand expand`."
+            )
+        return self.expansions
 
     @property
     def stages(self) -> list[StageRecord]:

@@ -51,15 +51,10 @@ def base_of(config: Any, hub_id: str | None = None) -> BaseModel:
     Raises:
         InputError: config.json records no expansion.
     """
-    history = History.of(config)
-    if not len(history):
-        raise InputError(
-            "config.json records no expansion, so the base model is not known: make the checkpoint with "
-            "`hf-moe-expand expand`."
-        )
+    first = History.of(config).first
     if hub_id is not None:
         return BaseModel(hub_id, hub_id, None)
-    name, revision = history.first.base_model, history.first.base_revision  # of a model of the hub only
+    name, revision = first.base_model, first.base_revision  # of a model of the hub only
     if name is None:
         raise InputError("config.json does not say which base model was expanded: give its hub id with --base.")
     return BaseModel(name, name if revision else None, revision)

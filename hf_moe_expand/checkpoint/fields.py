@@ -106,6 +106,7 @@ def _is_stage(value: Any) -> bool:
         isinstance(value, dict)
         and _is_text(value.get("stage"))
         and all(_is_count(value.get(name, 0), 0) for name in ("steps", "seed"))
+        and ("seed" in value or "steps" not in value)
     )
 
 

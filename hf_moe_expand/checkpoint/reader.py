@@ -190,7 +190,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(length))
     except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
+        reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
         if "not fully covered" in reason:
             raise InputError(
                 f"{file}: {file.stat().st_size:,} bytes, not as many as its header says: the file is incomplete."
