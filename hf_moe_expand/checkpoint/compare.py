@@ -6,11 +6,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from .reader import CheckpointReader
-from .stored import load_any_config, stored_names
+from .stored import load_any_config, network_of, stored_names
 
 # Names of modules in the supported backbones.
 _PARTS = {
@@ -84,8 +83,7 @@ def _names(reader: CheckpointReader) -> dict[str, str]:
         config = load_any_config(reader.folder)
     except InputError:
         return {name: name for name in reader.tensors}
-    with torch.device("meta"):
-        return stored_names(reader, AutoModelForCausalLM.from_config(config))
+    return stored_names(reader, network_of(config, reader))
 
 
 def _same(a: CheckpointReader, ours: str, b: CheckpointReader, theirs: str) -> bool:
