@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from .checkpoint.expand import check_layers, planned_config
 from .checkpoint.source import load_base_config, resolve_checkpoint
+from .checkpoint.stored import network_of
 from .errors import InputError
 from .inspection import Inspection, inspect_config
 from .planning.plan import Plan
@@ -99,8 +97,7 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
     check_layers(plan, dense, base)
     config: Any = planned_config(dense, plan)
     found = inspect_config(config)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = network_of(config)
     tied = bool(config.tie_word_embeddings)
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
     met = found.active - looked_up

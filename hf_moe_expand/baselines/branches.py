@@ -1,19 +1,17 @@
 """Branch-Train-Mix: dense models that were fine-tuned apart become the experts of one model; streamed."""
 
-import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..checkpoint.expand import ffn_dtype, routing_tensor, versions
 from ..checkpoint.folder import write_checkpoint
 from ..checkpoint.merge import averaged, check_same_shape
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from ..checkpoint.stored import StoredModel, computed, places
+from ..checkpoint.stored import StoredModel, computed, network_of, places
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 from ..errors import InputError
 from ..modeling import DMoEConfig, decoder_ffns
@@ -87,8 +85,7 @@ def expand_branches(
 
 def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[OutputTensor]:
     first = models[0]
-    with torch.device("meta"):
-        expanded = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    expanded = network_of(config)
     ffns = decoder_ffns(first.network)
     weights = [1 / len(models)] * len(models)
     outputs = []

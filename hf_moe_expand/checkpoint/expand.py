@@ -1,6 +1,5 @@
 """Expansion: a dense checkpoint's FFNs become experts; streamed, one tensor in memory."""
 
-import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from .. import __version__
 from ..errors import InputError
@@ -22,7 +21,7 @@ from .folder import write_checkpoint
 from .new_weights import new_weight, random_weight
 from .reader import TORCH_DTYPES, TensorInfo
 from .source import COMPANIONS, load_base_config, resolve_checkpoint
-from .stored import StoredModel, places
+from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 EXPERT_INITS = ("copy", "random")
@@ -178,8 +177,7 @@ def tensor_numel(shape: Iterable[int]) -> int:
 
 def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> list[OutputTensor]:
     """Every tensor of the expanded checkpoint, as a function of the dense one's."""
-    with torch.device("meta"):
-        expanded = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    expanded = network_of(config)
     ffns = decoder_ffns(dense.network)
     where = places(expanded)
     outputs = []

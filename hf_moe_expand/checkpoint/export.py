@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -18,7 +16,7 @@ from ..errors import InputError
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, places, rounded, widened
+from .stored import StoredModel, network_of, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
@@ -161,8 +159,7 @@ def export_expert(
         if not 0 <= expert < count and count > 1:
             raise InputError(f"{folder}: layer {layer} has experts 0..{count - 1}, not {expert}.")
     config = dense_config(source.config)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = network_of(config)
     lora = source.config.expert_kind == "lora" and expert > 0
     tensors = [
         _updated(source, key, _saved_name(network, place.dense), place.inner, expert)
@@ -325,8 +322,7 @@ def _stack(name: str, tensors: list[OutputTensor], experts: int) -> OutputTensor
 
 def _check_fits(source: StoredModel, form: NativeForm, config: Any, tensors: list[OutputTensor]) -> None:
     """Refuses what the architecture has no place for, such as biases."""
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = network_of(config)
     tied = set(network.all_tied_weights_keys)
     state = {name: value for name, value in network.state_dict().items() if name not in tied}
     expected = {name: tuple(value.shape) for name, value in revert_weight_conversion(network, state).items()}

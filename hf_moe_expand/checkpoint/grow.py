@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
@@ -21,7 +20,7 @@ from .folder import write_checkpoint
 from .new_weights import new_router
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import check_complete
+from .stored import check_complete, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # Routers and classifiers as they were after expansion {}, beside the weights.
@@ -150,8 +149,7 @@ def add_experts(
             )
     check_complete(folder, config)
     reader = CheckpointReader(folder)
-    with torch.device("meta"):
-        prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
+    prefixes = [name for name, _ in decoder_ffns(network_of(config))]
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)

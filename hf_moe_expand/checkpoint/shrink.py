@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
@@ -17,7 +16,7 @@ from .folder import write_checkpoint
 from .grow import KEPT_ROUTERS
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import check_complete
+from .stored import check_complete, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 
@@ -62,8 +61,7 @@ def shrink_checkpoint(
     _check_left_alone(expansions[to:], folder)
     check_complete(folder, config)
     reader = CheckpointReader(folder)
-    with torch.device("meta"):
-        prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
+    prefixes = [name for name, _ in decoder_ffns(network_of(config))]
     kept_file = folder / KEPT_ROUTERS.format(to)
     kept = load_file(kept_file) if kept_file.is_file() else None
     config.num_experts_per_layer = history[to - 1]
