@@ -34,7 +34,7 @@ class _Record:
                 raise InputError(f"{where}: `{name}` is missing.")
         for name, item in value.items():
             check = known[name].metadata.get("check") if name in known else None
-            if check is not None and item is not None and not check(item):
+            if check is not None and (item is not None or known[name].metadata.get("required")) and not check(item):
                 raise InputError(f"{where}.{name}: {known[name].metadata['wanted']} is needed, found {item!r:.60}.")
         other = {name: item for name, item in value.items() if name not in known}
         return cls(**{name: item for name, item in value.items() if name in known}, other=other)  # type: ignore[call-arg]
@@ -171,7 +171,7 @@ class History:
             InputError: it has not the shape of one; the message names the entry.
         """
         value = config.get("expansions") if isinstance(config, Mapping) else getattr(config, "expansions", None)
-        if not isinstance(value or [], list):
+        if value is not None and not isinstance(value, list):
             raise InputError(f"config.json: expansions: a list is needed, found {type(value).__name__}.")
         return cls(
             [ExpansionRecord.from_dict(entry, f"config.json: expansions[{i}]") for i, entry in enumerate(value or [])]
