@@ -184,7 +184,7 @@ def test_a_plan_to_grow_knows_the_models_languages(tmp_path, error_of):
     grow_checkpoint("moe", "grown", Plan.load("p.json"))
     assert Plan.load("p.json") == Plan("moe-lpr", [3, 3, 4], old=["en", "el"], new=["tr"], grows_from=[2, 2, 3])
     again = [*grow, "--overwrite", "--new"]
-    assert error_of(*again, "tr,el").endswith("error: el: moe knows it already; leave it out of --new.")
+    assert error_of(*again, "tr,el").endswith("error: el: already a language of moe; leave it out of --new.")
 
     assert "plan is for 4 layers, but the model to grow has 3" in error_of(*again, "tr", "--layers", 4)
     expand_checkpoint("base", "dmoe", Plan("dmoe", [2, 1, 2], new=["el", "tr"], groups=[["el"], ["tr"]]))
@@ -239,9 +239,9 @@ def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
         (["--groups", 2, "--ratio", 0], "error: ratio is 0.0: must be larger than 0."),
         (["--groups", 2, "--ratio", 0.4, "--threshold", 0.6], "give exactly one of the two"),
         (["--groups", 2, "--vectors", "v.csv"], "error: v.csv: no vector for tr."),
-        (["--groups", 2, "--vectors", "v.csv", "--random"], "give one of them at most"),
+        (["--groups", 2, "--vectors", "v.csv", "--random"], "give only one of them"),
         (["--by-hand", "en,es;el,es"], "es is named twice"),
-        (["--groups", 2, *by_hand], "--groups and --by-hand: give one of them at most"),
+        (["--groups", 2, *by_hand], "--groups and --by-hand: give only one of them"),
         ([], "error: Give --groups or --by-hand."),
         ([*by_hand, "--random"], "grouping `random` must be left out"),
         (["--groups", 0], "error: groups is 0: must be at least 1."),

@@ -238,7 +238,7 @@ def test_from_the_command_line(root, tmp_path):
 
     (tmp_path / "dense.yaml").write_text("block_size: 32\ntraining: {max_steps: 1, disable_tqdm: true}\n")
     text = ("--data", f"en={root / 'en.jsonl'}", "--config", tmp_path / "dense.yaml")
-    assert "new are layers 3" in invoke("expand-depth", root / "base", tmp_path / "pro", "--blocks", 1)
+    assert "layers 3" in invoke("expand-depth", root / "base", tmp_path / "pro", "--blocks", 1)
     said = invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-1", *text, "--only-new-blocks")
     assert "1 steps; 39 frozen tensors are byte-identical" in said
     assert "pro-2: 1 steps" in invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-2", *text)

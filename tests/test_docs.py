@@ -418,7 +418,7 @@ def test_the_lifelong_guide(workplace):
     run_recipe(first, lambda line: None).rename("qwen-el-2")
     said = run("lifelong.md")
     assert "expansion 2" in said["inspect qwen-el-tr-2"]
-    assert "as they were then" in said["shrink qwen-el-tr-2"]
+    assert "restored byte for byte" in said["shrink qwen-el-tr-2"]
     assert "el (expansion 1)" in said["evaluate qwen-el-2"]
     assert "tr (expansion 2)" in said["evaluate qwen-el-2"]
     assert "nearest experts: layer 0: " in said["grow qwen-el-2"]

@@ -286,7 +286,10 @@ def test_what_is_no_longer_kept_is_not_made_anew_under_what_was_made_from_it(rec
     recipe = changed(recipe, test={"el": recipe.test["el"]})
     run_recipe(recipe, said.append)
     text = "\n".join(said)
-    assert f"post_pretrain: done, no longer kept; to make it anew, delete {root / 'gone' / 'review'} too" in text
+    assert (
+        f"post_pretrain: done, its output is no longer kept; to run it again, delete {root / 'gone' / 'review'} too"
+        in text
+    )
     assert "evaluate: 1 languages, 2 models (post-pretrained: no longer kept)" in text
     assert weights(root / "gone" / "review") == before["review"]
     # Without the review both are made anew, and so is the evaluation, even if the run is cut off before it.
@@ -451,7 +454,7 @@ def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_pa
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
     with pytest.raises(InputError, match=r"expansions\[0\]: unknown key `plans`; did you mean `plan`"):
         Recipe.load(tmp_path / "recipe.yaml")
-    with pytest.raises(InputError, match="say in each of `expansions` which languages it adds"):
+    with pytest.raises(InputError, match="each of `expansions` names its own new languages"):
         changed(recipe, expansions=[Expansion(new=dict([first]))])
 
 
@@ -466,7 +469,7 @@ def test_what_a_further_expansion_copies(recipe):
         return changed(recipe, new={}, expansions=rounds)
 
     assert [part.expand.copy_from for part in with_copies("nearest", 3).rounds] == ["nearest", 3]
-    with pytest.raises(InputError, match=r"copy_from: 2: in the first expansion there is expert 0 alone to copy"):
+    with pytest.raises(InputError, match=r"copy_from is 2: the first expansion can copy only expert 0"):
         with_copies(2, 0)
     for wrong in ("next", -1):
         with pytest.raises(InputError, match=f"expansion 2: expand.copy_from: '?{wrong}'? is neither"):

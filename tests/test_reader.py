@@ -92,7 +92,7 @@ def sharded(folder: Path, where: object) -> Path:
         ({"a": ["model-1.safetensors"]}, "not a safetensors file in this folder"),
         ({"a": None}, "not a safetensors file in this folder"),
         ({"a": "link.safetensors"}, "link that leads out of the folder"),
-        ({"a": "model-3.safetensors"}, "which is not there"),
+        ({"a": "model-3.safetensors"}, "but the file is missing"),
         ({"c": "model-1.safetensors"}, "lacks tensor 'c'"),
         ({"a": "model-2.safetensors", "b": "model-1.safetensors"}, "lacks tensor 'a'"),
         ({}, "weight_map is missing"),

@@ -154,7 +154,7 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
     ],
 )
 def test_too_little_text_is_found_before_anything_runs(root, old, new, message):
-    assert "analysis: en el have as much text as it reads" in validate_recipe(recipe(root))
+    assert "analysis: en el have enough text" in validate_recipe(recipe(root))
     enough = recipe(root, a=("review: {", "review: {old_documents: 2, "))
     assert validate_recipe(enough)
     with pytest.raises(InputError, match=message):
@@ -173,7 +173,7 @@ def test_of_several_expansions_each_ones_text_is_counted(root):
     loaded = Recipe.load(root / "recipe.yaml")
     found = validate_recipe(loaded)
     assert f"expansions[1].new.tr: {root}/el.jsonl, 1 file(s)" in found
-    assert "analysis: en el tr have as much text as it reads" in found
+    assert "analysis: en el tr have enough text" in found
     write_texts(root / "tr.jsonl", ["kısa"])
     (root / "recipe.yaml").write_text((root / "recipe.yaml").read_text().replace(f"tr: {root}/el", f"tr: {root}/tr"))
     with pytest.raises(InputError, match="Language 'tr' has 5 tokens"):
@@ -255,7 +255,7 @@ def test_a_graft_is_checked_before_anything_runs(root):
     with pytest.raises(InputError, match="has shape"):
         validate_recipe(loaded)
     save_dense(root / "instruct", num_hidden_layers=2)
-    with pytest.raises(InputError, match=r"is no fine-tune of .*: its num_hidden_layers is 2, not 3"):
+    with pytest.raises(InputError, match=r"is not a fine-tune of .*: its num_hidden_layers is 2, not 3"):
         validate_recipe(loaded)
 
 

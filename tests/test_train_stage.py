@@ -210,7 +210,7 @@ def test_adaptation_does_not_touch_a_users_folder_named_as_its_scratch_folder(ro
     (mine / "notes.txt").write_text("mine")
     source = LanguageText("hi", str(root / "hi.jsonl"))
     chosen = AdaptConfig(block_size=16, sample_tokens=100, max_steps=1, **QUICK)
-    with pytest.raises(InputError, match=r"out\.grown: is no work folder of this program"):
+    with pytest.raises(InputError, match=r"out\.grown: is not a work folder of this program"):
         adapt_language(root / "dmoe", tmp_path / "out", source, chosen)
     assert [path.name for path in mine.iterdir()] == ["notes.txt"]
     assert not (tmp_path / "out").exists()
