@@ -11,6 +11,7 @@ import typer
 import yaml
 from conftest import invoke, save_dense, write_texts
 
+import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.recipe import Recipe
 
@@ -114,24 +115,22 @@ def test_every_command_of_the_readme_runs(workplace):
 
 def test_the_readmes_python_runs(workplace, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    import hf_moe_expand
-    from hf_moe_expand.analysis import similarity
-
-    small = {"block_size": 32, "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    small = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True, "block_size": 32}
     for name in ("PostPretrainConfig", "ReviewConfig"):
         real = getattr(hf_moe_expand, name)
-        monkeypatch.setattr(hf_moe_expand, name, lambda real=real, **given: real(**given, **small), raising=False)
-    measure = similarity.measure_similarity
+        monkeypatch.setattr(hf_moe_expand, name, lambda *out, real=real, **given: real(*out, **{**given, **small}))
+    measure = hf_moe_expand.measure_similarity
 
     def measured(*arguments, tokens):
         found = measure(*arguments, tokens=300, block_size=32)
         return type(found)(**{**vars(found), "similarity": [max(value, 0.01) for value in found.similarity]})
 
-    monkeypatch.setattr(hf_moe_expand, "measure_similarity", measured, raising=False)
+    monkeypatch.setattr(hf_moe_expand, "measure_similarity", measured)
     namespace = {}
     for block in blocks:
         exec(block, namespace)
     assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
+    assert "review, 1 steps" in invoke("inspect", "qwen-el-2")
 
 
 def test_plans_from_the_command_line(tmp_path, error_of):

@@ -1,0 +1,85 @@
+"""docs/extending.md: its files, put into a copy of the package, make a method and a stage; its loss trains."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import save_dense, write_texts
+
+import hf_moe_expand
+from hf_moe_expand import Plan, expand_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "docs" / "extending.md").read_text("utf-8")
+SMALL = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+GREEK = ["Η γλώσσα αυτή είναι καινούργια για το μοντέλο. " * 3] * 8
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", GUIDE, re.DOTALL)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B")
+    write_texts(tmp_path / "el.jsonl", GREEK)
+    return tmp_path
+
+
+def changed(file: Path, old: str, new: str) -> None:
+    text = file.read_text("utf-8")
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new), "utf-8")
+
+
+def test_the_guides_files_make_a_method_and_a_stage(place):
+    package = place / "copy" / "hf_moe_expand"
+    shutil.copytree(ROOT / "hf_moe_expand", package, ignore=shutil.ignore_patterns("__pycache__"))
+    named = {m.group(1): text for text in blocks("python") if (m := re.match(r"# (hf_moe_expand/\S+)\n", text))}
+    assert len(named) == 2
+    for name, text in named.items():
+        (package.parent / name).write_text(text, "utf-8")
+    changed(package / "planning/methods/__init__.py", "random_counts, dmoe", "random_counts, dmoe, ends")
+    changed(package / "stages/__init__.py", 'ROAD = ("post_pretrain"', 'ROAD = ("warm_up", "post_pretrain"')
+    (settings,) = map(yaml.safe_load, blocks("yaml"))
+    (place / "warm_up.yaml").write_text(yaml.safe_dump({**settings, "block_size": 32, "training": SMALL}))
+    stage = {"block_size": 32, "training": SMALL}
+    recipe = {
+        "base": "Qwen/Qwen2.5-0.5B", "output": "run", "new": {"el": "el.jsonl"}, "plan": {"method": "ends", "most": 3},
+        "warm_up": stage, "post_pretrain": stage, "review": None,
+    }  # fmt: skip
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    lines = [shlex.split(line)[1:] for block in blocks("bash") for line in block.splitlines()]
+    lines += [["recipes", "settings"], ["run", "recipe.yaml"]]
+    program = "import sys; from hf_moe_expand.cli import app\n"
+    program += "".join(f"app({words!r}, standalone_mode=False)\n" for words in lines)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "4 2 4 (total 10)" in done.stdout
+    assert re.search(r"wrote qwen-el-0: .*1 steps.*frozen tensors are byte-identical", done.stdout)
+    assert "| `most` | 4 | experts of the first and of the last layer" in done.stdout
+    assert "## `warm_up`" in done.stdout
+    assert "final checkpoint: run/post_pretrain" in done.stdout
+    assert (place / "run" / "warm_up" / "config.json").is_file()
+
+
+def test_the_guides_loss_trains(place, monkeypatch):
+    expand_checkpoint("Qwen/Qwen2.5-0.5B", "qwen-el", Plan("moe-lpr", [3] * 3, old=["en"], new=["el"]))
+    real = hf_moe_expand.PostPretrainConfig
+    small = {**SMALL, "block_size": 32, "logging_steps": 1}
+    monkeypatch.setattr(hf_moe_expand, "PostPretrainConfig", lambda out, **given: real(out, **given, **small))
+    (loss,) = [text for text in blocks("python") if not text.startswith("# ")]
+    namespace: dict = {}
+    exec(loss, namespace)
+    (logged,) = [entry for entry in namespace["trainer"].state.log_history if "router_entropy_loss" in entry]
+    assert 0 < logged["router_entropy_loss"] <= 1.0987  # log 3
