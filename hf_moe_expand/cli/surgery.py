@@ -163,7 +163,7 @@ def expand_branches_(
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Make dense models the experts of one (Branch-Train-Mix); all but their FFNs is averaged. Then `train normal`.
+    """Make dense models the experts of one (Branch-Train-Mix); all but their FFNs is averaged. Then `train joint`.
 
     Example: hf-moe-expand expand-branches qwen-el qwen-tr --plan plan.json --out qwen-mix
     """
