@@ -99,7 +99,8 @@ def test_p1_with_the_new_experts_out_of_sight_it_is_the_earlier_model(first, tmp
     new, found = logits(tmp_path / "grown")
     assert not torch.allclose(found, expected, atol=1e-3)
     with new.use_expansion(1):
-        assert torch.equal(new(torch.arange(60).view(3, 20)).logits, expected)
+        # Not bit for bit: a router's product with more rows may round its last bits otherwise.
+        torch.testing.assert_close(new(torch.arange(60).view(3, 20)).logits, expected, rtol=0, atol=5e-6)
     with new.use_expansion(0), old.use_expert(0):
         x = torch.arange(9)[None]
         torch.testing.assert_close(new(x).logits, old(x).logits)
