@@ -175,26 +175,26 @@ _OLD_AND_NEW: dict[str, Any] = {"old": ["en"], "new": ["el"]}
 CONFIGURATIONS = (
     Configuration("layer-moe", Plan("layer-moe", [3, 1, 2], [2], **_OLD_AND_NEW)),
     Configuration("uniform", Plan("uniform", [3, 3, 3], **_OLD_AND_NEW)),
-    Configuration("top-1", Plan("uniform", [2, 1, 4], [0], top_k=1, **_OLD_AND_NEW)),
     Configuration("random", Plan("uniform", [2, 1, 3], **_OLD_AND_NEW), {"expert_init": "random"}),
     Configuration("conditional", Plan("layer-moe", [3, 1, 4], [2], **_OLD_AND_NEW), {"conditional_routing": True}),
     Configuration(
-        "lora", Plan("mola", [3, 1, 4], [2], **_OLD_AND_NEW), {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0}
+        "lora", Plan("mola", [3, 1, 4], [2], **_OLD_AND_NEW),
+        {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0},
+    ),
+    Configuration(
+        "conditional-lora", Plan("mola", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
+        {"expert_kind": "lora", "lora_rank": 2, "lora_alpha": 4.0, "conditional_routing": True},
     ),
     Configuration("dmoe", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr", "hu"]])),
-)
+)  # fmt: skip
 
 
-def matrix(on_wide: Iterable[Configuration]) -> pytest.MarkDecorator:
-    """Runs a test with every configuration on every common backbone, and with those of `on_wide` on the wide ones."""
-    chosen = [configuration.name for configuration in on_wide]
-    cases = [(configuration, name, ()) for configuration in CONFIGURATIONS for name in COMMON_BACKBONES]
-    cases += [
-        (configuration, name, pytest.mark.wide)
-        for configuration in CONFIGURATIONS
-        for name in WIDE_BACKBONES
-        if configuration.name in chosen
-    ]
+def matrix(
+    common: Iterable[Configuration] = CONFIGURATIONS, wide: Iterable[Configuration] = CONFIGURATIONS
+) -> pytest.MarkDecorator:
+    """Runs a test with the `common` configurations on each common backbone, and with the `wide` ones on the others."""
+    cases = [(configuration, name, ()) for configuration in common for name in COMMON_BACKBONES]
+    cases += [(configuration, name, pytest.mark.wide) for configuration in wide for name in WIDE_BACKBONES]
     return pytest.mark.parametrize(
         ("configuration", "backbone"),
         [pytest.param(one, name, marks=marks, id=f"{one.name}-{name}") for one, name, marks in cases],

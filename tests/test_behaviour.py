@@ -13,12 +13,19 @@ import torch
 from conftest import CONFIGURATIONS, enable_checkpointing, matrix, tiny_dense
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+from transformers.pytorch_utils import Conv1D
 
 from hf_moe_expand import DMoEForCausalLM, LayerMoEForCausalLM, expand_checkpoint, expand_model, freeze
-from hf_moe_expand.modeling.lora_expert import LoraA, LoraB
+from hf_moe_expand.modeling.lora_expert import LoraLinear
 
-EVERYWHERE = matrix(on_wide=CONFIGURATIONS)
-COSTLY = matrix(on_wide=CONFIGURATIONS[:1])
+EVERYWHERE = matrix()
+# The wide backbones have one configuration here.
+COSTLY = matrix(wide=CONFIGURATIONS[:1])
+ONE_CONFIGURATION = matrix(common=CONFIGURATIONS[:1], wide=CONFIGURATIONS[:1])
+# One configuration for each way in which a new expert starts.
+WAYS_TO_START = matrix(
+    common=[one for one in CONFIGURATIONS if one.name in ("layer-moe", "random", "conditional-lora")], wide=()
+)
 
 _RANDOM = "random experts do not compute what the original FFN does"
 _GROUPS = "the first expert of a DMoE model belongs to a language group: there is no model of before"
@@ -29,7 +36,6 @@ SENSELESS = {
     ("test_use_expansion_goes_back_to_the_dense_model", "dmoe"): _GROUPS,
 }
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 256, "eos_token_id": None}
-WAYS_TO_GENERATE = ({}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True})
 
 
 def loaded(folder):
@@ -38,7 +44,7 @@ def loaded(folder):
 
 
 class Made:
-    """Checkpoints and models, each made once; tests that change a model get a copy."""
+    """Checkpoints and models, each made once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,10 +65,10 @@ class Made:
             expand_checkpoint(dense, folder, configuration.plan, seed=3, **configuration.arguments)
         return folder
 
-    def model(self, folder):
-        if folder not in self.models:
-            self.models[folder] = loaded(folder)
-        return self.models[folder]
+    def model(self, folder, change=None):
+        if (folder, change) not in self.models:
+            self.models[folder, change] = loaded(folder) if change is None else change(self.model(folder))
+        return self.models[folder, change]
 
 
 @pytest.fixture(scope="module")
@@ -76,34 +82,34 @@ def makes_sense(request, configuration):
         pytest.skip(reason)
 
 
+# Tests share these models: one that changes its model takes a copy.
+
+
 @pytest.fixture
 def dense(made, backbone):
-    """The dense model. No test changes it."""
     return made.model(made.dense_folder(backbone))
 
 
 @pytest.fixture
 def expanded(made, configuration, backbone):
-    """The model right after expansion, to change at will."""
-    return copy.deepcopy(made.model(made.expanded_folder(configuration, backbone)))
+    """The model right after expansion."""
+    return made.model(made.expanded_folder(configuration, backbone))
 
 
 @pytest.fixture
-def trained(expanded):
+def trained(made, configuration, backbone):
     """A model after something like training: experts differ, and routers, classifiers and gates decide."""
-    generator = torch.Generator().manual_seed(2)
+    return made.model(made.expanded_folder(configuration, backbone), moved)
 
-    def noise(parameter, size):
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
 
-    with torch.no_grad():
-        for ffn in expanded.expanded_ffns().values():
-            for parameter in ffn.experts[1:].parameters():
-                noise(parameter, 0.3)
-            for module in (ffn.router, ffn.classifier, ffn.conditional_gate):
-                if module is not None:
-                    noise(module.weight, 0.3)
-    return expanded
+@torch.no_grad()
+def moved(model):
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    for ffn in model.expanded_ffns().values():
+        for module in (*ffn.experts[1:], ffn.router, ffn.classifier, ffn.conditional_gate):
+            for parameter in () if module is None else module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
 
 
 def left_padded():
@@ -141,13 +147,14 @@ def gradients(model):
     torch.manual_seed(2)  # some backbones have dropout
     with model.capture_routing() as routing:
         loss = model(IDS, labels=IDS, use_cache=False).loss
+    assert routing.layers.keys() == model.expanded_ffns().keys()
     (loss + sum(layer.router_logits.logsumexp(-1).mean() for layer in routing)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @EVERYWHERE
 def test_p1_it_computes_what_the_dense_model_does_whatever_the_routers_say(dense, expanded):
-    expected = logits(dense)
+    expected, expanded = logits(dense), copy.deepcopy(expanded)
     for scale in (1.0, 50.0, -3.0):
         for ffn in expanded.expanded_ffns().values():
             ffn.router.weight.data.mul_(scale)
@@ -168,11 +175,23 @@ def test_p1_each_expert_is_the_original_ffn(dense, expanded, configuration):
         with expanded.use_expert(expert):
             assert torch.equal(logits(expanded), expected)
     for ffn in expanded.expanded_ffns().values():
-        for expert in ffn.experts[1:]:
-            updates = [module for module in expert.modules() if isinstance(module, LoraB)]
-            assert not any(update.weight.any() for update in updates)
-            own = dict(expert.named_parameters())
-            assert updates or all(torch.equal(own[name], p) for name, p in ffn.experts[0].named_parameters())
+        if expanded.config.expert_kind == "lora":
+            check_updates_of_nothing(ffn)
+        else:
+            original = ffn.experts[0].state_dict()
+            for expert in ffn.experts[1:]:
+                assert all(torch.equal(original[name], value) for name, value in expert.state_dict().items())
+
+
+def check_updates_of_nothing(ffn):
+    """Each linear layer has an update in each new expert: B is zero, A is Kaiming uniform with a = sqrt(5)."""
+    updates = [module for module in ffn.experts.modules() if isinstance(module, LoraLinear)]
+    linear = [module for module in ffn.experts[0].modules() if isinstance(module, nn.Linear | Conv1D)]
+    assert len(updates) == (len(ffn.experts) - 1) * len(linear) > 0
+    for update in updates:
+        bound = update.lora_A.weight.shape[1] ** -0.5
+        assert 0.5 * bound < update.lora_A.weight.abs().max() <= bound
+        assert not update.lora_B.weight.any()
 
 
 @EVERYWHERE
@@ -182,12 +201,23 @@ def test_p2_expert_0_alone_gives_the_dense_logits(dense, trained):
         assert torch.equal(logits(trained), logits(dense))
 
 
+def generates_the_dense_models_tokens(dense, model, **options):
+    with model.use_expert(0):
+        found = model.generate(**BATCH, **GREEDY, **options)
+    return torch.equal(found, dense.generate(**BATCH, **GREEDY, **options))
+
+
 @COSTLY
-@pytest.mark.parametrize("options", WAYS_TO_GENERATE, ids=["greedy", "beams", "static"])
-def test_p2_expert_0_alone_generates_the_dense_models_tokens(dense, trained, options):
-    with trained.use_expert(0):
-        found = trained.generate(**BATCH, **GREEDY, **options)
-    assert torch.equal(found, dense.generate(**BATCH, **GREEDY, **options))
+def test_p2_expert_0_alone_generates_the_dense_models_tokens(dense, trained):
+    assert generates_the_dense_models_tokens(dense, trained)
+
+
+@ONE_CONFIGURATION
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}], ids=["beams", "static"]
+)
+def test_p2_in_every_way_of_generating(dense, trained, options):
+    assert generates_the_dense_models_tokens(dense, trained, **options)
 
 
 class SaysOld(nn.Module):
@@ -197,13 +227,15 @@ class SaysOld(nn.Module):
 
 @EVERYWHERE
 def test_p2_with_every_token_classed_old_it_is_the_dense_model(dense, trained):
-    for ffn in trained.expanded_ffns().values():
+    model = copy.deepcopy(trained)
+    for ffn in model.expanded_ffns().values():
         ffn.classifier = SaysOld()
-    assert torch.equal(logits(trained), logits(dense))
+    assert torch.equal(logits(model), logits(dense))
 
 
 @EVERYWHERE
 def test_gradients_reach_all_that_trains_and_nothing_frozen(trained, configuration):
+    trained = copy.deepcopy(trained)
     freeze(trained, "joint" if configuration.plan.groups else "post-pretrain")
     found = gradients(trained.train())
     assert found.keys() == {name for name, parameter in trained.named_parameters() if parameter.requires_grad}
@@ -216,7 +248,7 @@ def test_gradients_reach_all_that_trains_and_nothing_frozen(trained, configurati
 @EVERYWHERE
 def test_saved_and_loaded_it_has_the_same_names_and_bytes(made, expanded, trained, configuration, backbone, tmp_path):
     folder = made.expanded_folder(configuration, backbone)
-    made.model(folder).save_pretrained(tmp_path / "again")
+    expanded.save_pretrained(tmp_path / "again")
     assert files(tmp_path / "again") == files(folder)
     trained.save_pretrained(tmp_path / "trained")
     again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", output_loading_info=True)
@@ -228,10 +260,10 @@ def test_saved_and_loaded_it_has_the_same_names_and_bytes(made, expanded, traine
 
 
 @EVERYWHERE
-def test_p4_the_auto_classes_load_it(made, expanded, configuration, backbone):
+def test_p4_the_auto_classes_load_it(made, configuration, backbone):
     folder = made.expanded_folder(configuration, backbone)
     family = "DMoE" if configuration.plan.groups else "LayerMoE"
-    config, base, model = AutoConfig.from_pretrained(folder), AutoModel.from_pretrained(folder), expanded
+    config, base, model = AutoConfig.from_pretrained(folder), AutoModel.from_pretrained(folder), loaded(folder)
     names = [type(each).__name__ for each in (config, base, model)]
     assert names == [f"{family}Config", f"{family}Model", f"{family}ForCausalLM"]
     assert isinstance(model, DMoEForCausalLM if configuration.plan.groups else LayerMoEForCausalLM)
@@ -250,21 +282,20 @@ def test_a_model_of_the_configuration_alone_starts_as_expansion_does(made, confi
     config = AutoConfig.from_pretrained(made.expanded_folder(configuration, backbone))
     model = AutoModelForCausalLM.from_config(config)
     assert type(model) is type(made.model(made.expanded_folder(configuration, backbone)))
+    assert type(AutoModel.from_config(config)).__name__ == (
+        "DMoEModel" if configuration.plan.groups else "LayerMoEModel"
+    )
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     for ffn in model.expanded_ffns().values():
         assert ffn.router.weight.std() > 0.05
         assert not any(m.weight.any() for m in (ffn.classifier, ffn.conditional_gate) if m is not None)
-        for module in ffn.experts.modules():
-            if isinstance(module, LoraA):
-                bound = module.weight.shape[1] ** -0.5  # Kaiming uniform with a = sqrt(5)
-                assert 0.5 * bound < module.weight.abs().max() <= bound
-            assert not isinstance(module, LoraB) or not module.weight.any()
+        if config.expert_kind == "lora":
+            check_updates_of_nothing(ffn)
 
 
 @COSTLY
 def test_p5_cached_batched_left_padded_generation_is_the_uncached_forward(trained):
     cached = trained.generate(**BATCH, **GREEDY)
-    assert torch.equal(trained.generate(**BATCH, **GREEDY, **WAYS_TO_GENERATE[-1]), cached)
     for row in range(3):
         ids = BATCH["input_ids"][row][TOKENS[row]].unsqueeze(0)
         for _ in range(GREEDY["max_new_tokens"]):
@@ -274,8 +305,16 @@ def test_p5_cached_batched_left_padded_generation_is_the_uncached_forward(traine
 
 
 @COSTLY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_expanded_in_memory_it_is_the_checkpoints_model(made, configuration, backbone, dtype, tmp_path):
+def test_expanded_in_memory_it_is_the_checkpoints_model(made, configuration, backbone, tmp_path):
+    is_the_checkpoints_model(made, configuration, backbone, torch.float32, tmp_path)
+
+
+@WAYS_TO_START
+def test_expanded_in_memory_in_bfloat16_too(made, configuration, backbone, tmp_path):
+    is_the_checkpoints_model(made, configuration, backbone, torch.bfloat16, tmp_path)
+
+
+def is_the_checkpoints_model(made, configuration, backbone, dtype, tmp_path):
     folder = made.expanded_folder(configuration, backbone, dtype)
     stored = AutoModelForCausalLM.from_pretrained(folder)
     dense = AutoModelForCausalLM.from_pretrained(made.dense_folder(backbone, dtype))
@@ -323,21 +362,30 @@ def test_copies_and_pickles_stand_on_their_own(trained):
 
 
 @COSTLY
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_half_precision_stays_exact(made, configuration, backbone, dtype):
-    dense = made.model(made.dense_folder(backbone, dtype))
-    model = made.model(made.expanded_folder(configuration, backbone, dtype))
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+def test_bfloat16_stays_exact(made, configuration, backbone):
+    dense = made.model(made.dense_folder(backbone, torch.bfloat16))
+    stays_exact(dense, expand_model(dense, configuration.plan, **configuration.arguments), configuration, 1e-2)
+
+
+@ONE_CONFIGURATION
+def test_float16_stays_exact(made, configuration, backbone):
+    dense = made.model(made.dense_folder(backbone, torch.float16))
+    model = made.model(made.expanded_folder(configuration, backbone, torch.float16))
+    stays_exact(dense, model, configuration, 1e-3)
+
+
+def stays_exact(dense, model, configuration, tolerance):
+    assert {parameter.dtype for parameter in model.parameters()} == {dense.dtype}
     expected = logits(dense)
     with model.use_expert(0):
         assert torch.equal(logits(model), expected)
     if configuration.arguments.get("expert_init") != "random":
-        difference = (logits(model) - expected).abs().max() / expected.abs().max()
-        assert difference < (1e-2 if dtype is torch.bfloat16 else 1e-3)
+        assert (logits(model) - expected).abs().max() < tolerance * expected.abs().max()
 
 
 @COSTLY
 def test_gradient_checkpointing_gives_equal_gradients(trained):
+    trained = copy.deepcopy(trained)
     expected = gradients(trained.train())
     assert any("router" in name for name in expected)
     enable_checkpointing(trained)
