@@ -1,7 +1,7 @@
 """hf-moe-expand: teach a dense language model new languages by growing its FFNs into mixtures of experts.
 
-The public names stand in `__init__.pyi`. They are imported on first use, so that `hf-moe-expand --help` need not wait
-for torch; and the Auto classes of transformers know this package's checkpoints as soon as both are imported.
+`__init__.pyi` lists the public names. They are imported on first use, so that `hf-moe-expand --help` does not wait for
+torch. The Auto classes of transformers know this package's checkpoints as soon as both packages are imported.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Makes the Auto classes know our model types, without importing transformers before the user does."""
+"""Registers our model types with the Auto classes, without importing transformers before the user does."""
 
 import importlib
 import sys
@@ -22,10 +22,9 @@ def register_when_loaded() -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds modules of transformers as all other finders do, and imports ours when the Auto classes are there.
+    """Finds modules of transformers as all other finders do, and imports ours once the Auto classes are loaded.
 
-    That is at the end of an outermost import: in the middle of one, modules of transformers that ours need may be
-    unfinished.
+    It waits for the end of the outermost import: before it, modules of transformers that ours need may be unfinished.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class _Watch(MetaPathFinder):
         return spec
 
     def end(self) -> None:
-        """After an outermost import."""
+        """Called at the end of an outermost import."""
         if _CONFIGS in sys.modules:
             sys.meta_path.remove(self)
             importlib.import_module(_OURS)

@@ -1,4 +1,4 @@
-"""The model card: what config.json and an evaluation record, put into the templates of `model_cards/`. Nothing else."""
+"""The model card: fills the templates of `model_cards/` with the facts in config.json and in an evaluation."""
 
 import os
 from collections.abc import Iterable
@@ -38,17 +38,17 @@ def make_card(
     """The card of an expanded checkpoint.
 
     Args:
-        model: folder or hub id.
-        repo_id: where it will be published; the card's title and loading lines name it.
+        model: folder or hub id of the checkpoint.
+        repo_id: repository of the published model; the card's title and loading lines name it.
         evaluation: evaluation.json; the card shows this model's scores beside those of its first model.
         evaluated_as: the name of this model in `evaluation`; its folder's name or `repo_id` by default.
-        license: by default that of the base model's card, if it has one.
-        base: hub id of the base, where config.json knows it as a local folder only.
-        expansion_only: the card is for a repository that holds only what the expansion added.
+        license: license of the card; by default the base model's license, if its card names one.
+        base: hub id of the base, if config.json knows it only as a local folder.
+        expansion_only: whether the card is for a repository that holds only the added tensors.
 
     Raises:
-        InputError: a language code is unknown, config.json records no expansion or an access token, or this model is
-            not in `evaluation`.
+        InputError: a language code is unknown, config.json records no expansion or contains an access token, or
+            `evaluation` lacks this model.
     """
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
@@ -77,7 +77,7 @@ def make_card(
         eval_results=None if scores is None else _eval_results(scores),
     )
     if scores is None:
-        data.model_name = None  # it belongs to the results
+        data.model_name = None  # the name belongs to the results, which are missing
     facts = {
         "metadata": data.to_yaml(),
         "name": location.rpartition("/")[2],
@@ -116,20 +116,20 @@ def make_card(
 
 
 def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os.PathLike) -> Evaluation:
-    """An evaluation cut down to its first model and this one, which gets the name `this model`.
+    """An evaluation reduced to its first model and this one, which gets the name `this model`.
 
     Args:
-        names: what this model may be called.
+        names: possible names of this model.
 
     Raises:
-        InputError: it is not in the evaluation.
+        InputError: the evaluation lacks this model.
     """
     wanted = list(dict.fromkeys(names))
     called = next((name for name in wanted if name in evaluation.models), None)
     if called is None:
         raise InputError(
             f"{where}: has scores of {', '.join(evaluation.models)}, but none of {' or '.join(wanted)}; "
-            "say which of them is this checkpoint with --evaluated-as."
+            "name this checkpoint's scores with --evaluated-as."
         )
     first = next(iter(evaluation.models))
     before = {} if first == called else {first: evaluation.models[first]}
@@ -142,7 +142,7 @@ def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os
 
 
 def readable_size(size: int) -> str:
-    """Bytes in the unit that suits them."""
+    """A number of bytes with a suitable unit."""
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -165,8 +165,8 @@ def _is_regularised(stage: StageRecord) -> bool:
 
 
 def _method(config: Any, history: History) -> PlanMethod:
-    """The method whose template and tag the card has: LayerMoE where a layer has a classifier, where expansions differ
-    in method, and for a plan of the user's own."""
+    """The method whose template and tag the card uses: LayerMoE if a layer has a classifier, if expansions differ in
+    method, and for a plan of the user's own."""
     if config.model_type == "dmoe":
         return METHODS["dmoe"]
     used = {find_method(record.method) for record in history.expansions}
@@ -175,21 +175,21 @@ def _method(config: Any, history: History) -> PlanMethod:
 
 
 def _languages(history: History) -> tuple[list[str], list[str]]:
-    """The base model's languages, and those that all expansions added."""
+    """The base model's languages, and the languages of all expansions."""
     for number, record in enumerate(history.expansions):
         for kind in ("old_languages", "new_languages"):
             for code in getattr(record, kind):
                 if not is_language_code(code):
                     raise InputError(
-                        f"config.json: expansions[{number}].{kind} has {code!r}, which is no language code of ISO 639 "
-                        "(such as el or yue): correct it there, and in the plan for the next time."
+                        f"config.json: expansions[{number}].{kind} has {code!r}, which is not a language code of "
+                        "ISO 639, such as el or yue: correct it in config.json, and in the plan for further expansions."
                     )
     old, *new = history.by_expansion
     return list(old), list(dict.fromkeys(code for codes in new for code in codes))
 
 
 def _base_license(base: BaseModel) -> dict[str, str]:
-    """The license fields of the base's card; none where there is no such card or it cannot be had."""
+    """The license fields of the base's card; empty if the card is missing or cannot be fetched."""
     if base.hub_id is None:
         return {}
     try:
@@ -200,7 +200,7 @@ def _base_license(base: BaseModel) -> dict[str, str]:
 
 
 def _plan_rows(layers: list[tuple[int, bool, int]]) -> list[dict[str, Any]]:
-    """Neighbouring layers that are alike share a row."""
+    """The plan's table; neighbouring layers with equal values share a row."""
     rows = []
     for (experts, classifier), group in groupby(enumerate(layers), key=lambda item: item[1][:2]):
         numbers = [index for index, _ in group]
@@ -210,7 +210,7 @@ def _plan_rows(layers: list[tuple[int, bool, int]]) -> list[dict[str, Any]]:
 
 
 def _history_rows(history: History) -> list[dict[str, Any]]:
-    """What each expansion added."""
+    """The rows of the history's table, one for each expansion."""
     rows = []
     before = [1] * len(history.first.experts_per_layer)
     for record in history.expansions:
@@ -228,13 +228,13 @@ def _history_rows(history: History) -> list[dict[str, Any]]:
 
 
 def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
-    """The weights that the new experts of an expansion started with."""
+    """The initial weights of an expansion's new experts, in words."""
     starts = {"copy": "copies of expert 0", "random": "random weights", "branches": "fine-tuned models"}
     if record.expert_init is not None:
         return starts.get(record.expert_init, record.expert_init)
     if record.copied_expert is not None:
         return f"copies of expert {record.copied_expert}"
-    # JSON has no whole numbers as keys.
+    # JSON has no integers as keys.
     origin = {int(layer): expert for layer, expert in (record.copied_experts or {}).items()}
     experts = [origin.get(layer, 0) for layer, count in enumerate(added) if count]
     if len(set(experts)) == 1:
@@ -243,7 +243,7 @@ def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Facts as they may stand in Markdown: names of strangers make no HTML."""
+    """Facts escaped for Markdown, so that names from config.json cannot add HTML."""
     if isinstance(value, str):
         return value.replace("&", "&amp;").replace("<", "&lt;")
     if isinstance(value, dict):
@@ -258,7 +258,7 @@ def _stage(stage: StageRecord) -> dict[str, Any]:
 
 
 def _without_nothing(value: Any) -> Any:
-    """Settings without those that are None."""
+    """Settings without null values."""
     if isinstance(value, dict):
         return {name: _without_nothing(item) for name, item in value.items() if item is not None}
     return value

@@ -1,4 +1,4 @@
-"""Training whose launch splits the model over ranks: what is refused, and how whole weights come back."""
+"""Training with a model split over ranks: checks the settings, and gathers and saves whole weights."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -25,20 +25,20 @@ _DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def launched() -> PartialState:
-    """The launch that this process belongs to, made where no training has made it yet.
+    """The state of the launch that this process belongs to, created if no training has created it yet.
 
-    The other ranks wait while the first does what is one process's work, which may take hours. Without `cpu`,
-    accelerate takes each rank of a machine without an accelerator for a run of its own.
+    The timeout is long, since the other ranks wait for hours while the first does work for one process. Without `cpu`,
+    accelerate takes each rank of a machine without an accelerator for a separate run.
     """
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=7))
 
 
 def leave_ranks() -> None:
-    """Takes this process out of the launch's process group, if it is in one: the last thing before it exits.
+    """Takes this process out of the launch's process group, if it is in one: call it last before the process exits.
 
-    A rank that exits inside the group may abort when another is gone already. And gloo's threads let go of the last
-    collective's tensors when they come to it; one that does so while Python shuts down aborts the process. Leaving the
-    group does not wait for them (a DDP model keeps it alive), so they get a moment in which Python does nothing else.
+    A rank that exits inside the group may abort if another has exited already. Besides, gloo's threads release the last
+    collective's tensors at some later time; a thread that does so while Python shuts down aborts the process. Leaving
+    the group does not wait for these threads (a DDP model keeps the group alive), so this function sleeps a moment.
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -46,10 +46,11 @@ def leave_ranks() -> None:
 
 
 def check_sharding(training: Mapping[str, Any], where: str) -> None:
-    """Checks `distributed_config` under `training`, if it is there.
+    """Checks `distributed_config` under `training`, if it is set.
 
     Raises:
-        InputError: a key that `transformers.distributed.DistributedConfig` does not have, or a wish to save on the way.
+        InputError: a key is unknown to `transformers.distributed.DistributedConfig`, or the settings ask for training
+            checkpoints.
     """
     if SHARDING not in training:
         return
@@ -62,22 +63,22 @@ def check_sharding(training: Mapping[str, Any], where: str) -> None:
     for key in training:
         if key.startswith("save_"):
             raise InputError(
-                f"{where}: `{key}` does not go with {SHARDING}: transformers saves no optimizer state of a model that "
-                "it split itself, so a stage that is interrupted starts anew. Leave it out, or let accelerate split "
-                "the model (docs/distributed.md)."
+                f"{where}: `{key}` cannot be used with {SHARDING}: transformers does not save the optimizer state of a "
+                "model that it split itself, so an interrupted stage starts from its beginning. Leave it out, or let "
+                "accelerate split the model (docs/distributed.md)."
             )
 
 
 def sharding(settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a stage's `distributed_config`."""
+    """The arguments of `from_pretrained` for a stage's `distributed_config`."""
     return {} if settings is None else {SHARDING: DistributedConfig(**settings)}
 
 
 def check_deepspeed(trainer: Any, config: Any) -> None:
-    """Refuses, before the first step, a DeepSpeed configuration whose result could not be saved as it should be.
+    """Refuses, before the first step, a DeepSpeed configuration whose result could not be saved exactly.
 
     Raises:
-        InputError: whole weights could not be gathered, or frozen tensors would be rounded.
+        InputError: the configuration prevents gathering whole weights, or would round frozen tensors.
     """
     if not trainer.is_deepspeed_enabled:
         return
@@ -98,8 +99,8 @@ def check_deepspeed(trainer: Any, config: Any) -> None:
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Every weight of the trained model, whole, on the first rank. All ranks must call this, when training is over."""
-    unset_hf_deepspeed_config()  # ZeRO-3 splits no model that is made from now on, on the first rank alone perhaps
+    """Every weight of the trained model, whole, on the first rank. All ranks must call this after training."""
+    unset_hf_deepspeed_config()  # ZeRO-3 must not split later models, which perhaps only the first rank creates
     model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.is_distributed_loading_by_transformers:
         return model.gather_sharded_state_dict_for_save(
@@ -112,9 +113,9 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, start: Path) -> None:
-    """Writes a checkpoint of `config` from whole weights of any type, each in the type in which the checkpoint `start`
-    stores it; one that it lacks in the configuration's."""
-    with torch.device("meta"):  # not the trained model, whose class and configuration the launch may have changed
+    """Writes a checkpoint of `config` from whole weights of any type. Each weight gets the type that the checkpoint
+    `start` stores, or the configuration's type if `start` lacks it."""
+    with torch.device("meta"):  # a new model, since the launch may have changed the trained one's class and config
         model = AutoModelForCausalLM.from_config(config)
     reader = CheckpointReader(start)
     types = {key: TORCH_DTYPES.get(reader.tensors[name].dtype) for key, name in stored_names(reader, model).items()}

@@ -1,16 +1,28 @@
-"""The one exception that means: the input was wrong, and the message says what, where and what to do."""
+"""The exception for wrong input. Its message says what was wrong, where, and what to do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class InputError(ValueError):
     """Wrong input. The command line prints its message without a traceback."""
 
 
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Inside, an InputError gets `where` in front of its message: the file or the key that it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}" if where else str(error)) from None
+
+
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in one line."""
+    """The message of a library's error, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     more = f" {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else ""
     said = (lines[0] + more)[:500].rstrip(".")
-    # What these say makes no sense without their names.
+    # The messages of these classes make no sense without the class's name.
     return f"{type(error).__name__}: {said}" if isinstance(error, LookupError | TypeError | AttributeError) else said

@@ -1,4 +1,4 @@
-"""The packages that only translation and evaluations need: the extra `eval`."""
+"""Imports of the packages of the extra `eval`, which only translation and evaluation need."""
 
 from importlib import import_module
 from types import ModuleType
@@ -10,7 +10,7 @@ def import_extra(name: str) -> ModuleType:
     """Imports a module of a package that the extra `eval` installs.
 
     Raises:
-        InputError: it is not installed.
+        InputError: the package is not installed.
     """
     package = name.partition(".")[0]
     try:

@@ -1,4 +1,4 @@
-"""What an expansion will cost, before anything runs: parameters, memory and arithmetic of each stage."""
+"""Forecasts the costs of an expansion before anything runs: parameters, memory and arithmetic of each stage."""
 
 import os
 from collections.abc import Sequence
@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from .checkpoint.expand import check_layers, planned_config
 from .checkpoint.source import load_base_config, resolve_checkpoint
+from .checkpoint.stored import network_of
 from .errors import InputError
 from .inspection import Inspection, inspect_config
 from .planning.plan import Plan
@@ -24,12 +22,12 @@ _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8
 
 @dataclass(frozen=True)
 class StageCost:
-    """One kind of training.
+    """Costs of one kind of training.
 
     Attributes:
         trained: parameters that train.
         memory: bytes of weights, gradients and AdamW's moments on one device; activations come on top.
-        flops: a token's, forward and backward; attention's share that grows with the sequence is not counted.
+        flops: operations for a token, forward and backward, without attention's share that grows with the sequence.
     """
 
     name: str
@@ -40,16 +38,17 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan makes of a base, and what its stages take; the base's full fine-tuning is the last of `stages`."""
+    """The expanded model and the costs of its stages; full fine-tuning of the base is the last of `stages`."""
 
     model: Inspection
     stages: Sequence[StageCost]
 
     def lines(self, tokens: float | None = None, tflops: float | None = None) -> list[str]:
-        """The report.
+        """The report, line by line.
 
         Args:
-            tokens: to train on, for hours of one device at `tflops`, its 10^12 operations a second in practice.
+            tokens: tokens to train on; with `tflops`, the device's speed in practice in 10^12 operations a second, the
+                report gives hours of one device.
 
         Raises:
             InputError: a number is not above 0, or not finite.
@@ -77,30 +76,27 @@ class Forecast:
         if hours:
             lines.append(
                 f"hours: of one device at {tflops:g} TFLOP/s, if the stage trains on {tokens:,.0f} tokens"
-                + ("" if not any(stage.name == "review" for stage in self.stages) else "; a review needs few of them")
+                + ("" if not any(stage.name == "review" for stage in self.stages) else "; a review needs few tokens")
             )
         return lines
 
 
 def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -> Forecast:
-    """What `plan` will cost on `base`; reads its configuration alone.
+    """Forecasts the costs of `plan` on `base`; reads only the base's configuration.
 
-    A token's arithmetic: 2 operations a weight that it meets going forward, 2 for the gradient of what it passes, and 2
-    for that of each weight that trains, under even routing.
+    A token takes 2 operations for each active weight in the forward pass, 2 for the gradient of the activations, and 2
+    for the gradient of each active weight that trains, under even routing.
 
     Raises:
-        InputError: the base cannot be expanded, or the plan is for another model or for growing one.
+        InputError: the base cannot be expanded, or the plan is for another model or grows an expanded one.
     """
     if plan.grows_from:
-        raise InputError(
-            "The plan grows an expanded checkpoint; a forecast is made of a dense base and its first plan."
-        )
+        raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan for a forecast.")
     dense = load_base_config(resolve_checkpoint(base, revision, weights=False))
     check_layers(plan, dense, base)
     config: Any = planned_config(dense, plan)
     found = inspect_config(config)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = network_of(config)
     tied = bool(config.tie_word_embeddings)
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
     met = found.active - looked_up
@@ -116,7 +112,7 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
 
 
 def _met_and_trained(network: Any) -> float:
-    """Of the weights that train, what a token meets under even routing: K of a layer's N experts."""
+    """Trained parameters active for one token under even routing: K of a layer's N experts."""
     trained = float(sum(p.numel() for p in network.parameters() if p.requires_grad))
     for ffn in network.expanded_ffns().values():
         experts = sum(p.numel() for p in ffn.experts.parameters() if p.requires_grad)
@@ -125,7 +121,7 @@ def _met_and_trained(network: Any) -> float:
 
 
 def _other_experts(network: Any) -> int:
-    """Parameters that are idle for a token where one expert runs alone."""
+    """Parameters that are idle for a token if only one expert runs."""
     return sum(
         (ffn.top_k - 1) * sum(p.numel() for p in ffn.experts[0].parameters())
         for ffn in network.expanded_ffns().values()

@@ -1,4 +1,4 @@
-"""Publishing: an expanded checkpoint, its card and what records its making, as a model repository of the hub."""
+"""Publishes an expanded checkpoint, its card and the files of its run as a model repository of the hub."""
 
 import os
 import tempfile
@@ -27,12 +27,12 @@ from .stages import ROAD, stage_of
 
 @dataclass(frozen=True)
 class Push:
-    """What `push_to_hub` published.
+    """Result of `push_to_hub`.
 
     Attributes:
-        repo_id, revision: where.
-        commit: the commit that the branch is at now; None after a dry run.
-        changed: False where everything was there already, so that no commit was made.
+        repo_id, revision: repository and branch.
+        commit: the branch's commit now; None after a dry run.
+        changed: False if the repository had all files already, so that no commit was made.
         files: size in bytes of every file.
         card: the text of README.md.
     """
@@ -63,32 +63,32 @@ def push_to_hub(
 ) -> Push:
     """Publishes a checkpoint: weights, code, tokenizer, card, and the run's recipe, plan, analysis and evaluation.
 
-    After a trainer of any kind:
+    After training with any trainer:
 
         trainer.save_model("qwen-el")
         tokenizer.save_pretrained("qwen-el")
         push_to_hub("qwen-el", "me/qwen-el")
 
-    The folder's README.md is the card; where it has none, or a trainer's, one is written from config.json and the
-    evaluation. Before the upload the checkpoint is loaded in a fresh process without this package. After an upload that
-    broke off, the same call goes on: files that arrived are not sent again. What is there already makes no commit.
+    The folder's README.md is the card; if it is missing or a trainer wrote it, a card is written from config.json and
+    the evaluation. Before the upload the checkpoint is loaded in a fresh process without this package. After a broken
+    upload, the same call resumes: files that arrived are not sent again. Unchanged files make no commit.
 
     Args:
         model: folder of an expanded checkpoint (or a hub id, to publish it under another name).
-        repo_id: `namespace/name`, or a name in the namespace that the token belongs to.
+        repo_id: `namespace/name`, or a name in the token's namespace.
         private: make a new repository private.
-        revision: branch to push to, made if need be; `main` by default.
+        revision: branch to push to, created if it does not exist; `main` by default.
         evaluation: evaluation.json; by default the folder's or its run's.
-        evaluated_as: the name of this model in it; the folder's name by default.
-        include: other files of the folder to publish.
-        license: of the card; by default that of the base model's card, if it has one.
-        base: hub id of the base model, where config.json knows it as a local folder only.
-        expansion_only: publish only what the expansion added, with a pointer to the base (see `save_expansion`).
-        dry_run: say what would be published; nothing is sent, no token is needed.
-        token: by default that of `hf auth login` or HF_TOKEN.
+        evaluated_as: the name of this model in `evaluation`; the folder's name by default.
+        include: further files of the folder to publish.
+        license: license of the card; by default the base model's license, if its card names one.
+        base: hub id of the base model, if config.json knows it only as a local folder.
+        expansion_only: publish only the added tensors, with a reference to the base (see `save_expansion`).
+        dry_run: print what would be published, without an upload; needs no token.
+        token: access token; by default that of `hf auth login` or HF_TOKEN.
 
     Raises:
-        InputError: the token, the repository, the folder or the card is not as it must be; the message says which.
+        InputError: the token, the repository, the folder or the card is wrong; the message says which and why.
     """
     folder = resolve_checkpoint(model)
     load_expanded_config(folder)
@@ -108,10 +108,10 @@ def push_to_hub(
         source = folder
         if expansion_only:
             if base is not None and Path(base).is_dir():
-                raise InputError(f"--base {base}: is a folder here; others need the base model's hub id.")
+                raise InputError(f"--base {base}: is a local folder; give the base model's hub id, which others need.")
             saved = save_expansion(folder, Path(scratch) / folder.name, base)
             if saved.changed:
-                say(f"{len(saved.changed)} tensors of the base model were changed by training, and are published too")
+                say(f"training changed {len(saved.changed)} tensors of the base model, which are published too")
             source = saved.out
             files = {name: content for name, content in files.items() if not is_weights(name)}
             files |= published_files(source)
@@ -137,10 +137,10 @@ def push_to_hub(
 
 
 def _made_by_a_trainer(card: Path) -> bool:
-    """Trainers of transformers and TRL write a card on their own, with this tag."""
+    """Whether a trainer of transformers or TRL wrote the card: their cards have a tag of their own."""
     try:
         data: Any = metadata_load(card) or {}
-    except Exception as error:  # whatever a broken block of metadata leads to
+    except Exception as error:  # broken metadata raises many types
         raise InputError(f"{card}: its metadata cannot be read ({first_line(error)}).") from error
     return isinstance(data, dict) and "generated_from_trainer" in (data.get("tags") or [])
 
@@ -148,8 +148,8 @@ def _made_by_a_trainer(card: Path) -> bool:
 def _evaluation(
     folder: Path, given: str | os.PathLike | None, called: str | None, repo_id: str
 ) -> tuple[Path | None, str | None]:
-    """The evaluation to publish, and this model's name in it. One that was not asked for is used where it has scores
-    of this model; a run's evaluation has none of the run's first checkpoint."""
+    """The evaluation to publish, and this model's name in it. An evaluation that was not given but found is used only
+    if it has scores of this model; a run's evaluation has none of the run's first checkpoint."""
     run = run_of(folder)
     found = [(folder / EVALUATION, [folder.name, repo_id])]
     if run is not None:
@@ -170,8 +170,8 @@ def _evaluation(
 
 
 def _name_in_run(folder: Path, run: Path) -> str:
-    """What a run's evaluation calls one of its checkpoints: by its stage, or, of a run with several expansions, by the
-    expansion that it is the end of."""
+    """The name of a run's checkpoint in the run's evaluation: that of its stage or, in a run with several expansions,
+    of the expansion whose last checkpoint it is."""
     participles = {key: stage_of(key).participle for key in ROAD}
     if folder.parent == run:
         return participles.get(folder.name, folder.name)
@@ -180,7 +180,7 @@ def _name_in_run(folder: Path, run: Path) -> str:
 
 
 def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
-    """The full id of a repository that may be written to, as far as one can know without writing."""
+    """The full id of the repository, after checking as far as possible that the token may write to it."""
     if (api.token or get_token()) is None:
         raise InputError(
             "The hub needs an access token with write permission: log in with `hf auth login`, or set HF_TOKEN "
@@ -193,11 +193,11 @@ def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
     except RepositoryNotFoundError:
         for kind in ("dataset", "space"):
             if api.repo_exists(repo_id, repo_type=kind):
-                raise InputError(f"{repo_id}: is a {kind} on the hub already; give the model another name.") from None
+                raise InputError(f"{repo_id}: is already a {kind} on the hub; give the model another name.") from None
         return repo_id
     if private and not info.private:
         raise InputError(
-            f"{repo_id}: is there already, and public; make it private in its settings, or choose another name."
+            f"{repo_id}: exists already and is public; make it private in its settings, or choose another name."
         )
     names = [sibling.rfilename for sibling in info.siblings or []]
     found = "weights without config.json" if any(map(is_weights, names)) else None
@@ -212,13 +212,13 @@ def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
 
 
 def _upload(api: HfApi, repo_id: str, branch: str, private: bool, files: dict[str, Path | bytes]) -> tuple[str, bool]:
-    """The commit that the branch is at afterwards, and whether it is a new one."""
+    """Uploads the files; returns the branch's commit afterwards, and whether it is new."""
     try:
         api.create_repo(repo_id, private=private or None, exist_ok=True)
         if branch != "main":
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         info = api.model_info(repo_id, revision=branch)
-        # Weights of an earlier push under other names would be loaded in the place of these.
+        # Weights of an earlier push under other names would be loaded instead of these.
         stale = [s.rfilename for s in info.siblings or [] if is_weights(s.rfilename) and s.rfilename not in files]
         additions = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in files.items()]
         deletions = [CommitOperationDelete(name) for name in stale]
@@ -232,7 +232,7 @@ def _upload(api: HfApi, repo_id: str, branch: str, private: bool, files: dict[st
             raise
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise InputError(
-            f"{repo_id}: the upload broke off ({reason}). Run the same command again: what arrived is not sent again."
+            f"{repo_id}: the upload broke off ({reason}). Run the same command again: it sends only missing files."
         ) from error
 
 
@@ -241,14 +241,14 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise InputError(f"{repo_id}: no id of a repository (namespace/name): {error}") from None
+        raise InputError(f"{repo_id}: not the id of a repository (namespace/name): {error}") from None
     except HfHubHTTPError as error:
         reason = (error.server_message or str(error)).strip().splitlines()[0]
         if error.response.status_code == 401:
             raise InputError(f"The hub refuses the access token ({reason}): log in with `hf auth login`.") from None
         if error.response.status_code == 403:
             raise InputError(
-                f"{repo_id}: the access token may not write there ({reason}). Use one with write permission, or a "
+                f"{repo_id}: the access token may not write to it ({reason}). Use a token with write permission, or a "
                 "namespace of your own."
             ) from None
         raise InputError(f"{repo_id}: the hub answers: {reason}") from error

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder are published, and what must not be in them: access tokens and local paths."""
+"""Chooses the published files of a checkpoint folder, and refuses access tokens and local paths in them."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from .yamlfile import parse_yaml
 CARD = "README.md"
 EVALUATION = "evaluation.json"
 PROVENANCE = ("recipe.yaml", "plan.json", "analysis.json")
-# What training leaves in a folder: not published, and not worth a question.
+# Files that training leaves in a folder; they are skipped without a message.
 _STAYS_HOME = (
     "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",
     "scaler.pt", "rng_state*.pth", "checkpoint-*", "runs", "__pycache__", ".*",
@@ -38,15 +38,16 @@ _ABSOLUTE = re.compile(r"/[^/\s]+/\S*|file://.*|[A-Za-z]:[\\/].*|\\\\\w+\\.*")
 
 
 def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path]:
-    """Name in the repository to local file: weights, configuration, code, tokenizer and what records the run.
+    """Maps names in the repository to local files: weights, configuration, code, tokenizer and the run's records.
 
-    A checkpoint inside a run folder brings that run's recipe, plan and analysis along.
+    For a checkpoint inside a run folder, these include the run's recipe, plan and analysis.
 
     Args:
-        include: other files of the folder to publish, relative to it.
+        include: further files of the folder to publish, relative to it.
 
     Raises:
-        InputError: the folder holds files that belong to no checkpoint and are not in `include`, or lacks some of it.
+        InputError: the folder holds files that belong to no checkpoint and are not in `include`, or lacks files of
+            `include`.
     """
     reader = CheckpointReader(folder)
     names = [file.name for file in reader.files] + ["config.json", *_code(folder)]
@@ -55,34 +56,34 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
     for name in include:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts
         if not inside or not (folder / name).is_file():
-            raise InputError(f"{folder}: --include names {name}, but there is no such file in it.")
+            raise InputError(f"{folder}: --include names {name}, but the folder has no such file.")
     found = {Path(name).as_posix(): folder / name for name in [*names, *include]}
     if away := [name for name, file in found.items() if not lies_inside(folder, file)]:
         raise InputError(f"{folder}: {away[0]} is a link that leads out of the folder; put the file itself there.")
     left = {file.name for file in folder.iterdir()} - {Path(name).parts[0] for name in found}
     if foreign := sorted(name for name in left if not any(Path(name).match(pattern) for pattern in _STAYS_HOME)):
         raise InputError(
-            f"{folder}: holds what is no part of the checkpoint: {', '.join(foreign)}. Move it away, or publish it too "
-            "with --include FILE."
+            f"{folder}: holds files that are not part of the checkpoint: {', '.join(foreign)}. Move them away, or "
+            "publish them too with --include FILE."
         )
-    # The nearest comes last: of a run with several expansions, each has a plan of its own.
+    # The nearest folder comes last: in a run with several expansions, each has its own plan.
     near = [folder.resolve().parent, run_of(folder)]
     made_by = {name: there / name for there in near[::-1] for name in PROVENANCE if there and (there / name).is_file()}
     return dict(sorted({**(made_by if near[1] else {}), **found}.items()))
 
 
 def run_of(folder: Path) -> Path | None:
-    """The folder of the run that made this checkpoint, if it still lies in it."""
+    """The folder of the run that made this checkpoint; None for a checkpoint outside of it."""
     return next((parent for parent in folder.resolve().parents[:2] if (parent / "steps.json").is_file()), None)
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of a repository holds weights, or says which files do."""
+    """Whether a file of a repository holds weights, or is their index."""
     return name == RECORD or name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
 
 
 def _code(folder: Path) -> list[str]:
-    """The `.py` files that config.json names, and those that they import."""
+    """The `.py` files that config.json names, and the files that they import."""
     entries = read_json(folder / "config.json", "a configuration").get("auto_map") or {}
     names: set[str] = set()
     for entry in entries.values() if isinstance(entries, dict) else ():
@@ -94,17 +95,17 @@ def _code(folder: Path) -> list[str]:
         names |= {file.name, *(Path(other).name for other in get_relative_import_files(file))}
     if not names:
         raise InputError(
-            f"{folder}: config.json names no code (auto_map), so nobody could load it: write the checkpoint with "
+            f"{folder}: config.json names no code (auto_map), so the model could not be loaded: write it with "
             "save_pretrained."
         )
     return sorted(names)
 
 
 def refuse_private(files: dict[str, Path | bytes]) -> None:
-    """Checks what would be published, file by file.
+    """Checks every file to be published.
 
     Raises:
-        InputError: a file holds an access token or a path of this machine; names both.
+        InputError: a file holds an access token or a path of this machine; the message names file and finding.
     """
     for name, content in files.items():
         if name.endswith(".safetensors") and isinstance(content, Path):
@@ -115,7 +116,7 @@ def refuse_private(files: dict[str, Path | bytes]) -> None:
             text = data.decode("utf-8", errors="ignore")
         for found, what in _private(name, text):
             raise InputError(
-                f"{name}: holds {what} ({found}), which must not be published: take it out."
+                f"{name}: holds {what} ({found}), which must not be published: remove it."
                 + (
                     " In a recipe, write a variable for it, such as $DATA/el.jsonl, before `run`."
                     if name.endswith(".yaml")
@@ -125,7 +126,7 @@ def refuse_private(files: dict[str, Path | bytes]) -> None:
 
 
 def _private(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """What must not be public: as it may be shown, and what it is."""
+    """Finds secrets and local paths: the part of each that may be shown, and its kind."""
     own = get_token()
     for token in [*_TOKEN.findall(text), *([own] if own and own in text else [])]:
         yield f"{token[:6]}...", "an access token"
@@ -136,7 +137,7 @@ def _private(name: str, text: str) -> Iterator[tuple[str, str]]:
     for password in _PASSWORD.findall(text):
         yield f"{password[:1]}...", "a password in an address"
     if Path(name).name in _VOCABULARIES or name.endswith((".model", ".tiktoken")):
-        return  # a vocabulary may well hold the string /home/
+        return  # a vocabulary may hold the string /home/
     for value in _strings(_parsed(name, text)):
         for path in _ABSOLUTE.findall(value) if _ABSOLUTE.fullmatch(value) else _HOME.findall(value):
             yield path, "a path of this machine"

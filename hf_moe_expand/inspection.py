@@ -1,4 +1,4 @@
-"""What an expanded checkpoint consists of: layers, experts, parameters, history. Reads no weights."""
+"""Describes an expanded checkpoint: layers, experts, parameters, history. Reads no weights."""
 
 import os
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class Inspection:
     """Parameter counts and history of an expanded checkpoint.
 
     Attributes:
-        layers: for each layer (experts, has a classifier, parameters of its FFN block).
-        total, active: all parameters, and those that one token uses.
-        base: parameters of the dense model inside.
+        layers: for each layer: number of experts, whether it has a classifier, and parameters of its FFN block.
+        total, active: all parameters, and parameters active for one token.
+        base: parameters of the dense base.
         trainable: parameters that each stage trains.
-        expansions: the records in config.json.
+        expansions: the expansions' records in config.json.
         updates: rank and alpha of LoRA experts.
     """
 
@@ -39,7 +39,7 @@ class Inspection:
     updates: tuple[int, float] | None = None
 
     def lines(self) -> list[str]:
-        """The report, a line each."""
+        """The report, line by line."""
         counts = [experts for experts, _, _ in self.layers]
         classifiers = [str(index) for index, (_, has_classifier, _) in enumerate(self.layers) if has_classifier]
         rank, alpha = self.updates or (0, 0)
@@ -69,7 +69,7 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     """Inspects a folder or hub id.
 
     Raises:
-        InputError: it is not an expanded checkpoint.
+        InputError: `model` is not an expanded checkpoint.
     """
     folder = resolve_checkpoint(model, revision, weights=False)
     config = load_expanded_config(folder)
@@ -88,7 +88,7 @@ def inspect_config(config: Any) -> Inspection:
         expert = _size(ffn.experts[0])
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size(ffn))
         active = ffn.top_k + (ffn.conditional_gate is not None)
-        if updates:  # a token needs expert 0's weights whichever experts it goes to, and K updates at most
+        if updates:  # a token uses expert 0's weights for every expert, and at most K updates
             active = min(1 + ffn.top_k, len(ffn.experts))
         idle += (len(ffn.experts) - active) * _size(ffn.experts[-1])
         added += _size(ffn) - expert

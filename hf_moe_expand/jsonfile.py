@@ -9,10 +9,10 @@ from .errors import InputError
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes through a temporary file in the same folder.
+    """Writes a value through a temporary file in the same folder.
 
     Raises:
-        InputError: the file cannot be written there.
+        InputError: the file cannot be written.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -26,11 +26,11 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path, what: str) -> dict:
-    """Reads an object. Stricter than the language's reader: a duplicate key, NaN and infinite numbers, half of a
+    """Reads an object, more strictly than Python's reader: a duplicate key, NaN and infinite numbers, half of a
     surrogate pair, deep nesting and integers of thousands of digits are errors.
 
     Raises:
-        InputError: there is no such file, or it holds no JSON object; the message calls it `what`.
+        InputError: the file does not exist or does not hold a JSON object; the message calls it `what`.
     """
     try:
         value = parse_json(Path(path).read_text(encoding="utf-8-sig"))
@@ -58,7 +58,7 @@ def parse_json(text: str) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except UnicodeEncodeError:
-        raise ValueError("a string holds half of a surrogate pair, which is no Unicode text") from None
+        raise ValueError("a string holds half of a surrogate pair, which is not Unicode text") from None
     except json.JSONDecodeError:
         raise
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Language codes: which ones are valid, and which languages may stand together as old and new."""
+"""Checks language codes, and the old and new languages of an expansion."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -12,7 +12,7 @@ from .errors import InputError
 @cache
 def is_language_code(code: str) -> bool:
     """Whether `code` is a BCP 47 tag of a registered language: `el`, `yue`, `sr-Latn`."""
-    import langcodes  # reads its tables when it is imported
+    import langcodes  # slow: reads its tables at import
 
     try:
         return langcodes.tag_is_valid(code)
@@ -21,13 +21,13 @@ def is_language_code(code: str) -> bool:
 
 
 def check_language_code(code: str) -> str:
-    """The code itself.
+    """Returns the code, if it is valid.
 
     Raises:
-        InputError: it is no language code.
+        InputError: `code` is not a language code.
     """
     if not is_language_code(code):
-        raise InputError(f"{code!r} is no language code of ISO 639, such as el or yue.")
+        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
     return code
 
 
@@ -35,7 +35,7 @@ def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
     """Checks the languages of one expansion against each other.
 
     Raises:
-        InputError: a language is given twice, or as an old and as a new one.
+        InputError: a language is given twice, or both as old and as new.
     """
     old, new = list(old), list(new)
     if both := sorted(set(old) & set(new)):

@@ -1,4 +1,4 @@
-"""Does a checkpoint load where this package is not installed? Tried in a fresh process before it is published."""
+"""Checks, in a fresh process, that a checkpoint loads without this package, before it is published."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from .modeling import MODEL_CLASSES
 
 _PROGRAM = """
 import sys
-sys.modules["hf_moe_expand"] = None  # importing it fails, as where it is not installed
+sys.modules["hf_moe_expand"] = None  # importing it fails, as if it were not installed
 import torch
 from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -40,20 +40,20 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY", re.IGNOREC
 
 
 def check_loads_alone(folder: Path) -> None:
-    """Loads the checkpoint with transformers alone, offline, and runs one token through it. Runs no code but this
-    package's own, and that without access tokens.
+    """Loads the checkpoint with transformers alone, offline, and runs one token through it. Runs only this package's
+    code, and without access tokens.
 
     Raises:
-        InputError: as `check_code`; or it does not load, with the reason.
+        InputError: see `check_code`; or the checkpoint does not load (the message gives the reason).
     """
     check_code(folder)
     with tempfile.TemporaryDirectory() as empty:
         environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
         environment |= {
             "HF_HUB_OFFLINE": "1",
-            "HF_MODULES_CACHE": empty,  # its code is read from the folder, not from a cache of an earlier version
+            "HF_MODULES_CACHE": empty,  # reads the code from the folder, not from a cache of an earlier version
             "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
-            "HF_TOKEN_PATH": str(Path(empty) / "token"),  # there is none
+            "HF_TOKEN_PATH": str(Path(empty) / "token"),  # this file does not exist
         }
         command = [sys.executable, "-c", _PROGRAM, str(folder.resolve())]
         done = subprocess.run(
@@ -68,10 +68,10 @@ def check_loads_alone(folder: Path) -> None:
 
 
 def check_code(folder: Path) -> None:
-    """Checks that a checkpoint folder holds and names no code but this package's own, byte for byte.
+    """Checks that a checkpoint folder holds and names only this package's code, byte for byte.
 
     Raises:
-        InputError: names the file that differs, and how to write the checkpoint anew.
+        InputError: a file differs; the message names it, and says how to rewrite the checkpoint.
     """
     again = (
         "Write it again with this package's code: python -c \"from hf_moe_expand.models import load_for_inference; "
@@ -81,7 +81,7 @@ def check_code(folder: Path) -> None:
     for file in sorted(folder.rglob("*.py")):
         name = str(file.relative_to(folder))
         if name not in CODE:
-            raise InputError(f"{folder}: {name} is no code of this package, so it is not run; move it away.")
+            raise InputError(f"{folder}: {name} is not code of this package, so it is not run; move it away.")
         if file.read_bytes() != (own / name).read_bytes():
             raise InputError(f"{folder}: {name} differs from this package's, so it is not run. {again}")
     for file in sorted(folder.glob("*.json")):

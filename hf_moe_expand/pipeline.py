@@ -1,4 +1,4 @@
-"""`run` and `validate`: the whole way, step by step. A step that is done is not done again."""
+"""`run` and `validate`: run or check all steps of a recipe. Finished steps are not run again."""
 
 import hashlib
 import json
@@ -10,20 +10,20 @@ from typing import Any
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .distributed import launched
-from .errors import InputError
+from .errors import InputError, at
 from .evaluation.report import Evaluation
 from .jsonfile import read_json, write_json
 from .recipe import Recipe
 from .recipe_paths import unset_variable
 from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
-from .steps.base import Checks, Done, Round, Step, named
+from .steps.base import Checks, Done, Round, Step
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.plan import MakePlan
 from .steps.stage import GraftStep, StageStep, TrainStep
 
-# The key of a run's record under which the step at work stands.
+# The key of the running step in a run's record.
 _BEGUN = "begun"
 
 
@@ -55,16 +55,16 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
 
 
 def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
-    """Checks all that can be checked without loading weights; returns what was found to be right, one line each.
+    """Checks a recipe as far as possible without loading weights; returns one line for each check that passed.
 
-    Local text is read as far as it takes to know that there is enough of it; the hub's is not.
+    Reads local text until it is known to be enough; does not read text on the hub.
 
     Args:
-        offline: download nothing, and leave out, with a line that says so, what needs a base that is not at hand or a
-            variable that is not set.
+        offline: download nothing; skip, with a line that says so, every check that needs a base that is not on this
+            machine or a variable that is not set.
 
     Raises:
-        InputError: the first mistake found.
+        InputError: the recipe has a mistake; the message names the first one.
     """
     if offline:
         config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
@@ -79,29 +79,30 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
         if offline and (unset := unset_variable(source.source)):
             checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
-        named(key, source.check)
+        with at(key):
+            source.check()
         files = source.files()
         checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     for step in steps_of(recipe)[0]:
         step.check(checks)
     checks.found.append("training: TrainingArguments takes every setting")
     if checks.counted:
-        checks.found.append(f"analysis: {' '.join(checks.counted)} have as much text as it reads")
+        checks.found.append(f"analysis: {' '.join(checks.counted)} have enough text")
     return checks.found
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
-    """Runs a recipe: analyse, plan, expand and train, for each of its expansions; evaluate.
+    """Runs a recipe: analyses, plans, expands and trains for each of its expansions, then evaluates.
 
-    Run again after an interruption it goes on where it stopped: finished steps are skipped, and training resumes
-    from its last checkpoint. Under `accelerate launch` all ranks train, and the first does everything else.
+    A second run after an interruption resumes the first: finished steps are skipped, and training resumes from its
+    last checkpoint. Under `accelerate launch` all ranks train, and the first rank does all other steps.
 
     Returns:
         The folder of the final checkpoint.
 
     Raises:
-        InputError: the recipe is wrong; or it, a text or the base was changed after a step had run with it. What is
-            evaluated may change.
+        InputError: the recipe is wrong; or the recipe, a text or the base was changed after a step had run with it
+            (inputs of the evaluation may change).
     """
     state = launched()
     if not state.is_main_process:
@@ -112,7 +113,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     record = _Record(root, steps, _start(recipe))
     record.refuse_foreign()
     record.refuse_changes()
-    state.wait_for_everyone()  # all have read the record before the first writes to it
+    state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
     if state.is_main_process:
         _keep_text(recipe, root)
     for number, step in enumerate(steps, start=1):
@@ -121,7 +122,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
             say(f"{label}: done already ({record.done[step.name]['summary']})")
             continue
         if needless := record.made_from(step, steps[number:]):
-            say(f"{label}: done, no longer kept; to make it anew, delete {needless.output} too")
+            say(f"{label}: done, its output is no longer kept; to run it again, delete {needless.output} too")
             continue
         say(f"{label} ...")
         unrecorded = step.output.exists() and record.is_begun(step)
@@ -143,12 +144,12 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
 
 
 class _Record:
-    """`steps.json`: which steps are done, what each was made from, and which one is at work."""
+    """`steps.json`: the finished steps with hashes of their inputs, and the running step."""
 
     def __init__(self, root: Path, steps: list[Step], start: dict[str, Any]) -> None:
         self.root, self.path, self.steps = root, root / "steps.json", steps
         self.done: dict[str, Any] = read_json(self.path, "the record of a run") if self.path.is_file() else {}
-        # A step is made from all that the steps before it were made from.
+        # The inputs of a step include those of all steps before it.
         self.made: dict[str, dict[str, str]] = {}
         before = _hashed(start)
         for step in steps:
@@ -162,7 +163,7 @@ class _Record:
         return self.done.get(_BEGUN, {}).get("step") == step.name
 
     def changes(self, step: Step) -> list[str]:
-        """The inputs that differ from those that the step has run with."""
+        """The inputs that changed since the step ran."""
         unrecorded = self.is_begun(step) and step.output.exists()
         earlier = self.done.get(_BEGUN) if unrecorded else self.done.get(step.name)
         if earlier is None:
@@ -171,18 +172,18 @@ class _Record:
         return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
 
     def refuse_foreign(self) -> None:
-        """Refuses a first run whose output folder holds files that its steps would write over."""
+        """Refuses a first run whose output folder holds files that its steps would overwrite."""
         if self.done:
             return
         written = [self.root / "recipe.yaml", *(step.output for step in self.steps)]
         if there := [path for path in written if path.exists()]:
             raise InputError(
-                f"{self.root}: holds {there[0].name}, which this run would write over, and no record of a run "
-                f"({self.path.name}): give another `output`, or move it away."
+                f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
+                f"({self.path.name}): give another `output`, or move the folder away."
             )
 
     def refuse_changes(self) -> None:
-        """Refuses a run whose inputs were changed after a step had run with them, and others may follow from it."""
+        """Refuses a run whose inputs were changed after a step on which others depend had run with them."""
         for step in self.steps:
             if not step.repeatable and (changed := self.changes(step)):
                 raise InputError(
@@ -191,8 +192,8 @@ class _Record:
                 )
 
     def made_from(self, step: Step, later: list[Step]) -> Step | None:
-        """The first later step whose output stands for this one's, which is no longer needed: a checkpoint is made from
-        any output before it, a plan from an analysis."""
+        """The first later step whose output makes this step's output unnecessary: a checkpoint replaces all outputs
+        before it, a plan replaces an analysis."""
         if step.repeatable or not self.is_done(step):
             return None
         for other in later:
@@ -202,7 +203,7 @@ class _Record:
         return None
 
     def begin(self, step: Step, later: list[Step], writes: bool) -> None:
-        """A step is at work: what is repeatable and comes later belongs to its former output."""
+        """Records that a step is running; forgets later repeatable steps, which used its former output."""
         for other in later:
             if other.repeatable:
                 self.done.pop(other.name, None)
@@ -219,7 +220,7 @@ class _Record:
 
 
 def _start(recipe: Recipe) -> dict[str, Any]:
-    """What every step is made from."""
+    """The inputs of every step."""
     base = resolve_checkpoint(recipe.base, recipe.revision)
     return {"base": [recipe.base, recipe.revision, CheckpointReader(base).fingerprint()], "seed": recipe.seed}
 
@@ -232,7 +233,7 @@ def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
 
 
 def _keep_text(recipe: Recipe, root: Path) -> None:
-    """Copies the recipe's file as it is: with variables not filled in, `push` finds no path of this machine in it."""
+    """Copies the recipe's file unchanged: its variables are not filled in, so that no local path is published."""
     kept = root / "recipe.yaml"
     if recipe.text is not None and not (kept.is_file() and kept.read_text(encoding="utf-8") == recipe.text):
         root.mkdir(parents=True, exist_ok=True)

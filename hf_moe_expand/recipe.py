@@ -1,4 +1,4 @@
-"""A recipe: one YAML file that says how a model learns new languages, from base checkpoint to evaluation."""
+"""A recipe: one YAML file with all settings, from the base checkpoint to the evaluation."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ Sources = dict[Text, Text]
 
 
 class _Expansion(Declared):
-    """The keys of an expansion that are no stage."""
+    """The keys of an expansion besides its stages."""
 
     renamed: ClassVar[Mapping[str, str]] = {former: key for key in ROAD for former in stage_of(key).former}
 
@@ -36,7 +36,7 @@ class _Expansion(Declared):
         """The settings of the plan.
 
         Raises:
-            InputError: there are none.
+            InputError: the recipe has no `plan`.
         """
         if self.plan is None:
             raise InputError("`plan` is missing: say how many experts each layer gets.")
@@ -44,7 +44,7 @@ class _Expansion(Declared):
 
     @property
     def family(self) -> str:
-        """The model type that the plan makes."""
+        """The model type of the planned model."""
         return "dmoe" if self.planned.planner.makes_groups else "layer_moe"
 
     def stages(self) -> list[tuple[Stage, Any]]:
@@ -57,15 +57,15 @@ class _Expansion(Declared):
         return any(stage.key == key for stage, _ in self.stages())
 
     def analyzed_languages(self, old: Iterable[str], further: bool) -> list[str]:
-        """The languages of which `analysis.tokens` are read: for the similarity or, in a further expansion, to find
-        the nearest experts."""
+        """The languages of which the analysis reads text: for the similarity or, in a further expansion, for the
+        nearest experts."""
         if self.planned.needs == "similarity":
             return [*old, *self.new]
         return list(self.new) if further and self.expand.copy_from == "nearest" else []
 
 
 def _stage_keys() -> dict[str, Any]:
-    """A key for each stage."""
+    """The fields of a recipe for its stages, by key."""
     keys: dict[str, Any] = {}
     for stage in map(stage_of, ROAD):
         hint: Any = stage.settings | None if stage.optional else stage.settings
@@ -75,17 +75,16 @@ def _stage_keys() -> dict[str, Any]:
 
 
 class Expansion(pydantic.create_model("_Staged", __base__=_Expansion, **_stage_keys())):  # type: ignore[misc]
-    """One expansion: the languages that it adds, and how."""
+    """One expansion: the languages that it adds, and the settings of its steps."""
 
 
 class Recipe(Expansion):
-    """Everything that `run` needs. Paths may hold `$VARIABLES` of the environment.
+    """All settings of `run`. Paths may hold `$VARIABLES` of the environment.
 
-    In a file the recipe's own settings hold for each of its `expansions` that has none of its own (`graft` for the last
-    alone).
+    In a file, the recipe's own settings apply to each of its `expansions` that lacks them (`graft` only to the last).
 
     Attributes:
-        text: of the file that it was read from; None of a recipe that was made in Python.
+        text: text of the recipe's file; None for a recipe made in Python.
     """
 
     _text: str | None = PrivateAttr(default=None)
@@ -106,7 +105,7 @@ class Recipe(Expansion):
     def _check(self) -> Self:
         known = dict(self.old)
         if self.expansions and self.new:
-            raise InputError("new: say in each of `expansions` which languages it adds, not here too.")
+            raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
         for number, expansion in enumerate(self.rounds, start=1):
             check_languages(known, expansion.new)
             known |= expansion.new
@@ -124,21 +123,21 @@ class Recipe(Expansion):
     def _check_expansion(self, number: int, expansion: Expansion) -> None:
         if expansion.family == "dmoe" and len(self.rounds) > 1:
             raise InputError(
-                f"expansion {number}: a DMoE model grows by `train adapt`, a language at a time: make it the only "
+                f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "
                 "expansion."
             )
         copied = expansion.expand.copy_from
         if number == 1 and copied not in (0, "nearest"):
-            raise InputError(f"expand.copy_from: {copied}: in the first expansion there is expert 0 alone to copy.")
+            raise InputError(f"expand.copy_from is {copied}: the first expansion can copy only expert 0; leave it out.")
         if expansion.graft is not None and number < len(self.rounds):
             raise InputError(
-                f"expansion {number}: graft: the later expansions would train a fine-tuned model on plain text; a "
-                f"delta is added once, in the last expansion. Move `graft` to expansion {len(self.rounds)}."
+                f"expansion {number}: graft: the delta is added once, in the last expansion, since later expansions "
+                f"would train the fine-tuned model on plain text. Move `graft` to expansion {len(self.rounds)}."
             )
 
     @property
     def text(self) -> str | None:
-        """The text of the file that it was read from."""
+        """The text of the recipe's file."""
         return self._text
 
     @property
@@ -151,10 +150,10 @@ class Recipe(Expansion):
         """Reads a recipe.
 
         Args:
-            unset_ok: leave variables that the environment does not have as they are.
+            unset_ok: keep `$VARIABLES` that are not set in the text, instead of refusing them.
 
         Raises:
-            InputError: the file is missing or wrong; the message says where.
+            InputError: the file is missing or wrong; the message names the key.
         """
         mapping = read_yaml(path)
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -172,16 +171,16 @@ class Recipe(Expansion):
 
     @property
     def training_sources(self) -> dict[str, LanguageText]:
-        """Training text of every language, old and new."""
+        """Training text of each language, old and new."""
         return {text.language: text for key, text in self.keyed_sources() if not key.startswith("test.")}
 
     @property
     def test_sources(self) -> dict[str, LanguageText]:
-        """Held-out text."""
+        """Held-out text of each language."""
         return {code: LanguageText(code, source) for code, source in self.test.items()}
 
     def keyed_sources(self) -> Iterator[tuple[str, LanguageText]]:
-        """Every text, with the key under which the recipe has it."""
+        """Every text, with its key in the recipe."""
         parts = {"old": self.old}
         parts |= {f"expansions[{i}].new": e.new for i, e in enumerate(self.expansions)} or {"new": self.new}
         for part, sources in {**parts, "test": self.test}.items():
@@ -194,7 +193,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
-    """Gives each expansion the recipe's own settings where it has none; `graft` goes to the last alone."""
+    """Copies the recipe's own settings to each expansion that lacks them; `graft` only to the last."""
     own = {*Expansion.model_fields, *Expansion.renamed} - {"new"}
     shared = {key: mapping[key] for key in own if key in mapping}
     graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
@@ -209,9 +208,9 @@ def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
 
 def _fill_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
     if isinstance(mapping.get(kind), Mapping):
-        # YAML 1.1 reads the unquoted language code `no` as false.
-        if any(not isinstance(code, str) for code in mapping[kind]):
-            raise InputError(f"{where}: {kind}: put language codes in quotes: YAML reads `no` as false.")
+        for code in mapping[kind]:
+            if not isinstance(code, str):
+                raise InputError(f"{where}: {kind}: {code!r} is no language code.")
         mapping[kind] = {
             code: filled_in(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
         }

@@ -1,4 +1,4 @@
-"""Variables of the environment in a recipe's paths."""
+"""Fills environment variables into a recipe's paths."""
 
 import os
 import re
@@ -14,13 +14,13 @@ def unset_variable(text: str) -> str | None:
 
 
 def filled_in(source: Any, where: str, unset_ok: bool) -> str:
-    """A path or source with its variables' values.
+    """A path or source with the values of its variables.
 
     Raises:
-        InputError: it is no text, or a variable is not set and `unset_ok` does not allow that.
+        InputError: `source` is not a text, or a variable is not set and `unset_ok` is false.
     """
     if not isinstance(source, str):
         raise InputError(f"{where}: {source!r} is not a file, a folder or hub:NAME.")
     if not unset_ok and (unset := unset_variable(source)):
-        raise InputError(f"{where}: the environment variable {unset} is not set.")
+        raise InputError(f"{where}: the environment variable {unset} is not set; set it, or write the path itself.")
     return os.path.expandvars(source)

@@ -1,6 +1,6 @@
-"""The history that a checkpoint carries in config.json: one record for each expansion, one for each step on it.
+"""The history that a checkpoint carries in config.json: one record for each expansion and for each step after it.
 
-A leaf: everything that writes or reads a history does it through these records.
+All other modules write and read histories through these records.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from .errors import InputError
 
-OLD = 0  # class of the languages that the base model came with
+OLD = 0  # class of the base model's languages
 
-# Steps after which no tensor is sure to be what it was, by the names that histories have for them ("normal" and
-# "everything" train all parameters; "normal" is the former name of "joint").
+# Steps that may change every tensor, by their names in histories ("normal" and "everything" train all parameters;
+# "normal" is the former name of "joint").
 CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "joint", "normal"})
 
 R = TypeVar("R", bound="_Record")
@@ -21,11 +21,15 @@ R = TypeVar("R", bound="_Record")
 
 @dataclass(frozen=True)
 class _Record:
-    """A record reads what it knows and keeps what it does not know."""
+    """A record of known fields that also keeps unknown ones."""
 
     @classmethod
     def from_dict(cls: type[R], value: Any, where: str) -> R:
-        """Raises: InputError: a field has another shape than every writer gives it; the message starts with `where`."""
+        """Reads a record.
+
+        Raises:
+            InputError: a field is missing or malformed; the message starts with `where`.
+        """
         if not isinstance(value, Mapping):
             raise InputError(f"{where}: must be an object, found {type(value).__name__}.")
         known = {f.name: f for f in fields(cls) if f.name != "other"}
@@ -34,13 +38,13 @@ class _Record:
                 raise InputError(f"{where}: `{name}` is missing.")
         for name, item in value.items():
             check = known[name].metadata.get("check") if name in known else None
-            if check is not None and item is not None and not check(item):
+            if check is not None and (item is not None or known[name].metadata.get("required")) and not check(item):
                 raise InputError(f"{where}.{name}: {known[name].metadata['wanted']} is needed, found {item!r:.60}.")
         other = {name: item for name, item in value.items() if name not in known}
         return cls(**{name: item for name, item in value.items() if name in known}, other=other)  # type: ignore[call-arg]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON as config.json has it; an optional field that says nothing is left out."""
+        """The record as JSON in config.json, without empty optional fields."""
         written = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -88,9 +92,9 @@ class StageRecord(_Record):
     Attributes:
         stage: the step's name.
         steps: optimizer steps.
-        documents, tokens: text at hand, by language.
+        documents, tokens: available documents and tokens, by language.
         seed: random seed.
-        settings: the step's settings; of local paths the last part alone.
+        settings: the step's settings; local paths are reduced to their last part.
     """
 
     stage: str = _required("text")
@@ -113,10 +117,10 @@ class ExpansionRecord(_Record):
 
     Attributes:
         method: the plan's method.
-        old_languages, new_languages: before this expansion, and those it adds.
+        old_languages, new_languages: languages before this expansion, and languages that it adds.
         base_model: hub id, or the name of the local folder.
         base_revision: commit of a hub model; None for a local folder.
-        experts_per_layer: after this expansion, expert 0 counted.
+        experts_per_layer: experts of each layer after this expansion, expert 0 counted.
         classifier_layers: layers with a routing classifier, after this expansion.
         seed: random seed of routers and random experts.
         expert_init: how a first expansion's experts started: `copy`, `random` or `branches`.
@@ -124,8 +128,8 @@ class ExpansionRecord(_Record):
         copied_expert: the expert that a DMoE adaptation copied in every layer.
         copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).
         base_parameters, parameters: parameter counts of the dense and the expanded model.
-        versions: of the software that made it.
-        stages: the steps since.
+        versions: versions of the software that made the expansion.
+        stages: the steps after this expansion.
     """
 
     method: str = _required("text")
@@ -159,7 +163,7 @@ class ExpansionRecord(_Record):
 
 @dataclass(frozen=True)
 class History:
-    """The expansions of a model, in order; empty for one that was never expanded."""
+    """The expansions of a model, in order; empty for a model that was never expanded."""
 
     expansions: Sequence[ExpansionRecord] = ()
 
@@ -168,17 +172,17 @@ class History:
         """The history in a configuration, or in config.json's mapping.
 
         Raises:
-            InputError: it has not the shape of one; the message names the entry.
+            InputError: the history is malformed; the message names the entry.
         """
         value = config.get("expansions") if isinstance(config, Mapping) else getattr(config, "expansions", None)
-        if not isinstance(value or [], list):
+        if value is not None and not isinstance(value, list):
             raise InputError(f"config.json: expansions: a list is needed, found {type(value).__name__}.")
         return cls(
             [ExpansionRecord.from_dict(entry, f"config.json: expansions[{i}]") for i, entry in enumerate(value or [])]
         )
 
     def write(self, config: Any) -> None:
-        """Puts the history into a configuration."""
+        """Writes the history into a configuration."""
         config.expansions = [record.to_dict() for record in self.expansions]
 
     def __len__(self) -> int:
@@ -186,15 +190,33 @@ class History:
 
     @property
     def first(self) -> ExpansionRecord:
-        return self.expansions[0]
+        """The first expansion.
+
+        Raises:
+            InputError: there is none.
+        """
+        return self._known()[0]
 
     @property
     def last(self) -> ExpansionRecord:
-        return self.expansions[-1]
+        """The last expansion.
+
+        Raises:
+            InputError: there is none.
+        """
+        return self._known()[-1]
+
+    def _known(self) -> Sequence[ExpansionRecord]:
+        if not self.expansions:
+            raise InputError(
+                "config.json records no expansion, so the base model and the languages are not known: make the "
+                "checkpoint with `hf-moe-expand expand`."
+            )
+        return self.expansions
 
     @property
     def stages(self) -> list[StageRecord]:
-        """Every step, of all expansions."""
+        """All steps of all expansions."""
         return [stage for expansion in self.expansions for stage in expansion.stages]
 
     @property
@@ -204,7 +226,7 @@ class History:
 
     @property
     def languages(self) -> list[str]:
-        """Every language that the model knows, the base model's first."""
+        """All languages of the model, the base model's first."""
         return list(dict.fromkeys(code for codes in self.by_expansion for code in codes))
 
     @property
@@ -213,19 +235,19 @@ class History:
         return {code: number for number, codes in enumerate(self.by_expansion) for code in codes}
 
     def with_expansion(self, record: ExpansionRecord) -> "History":
-        """This history and one expansion more."""
+        """This history with one more expansion."""
         return History([*self.expansions, record])
 
     def with_stage(self, record: StageRecord) -> "History":
-        """This history and one step more on the last expansion."""
+        """This history with one more step on the last expansion."""
         last = self.last.to_dict()
         last["stages"] = [*last["stages"], record.to_dict()]
         return History([*self.expansions[:-1], ExpansionRecord.from_dict(last)])
 
 
 def add_stage(config: Any, record: StageRecord) -> None:
-    """Adds a step to a configuration's history: of an expanded model to its last expansion, of a dense one to the
-    field `history`."""
+    """Adds a step to a configuration's history: to the last expansion of an expanded model, to the field `history` of
+    a dense one."""
     history = History.of(config)
     if len(history):
         history.with_stage(record).write(config)
@@ -234,7 +256,7 @@ def add_stage(config: Any, record: StageRecord) -> None:
 
 
 def without_folders(value: Any) -> Any:
-    """Settings as they may be published: of an absolute path the last part stays."""
+    """Settings for publication: absolute paths are reduced to their last part."""
     if isinstance(value, dict):
         return {name: without_folders(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What an analysis found: numbers and a JSON file; no torch."""
+"""Results of the analyses: numbers, and their JSON files. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
@@ -12,14 +12,14 @@ from .schema import Number, Text, Whole, read, settings
 
 @settings
 class SimilarityResult:
-    """Similarities per layer; every list has one entry a layer.
+    """Similarities of languages in each layer; every list has one entry a layer.
 
     Attributes:
-        pairs: `"el-en"` to the mean cosine over all pairs of their hidden states; pairs of two new languages and of
-            a new and an old one.
+        pairs: for each pair of languages (key such as `"el-en"`), two new ones or a new and an old one, the mean
+            cosine over all pairs of their hidden states.
         new_new: mean over pairs of new languages; None with a single new language.
         new_old: mean over pairs of a new and an old language.
-        similarity: `(new_old + new_new) / 2`, or `new_old` where there is no new_new.
+        similarity: `(new_old + new_new) / 2`, or `new_old` if new_new is None.
     """
 
     old: list[Text]
@@ -38,7 +38,7 @@ class SimilarityResult:
     def from_pairs(
         cls, pairs: Mapping[str, Sequence[float]], old: Sequence[str], new: Sequence[str], tokens: int
     ) -> "SimilarityResult":
-        """Layer similarities from pair similarities (LayerMoE Eq. 9, plain means as in the authors' own sheet)."""
+        """Layer similarities from the pairs' similarities (LayerMoE Eq. 9; plain means, as the authors computed)."""
 
         def mean(names: list[str]) -> list[float]:
             return [sum(values) / len(names) for values in zip(*(pairs[name] for name in names), strict=True)]
@@ -56,21 +56,21 @@ class SimilarityResult:
         """Reads `analysis.json`.
 
         Raises:
-            InputError: the file is missing or is no similarity analysis; the message names the key that is wrong.
+            InputError: the file is missing or is not a similarity analysis; the message names the wrong key.
         """
         return read(cls, read_json(path, "a similarity analysis"), f"{path}: not a similarity analysis")
 
 
 @settings
 class DeviationResult:
-    """How far fine-tuning on each language moves the FFNs, and how alike the ways of two languages are (DMoE).
+    """How far fine-tuning on each language moves the FFNs, and how similar the changes of two languages are (DMoE).
 
     Attributes:
-        deviation: of each layer, the L2 norm of the change of its FFN's weights; mean over languages.
-        by_language: that norm for each language, one entry a layer.
-        similarity: `[languages, languages]`, the cosine of two languages' changes of the FFN weights of `layers`.
-        layers: over which `similarity` was taken.
-        steps, learning_rate, batch_size, block_size, seed: of the fine-tuning.
+        deviation: L2 norm of the change of each layer's FFN weights, mean over languages.
+        by_language: the same norm for each language, one entry a layer.
+        similarity: `[languages, languages]`, cosine between two languages' changes of the FFN weights of `layers`.
+        layers: layers over which `similarity` was taken.
+        steps, learning_rate, batch_size, block_size, seed: settings of the fine-tuning.
     """
 
     languages: list[Text]
@@ -96,31 +96,32 @@ class DeviationResult:
         """Reads `deviation.json`.
 
         Raises:
-            InputError: the file is missing or is no deviation analysis; the message names the key that is wrong.
+            InputError: the file is missing or is not a deviation analysis; the message names the wrong key.
         """
         return read(cls, read_json(path, "a deviation analysis"), f"{path}: not a deviation analysis")
 
 
 @settings
 class RoutingResult:
-    """What the routers of an expanded model do with the text of each language.
+    """How the routers of an expanded model route the text of each language.
 
     Lists by layer have one entry for each of `layers`.
 
     Attributes:
-        classes: of each language: 0 = the base model's, g = brought by expansion g.
-        tokens: of each language.
+        classes: class of each language: 0 for the base model's languages, g for those that expansion g added.
+        tokens: tokens measured of each language.
         layers: the expanded layers.
-        top1_share: `[language][layer][expert]`, share of the tokens whose highest weight the expert has.
+        top1_share: `[language][layer][expert]`, share of the tokens whose largest weight is the expert's.
         weight_share: `[language][layer][expert]`, mean of the weights that experts are combined with.
         expert_0_score: `[language][layer]`, mean of the router's score of expert 0.
-        experts_for_half: `[language][layer]`, E_50%: how many experts have half of the tokens by top-1.
-        classifier_accuracy: `[language][layer]`, share of tokens in their language's class; None without a classifier.
+        experts_for_half: `[language][layer]`, E_50%: smallest number of experts with half of the tokens by top-1.
+        classifier_accuracy: `[language][layer]`, share of tokens that the classifier puts into their language's class;
+            None without a classifier.
         similarity: `[layer]`, `[languages, languages]` in the order of `classes`: cosine of their rows of `top1_share`.
-        colocation: of each layer but the last with the next, the largest correlation of an expert's weight here with
-            one's there; None where no weight varies.
-        perplexity: of each language, within blocks.
-        random_perplexity: the same under random routing; mean over `random_seeds`.
+        colocation: for each layer but the last, the largest correlation between the weight of one of its experts and
+            that of an expert of the next layer; None if no weight varies.
+        perplexity: perplexity of each language, within blocks.
+        random_perplexity: perplexity of each language under random routing, mean over `random_seeds`.
     """
 
     classes: dict[Text, Whole]
@@ -138,11 +139,12 @@ class RoutingResult:
     random_seeds: list[Whole]
 
     def of_kind(self, old: bool) -> list[str]:
-        """The base model's languages, or the others."""
+        """The base model's languages if `old`, else the other languages."""
         return [language for language, number in self.classes.items() if (number == 0) == old]
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, and a row a layer with means over the base model's languages (old) and the others (new)."""
+        """A table: header, and one row for each layer, with means over the base model's languages (old) and the added
+        ones (new)."""
         columns: list[tuple[str, Mapping[str, Sequence[Any]], int]] = [
             ("expert 0", self.expert_0_score, 3),
             ("classifier", self.classifier_accuracy, 3),
@@ -160,7 +162,7 @@ class RoutingResult:
         return header, rows
 
     def colocation_rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, and a row for each two expanded layers one after the other."""
+        """A table: header, and one row for each pair of successive expanded layers."""
         pairs = zip(pairwise(self.layers), self.colocation, strict=True)
         rows = [[f"{here}, {there}", "-" if value is None else f"{value:.2f}"] for (here, there), value in pairs]
         return ["layers", "co-location"], rows
@@ -173,7 +175,7 @@ class RoutingResult:
         """Reads `routing.json`.
 
         Raises:
-            InputError: the file is missing or is no routing analysis; the message names the key that is wrong.
+            InputError: the file is missing or is not a routing analysis; the message names the wrong key.
         """
         return read(cls, read_json(path, "a routing analysis"), f"{path}: not a routing analysis")
 

@@ -1,4 +1,4 @@
-"""Settings declared once: types with bounds, and mappings read into them with errors that name the key.
+"""Declares settings once: types with bounds, and mappings read into them with errors that name the key.
 
 A class of settings is a dataclass or a pydantic model whose annotations are the types below. The annotations are the
 check, the JSON schema and the documentation.
@@ -29,7 +29,7 @@ CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 def _whole(value: Any) -> Any:
-    """YAML's `1e5` is a float: a whole one is an integer."""
+    """Converts whole floats such as YAML's `1e5` to integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -59,9 +59,9 @@ _BOUNDS = {
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose fields are checked however it is made.
+    """Makes a frozen dataclass that checks its fields, from Python and from a file alike.
 
-    A class attribute `renamed` maps former keys to today's: `read` takes them with a warning.
+    A class attribute `renamed` maps former keys to current ones: `read` accepts former keys with a warning.
     """
     made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, config=CONFIG)
     checked, names = made.__init__, [field.name for field in fields(made) if field.init]
@@ -77,7 +77,7 @@ def settings(cls: type[T]) -> type[T]:
 
 
 class _Checked(ModelMetaclass):
-    """Makes a model that a user constructs raise InputError, as one that is read."""
+    """Makes the constructor of a model raise InputError, as `read` does."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
@@ -87,7 +87,8 @@ class _Checked(ModelMetaclass):
 
 
 class Declared(BaseModel, metaclass=_Checked):
-    """A frozen pydantic model whose errors are InputErrors. A class attribute `renamed` maps former keys to today's."""
+    """A frozen pydantic model whose errors are InputErrors. A class attribute `renamed` maps former keys to current
+    ones."""
 
     model_config = ConfigDict(**CONFIG, frozen=True)
 
@@ -100,7 +101,7 @@ def changed(value: T, **changes: Any) -> T:
 
 
 def plain(value: Any) -> Any:
-    """Settings as JSON has them."""
+    """Settings as JSON values."""
     return value.model_dump() if isinstance(value, BaseModel) else asdict(value)
 
 
@@ -108,11 +109,11 @@ def read(cls: type[T], mapping: Any, where: str = "") -> T:
     """An instance of a settings class from a mapping, every key and value checked, inside lists and mappings too.
 
     Args:
-        where: what messages put in front of a key: a file, or a key of the mapping's parent.
+        where: prefix of the keys in messages: a file, or a key of the mapping's parent.
 
     Raises:
-        InputError: an unknown key (names the nearest known one), a missing one, a value of another type or out of
-            range; or the class's own check fails.
+        InputError: a key is unknown (the message suggests the nearest known one) or missing, a value has another type
+            or is out of range, or the class's own check fails.
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
@@ -137,7 +138,7 @@ _JSON_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt"
 
 
 def _in_json_words(value: Any) -> Any:
-    """Bounds of numbers under JSON schema's names: pydantic leaves its own where a validator runs first."""
+    """Bounds of numbers under JSON schema's names: pydantic keeps its own names if a validator runs first."""
     if isinstance(value, dict):
         bounded = value.get("type") in ("integer", "number")
         return {_JSON_BOUNDS.get(k, k) if bounded else k: _in_json_words(v) for k, v in value.items()}
@@ -187,7 +188,7 @@ def settings_in(hint: Any) -> list[type]:
 
 
 def _with_current_keys(hint: Any, value: Any, path: tuple[Any, ...], former: list[str]) -> Any:
-    """`value` with former keys under today's names; each is told in `former`."""
+    """`value` with former keys replaced by current ones; `former` collects a message for each."""
     for part in _parts(hint):
         if isinstance(value, list) and typing.get_origin(part) is list:
             inner = typing.get_args(part)[0]
@@ -199,7 +200,9 @@ def _with_current_keys(hint: Any, value: Any, path: tuple[Any, ...], former: lis
                 name = renamed.get(key, key)
                 if name != key:
                     if name in value:
-                        raise InputError(f"{_path((*path, key))} is the old name of {name}, which is there too.")
+                        raise InputError(
+                            f"{_path((*path, key))} is the former name of {name}, which is given too; leave it out."
+                        )
                     former.append(f"{_path((*path, key))} is now called {name}")
                 current[name] = _with_current_keys(hints.get(str(name), Any), item, (*path, name), former)
             return current
@@ -207,7 +210,7 @@ def _with_current_keys(hint: Any, value: Any, path: tuple[Any, ...], former: lis
 
 
 def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
-    """The first mistake in one sentence; where a union was tried, what each of its types wanted."""
+    """The first mistake in one sentence; for a union, with the expectations of each of its types."""
     errors = error.errors(include_url=False)
     path = max((_known_path(cls, found["loc"]) for found in errors), key=len)
     same = [found for found in errors if _known_path(cls, found["loc"]) == path]
@@ -239,7 +242,7 @@ def _found(value: Any) -> str:
 
 
 def _place(where: str, path: Sequence[Any] = ()) -> str:
-    """What stands in front of a message."""
+    """The prefix of a message: file and key."""
     joined = _path(path)
     glue = ": " if where and joined and ("/" in where or "." in where) else "." if where and joined else ""
     return f"{where}{glue}{joined}: " if where or joined else ""
@@ -253,7 +256,7 @@ def _path(path: Sequence[Any]) -> str:
 
 
 def _known_path(cls: type, location: Sequence[Any]) -> tuple[Any, ...]:
-    """A location without the names of union members and validators that pydantic puts into it."""
+    """A location without the names of union members and validators that pydantic inserts."""
     path: list[Any] = []
     hints: list[Any] = [cls]
     for part in location:
@@ -267,7 +270,7 @@ def _known_path(cls: type, location: Sequence[Any]) -> tuple[Any, ...]:
             path.append(part)
             hints = inner
         elif part == location[-1] and any(_is_settings(p) for p in settled) and not _is_label(part, settled):
-            path.append(part)  # a key that is not known
+            path.append(part)  # an unknown key
     return tuple(path)
 
 

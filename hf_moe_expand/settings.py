@@ -1,4 +1,4 @@
-"""The settings of the steps that do not train. Those of a stage stand in its file, a plan's in its method's."""
+"""Settings of the steps that do not train. A stage's settings are in the stage's file, a plan's in its method's."""
 
 from typing import Annotated
 
@@ -26,14 +26,14 @@ class DeviationSettings:
     batch_size: Annotated[Count, Field(description="blocks in a step")] = 2048
     block_size: Annotated[Annotated[Whole, Field(ge=2)], Field(description="tokens in a block")] = 512
     micro_batch_size: Annotated[
-        Count, Field(description="blocks in one forward and backward pass; changes memory and speed alone")
+        Count, Field(description="blocks in one forward and backward pass; affects only memory and speed")
     ] = 8
     last_layers: Annotated[Count, Field(description="number of last layers over whose FFNs languages are compared")] = 3
 
 
 @settings
 class ExpandSettings:
-    """How the new experts start, and what they are."""
+    """Kind and initial weights of the new experts."""
 
     expert_init: Annotated[Text, Field(description="`copy` of the original FFN, or `random` weights (an ablation)")] = (
         "copy"
@@ -41,24 +41,24 @@ class ExpandSettings:
     copy_from: Annotated[
         Whole | Text,
         Field(
-            description="in a further expansion, the expert that new ones copy: its number, or `nearest`, in each "
-            "layer the one that the new languages' text is routed to most"
+            description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
+            "which each layer routes the new languages' text most"
         ),
     ] = 0
     conditional_routing: Annotated[
-        Flag, Field(description="share the original FFN among all tokens, beside which a gate adds the experts (CMR)")
+        Flag, Field(description="share the original FFN among all tokens; a gate weighs the other experts (CMR)")
     ] = False
     expert_kind: Annotated[
         Text, Field(description="`ffn`, or `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE)")
     ] = "ffn"
     lora_rank: Annotated[Count, Field(description="rank of the updates")] = 8
     lora_alpha: Annotated[Positive, Field(description="the updates are scaled by lora_alpha / lora_rank")] = 16.0
-    max_shard_size: Annotated[Text, Field(description="largest weight file")] = "5GB"
+    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = "5GB"
 
     def __post_init__(self) -> None:
         copied = self.copy_from
         if copied != "nearest" and (isinstance(copied, str) or copied < 0):
-            raise InputError(f"copy_from: {copied!r} is neither an expert's number nor `nearest`.")
+            raise InputError(f"copy_from is {copied!r}: must be an expert's number or `nearest`.")
 
 
 @settings

@@ -1,4 +1,4 @@
-"""docs/settings.md, written from the declarations of the settings."""
+"""Writes docs/settings.md from the declarations of the settings."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
@@ -21,29 +21,31 @@ happens then. "Below" is a section of its own, with defaults of its own.
 
 {recipe}
 
-A recipe also has the steps below, by their names. With several `expansions` ([lifelong](lifelong.md)) the steps beside
-them hold for each that has none of its own. A text is a file, a folder or `hub:dataset:config:split`. Paths are
+A recipe also has the steps below, by their names. With several `expansions` ([lifelong](lifelong.md)), the recipe's
+own steps apply to each expansion that lacks them. A text is a file, a folder or `hub:dataset:config:split`. Paths are
 relative to the folder in which you run it, and may hold `$VARIABLES`.
 """
 
 _PLAN = """\
 ## `plan`
 
-Which layer gets how many experts. Counts include each layer's original FFN; in a further expansion they are those of
-new experts alone. `method` says how they are found, {default} by default.
+The number of experts in each layer. Counts include each layer's original FFN; in a further expansion they count only
+new experts. `method` says how they are chosen, {default} by default.
 """
 
 _TRAINING = """\
 ## `training`
 
-Goes to [`transformers.TrainingArguments`](https://huggingface.co/docs/transformers/main_classes/trainer) as it is.
+These keys are passed unchanged to
+[`transformers.TrainingArguments`](https://huggingface.co/docs/transformers/main_classes/trainer).
 
-- Defaults of ours: `report_to: none`, `logging_steps: 10`, `save_total_limit: 1`. The library's own hold for the rest,
-  such as 3 epochs and a linear schedule.
-- Set by the command, and refused here: `output_dir`, `seed`, `data_seed`, `remove_unused_columns`, `label_names`.
-- Refused, since something else does it: `eval_strategy` and its like (`validation`), `push_to_hub` and its like
-  (`hf-moe-expand push`), `label_smoothing_factor`, reentrant checkpointing.
-- `distributed_config` is ours: it goes to `from_pretrained` ([several devices](distributed.md)).
+- Our defaults are `report_to: none`, `logging_steps: 10` and `save_total_limit: 1`. All other defaults are the
+  library's, such as 3 epochs and a linear schedule.
+- The command sets `output_dir`, `seed`, `data_seed`, `remove_unused_columns` and `label_names` itself, and refuses them
+  here.
+- Also refused are `eval_strategy` and related keys (use `validation`), `push_to_hub` and related keys (use
+  `hf-moe-expand push`), `label_smoothing_factor` and reentrant checkpointing.
+- `distributed_config` is a key of ours, which is passed to `from_pretrained` ([several devices](distributed.md)).
 """
 
 
@@ -92,7 +94,7 @@ def _plan() -> str:
         parts.append(f"`method: {method.name}`{former}. {_first(method.settings.__doc__)}\n")
         parts.append(_table({name: fields[name] for name in method.own_keys}) + "\n")
     fields = _fields(methods[0].settings)
-    parts.append("Every method, but classifiers with those that make no language groups:\n")
+    parts.append("Keys of every method; classifiers only for methods without language groups:\n")
     return "\n".join([*parts, _table({name: fields[name] for name in common}) + "\n"])
 
 
@@ -121,7 +123,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _about(field: FieldInfo) -> str:
-    """The description as a fragment, with the values of a choice that it does not name."""
+    """The description as a fragment, with those values of a choice that it does not mention."""
     text = (field.description or "").removesuffix(".")
     if not text[1:2].isupper():
         text = text[:1].lower() + text[1:]

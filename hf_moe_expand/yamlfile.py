@@ -1,4 +1,4 @@
-"""YAML files that people write by hand, read strictly: every error is one sentence with the line."""
+"""Reads YAML files strictly: every error is one sentence with the line's number."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
 
 from .errors import InputError, first_line
 
-# Bounds that no file written by hand comes near. Aliases may make a file of a few lines as large as one likes.
+# No file written by hand comes near these bounds. Aliases can make a file of a few lines arbitrarily large.
 MOST_NODES = 1_000_000
 MOST_LEVELS = 100
 MOST_DIGITS = 100
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)  # before other mappings are merged into it
+        node = super().compose_mapping_node(anchor)  # not yet merged with other mappings
         seen = set()
         for key, _ in node.value:
             if isinstance(key, ScalarNode) and key.tag != f"{_PREFIX}merge":
@@ -74,10 +74,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _measure(node: Node, sizes: dict[Node, int]) -> int:
-    """How many nodes a node stands for once its aliases are filled in; checks texts on the way."""
+    """The number of nodes in a node after its aliases are filled in; checks texts too."""
     if node in sizes:
         if not sizes[node]:
-            raise ComposerError(None, None, "an alias inside of what it names", node.start_mark)
+            raise ComposerError(None, None, "an alias inside the value that it names", node.start_mark)
         return sizes[node]
     sizes[node] = 0
     size = 1
@@ -85,7 +85,7 @@ def _measure(node: Node, sizes: dict[Node, int]) -> int:
         try:
             node.value.encode()
         except UnicodeEncodeError:
-            raise ComposerError(None, None, "half of a surrogate pair, which is no text", node.start_mark) from None
+            raise ComposerError(None, None, "half of a surrogate pair, which is not text", node.start_mark) from None
     elif isinstance(node, CollectionNode):
         for child in node.value:
             parts = child if isinstance(child, tuple) else (child,)
@@ -112,7 +112,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML mapping, loaded safely. Numbers are those of YAML 1.2.
 
     Raises:
-        InputError: the file cannot be read, is not YAML or too large (with the line), or holds no mapping.
+        InputError: the file cannot be read, is not YAML or too large (the message gives the line), or holds no mapping.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
@@ -131,10 +131,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str | Path) -> Any:
-    """The value of a YAML text; `where` is what messages call it.
+    """The value of a YAML text; messages call it `where`.
 
     Raises:
-        InputError: it is not YAML, or too large; with the line.
+        InputError: the text is not YAML or too large; the message gives the line.
     """
     try:
         return yaml.load(text, _Loader)

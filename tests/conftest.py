@@ -21,6 +21,8 @@ HERE = Path(__file__).resolve().parent
 # One thread here and in the processes that tests start: with more than there are cores they wait for one another.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# Else products of matrices may depend on where in memory they lie, and two copies of a model lie at different places.
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
 DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
 FIGURES = DATA.parent / "reference" / "published_figures.json"

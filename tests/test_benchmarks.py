@@ -3,7 +3,6 @@
 import importlib
 import mmap
 import shutil
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.schema import changed
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -169,12 +169,12 @@ def test_lifelong_variants_have_as_many_experts_and_steps(script, monkeypatch):
     }
     for name, expansions in found.items():
         plans = [e.plan for e in expansions]
-        counts = [plan.experts * 6 if plan.method == "uniform" else plan.total_experts for plan in plans]
+        counts = [plan.experts * 6 if plan.method == "moe-lpr" else plan.total_experts for plan in plans]
         assert sum(counts) == 30, name
         for stage in ("post_pretrain", "review"):
             steps = [getattr(expansion, stage).training["max_steps"] for expansion in expansions]
             assert sum(steps) == 2 * getattr(recipe, stage).training["max_steps"], name
-        replace(recipe, expansions=expansions)  # is a recipe
+        changed(recipe, expansions=expansions)  # is a recipe
     with pytest.raises(SystemExit, match="18, which 5 layers cannot share equally"):
         module.variants(recipe.expansions, layers=5)
 

@@ -14,6 +14,7 @@ from hf_moe_expand import DenseConfig, Plan, cli, expand_checkpoint, train_stage
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.scratch import work_folder
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
@@ -181,7 +182,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
 
 
 def test_what_failed_before_its_first_checkpoint_can_be_corrected(root, data, tmp_path):
-    (tmp_path / "out.training").mkdir()
+    work_folder(tmp_path / "out.training")
     (tmp_path / "out.training" / "started_with.json").write_text('{"seed": 7}')
     assert train_stage(root / "base", tmp_path / "out", data, config()).steps == 3
 
@@ -203,8 +204,8 @@ def test_a_checkpoint_that_stores_a_tied_tensor_under_its_other_name(data, tmp_p
     stored = load_file(tmp_path / "tied" / "model.safetensors")
     stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
     save_file(stored, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "tied" / "config.json").read_text())
-    (tmp_path / "tied" / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    written = json.loads((tmp_path / "tied" / "config.json").read_text())
+    (tmp_path / "tied" / "config.json").write_text(json.dumps({**written, "dtype": "float32"}))
     train_stage(tmp_path / "tied", tmp_path / "out", data, config())
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
@@ -237,7 +238,7 @@ def test_from_the_command_line(root, tmp_path):
 
     (tmp_path / "dense.yaml").write_text("block_size: 32\ntraining: {max_steps: 1, disable_tqdm: true}\n")
     text = ("--data", f"en={root / 'en.jsonl'}", "--config", tmp_path / "dense.yaml")
-    assert "new are layers 3" in invoke("expand-depth", root / "base", tmp_path / "pro", "--blocks", 1)
+    assert "layers 3" in invoke("expand-depth", root / "base", tmp_path / "pro", "--blocks", 1)
     said = invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-1", *text, "--only-new-blocks")
     assert "1 steps; 39 frozen tensors are byte-identical" in said
     assert "pro-2: 1 steps" in invoke("train", "dense", tmp_path / "pro", tmp_path / "pro-2", *text)

@@ -191,14 +191,14 @@ def test_a_work_folder_of_other_work_is_refused(tmp_path):
         ({"layers": [0]}, r"layers was \[0, 1, 2\], is \[0\]"),
         ({"batch_size": 2, "block_size": 8}, "batch_size was 3, is 2; block_size was 12, is 8"),
         ({"texts": {"en": TEXTS["hu"]}}, "another text of 'en'"),
-        ({"model": tiny_dense("qwen2", seed=1)}, "was made otherwise: the model is another"),
+        ({"model": tiny_dense("qwen2", seed=1)}, "was made with other settings: it was another model"),
     ]:
         arguments = {"model": model, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}
         with pytest.raises(InputError, match=message):
             measure(arguments.pop("model"), work, **arguments)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").write_text("")
-    with pytest.raises(InputError, match="photos: exists, and holds no deviation analysis"):
+    with pytest.raises(InputError, match="photos: exists and is not the folder of a deviation analysis"):
         measure(model, tmp_path / "photos")
 
 
@@ -214,7 +214,7 @@ def test_too_little_text_names_every_such_language(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps is 0; it must be positive"),
+        ({"steps": 0}, "steps is 0: must be positive"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),

@@ -278,7 +278,7 @@ def test_wrong_input_is_named(expanded, text, tmp_path):
         train_stage(tmp_path / "uniform", out, data, GroupConfig())
     with pytest.raises(InputError, match="has no language groups"):
         adapt_language(tmp_path / "uniform", out, text["hi"])
-    with pytest.raises(InputError, match=r"expert 7 was to be copied, but layer 0 has experts 0\.\.2"):
+    with pytest.raises(InputError, match=r"layer 0 has no expert 7 to copy; give one of 0\.\.2"):
         add_experts(expanded, out, {0: [7]}, {})
     with pytest.raises(InputError, match="layer 1 has no router"):
         add_experts(expanded, out, {1: [0]}, {})

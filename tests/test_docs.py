@@ -23,16 +23,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.checkpoint.export import NATIVE_FORMS
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES, LayerMoEConfig
-from hf_moe_expand.pipeline import run_recipe
+from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipe_checks import validate_recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
-from hf_moe_expand.training import check_training_arguments
+from hf_moe_expand.stages.arguments import check_training_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-STAGES = ("post_pretrain", "review", "group", "normal")
+STAGES = ("post_pretrain", "review", "group", "joint")
 LAUNCH = re.compile(r"^accelerate launch ((?:--\S+ \S+ )*)\$\(which hf-moe-expand\)")
 # What a tiny model on little text needs besides the guide's own options.
 EXTRA = {
@@ -303,7 +302,7 @@ def test_the_guide_to_little_text(workplace):
     assert history[-1]["settings"]["masking"]["expert_output"] == masked["masking"]["expert_output"]
     log = json.loads(Path("qwen-el-hi-3/trainer_state.json").read_text("utf-8"))["log_history"]
     assert any({"budget_loss", "gate"} <= set(entry) for entry in log)
-    assert gated["budget"] == 0.1
+    assert gated["budget_coef"] == 0.1
 
 
 def test_the_distributed_guide(workplace):
@@ -335,7 +334,7 @@ def test_the_dmoe_guide(workplace):
     assert "frozen tensors are byte-identical, and so are the routers' other rows" in said["train adapt"]
     assert "hi (new)" in said["train adapt"]
     validate_recipe(Recipe.load("dmoe.yaml"))
-    assert run_recipe(Recipe.load("dmoe.yaml"), lambda line: None).name == "normal"
+    assert run_recipe(Recipe.load("dmoe.yaml"), lambda line: None).name == "joint"
 
 
 def test_the_delta_moe_guide(workplace):
@@ -422,7 +421,7 @@ def test_the_lifelong_guide(workplace):
     run_recipe(first, lambda line: None).rename("qwen-el-2")
     said = run("lifelong.md")
     assert "expansion 2" in said["inspect qwen-el-tr-2"]
-    assert "as they were then" in said["shrink qwen-el-tr-2"]
+    assert "restored byte for byte" in said["shrink qwen-el-tr-2"]
     assert "el (expansion 1)" in said["evaluate qwen-el-2"]
     assert "tr (expansion 2)" in said["evaluate qwen-el-2"]
     assert "nearest experts: layer 0: " in said["grow qwen-el-2"]

@@ -47,7 +47,7 @@ def test_signals_clean_up_and_say_one_line(tmp_path, number, said):
     lines = [line for line in errors.splitlines() if line]
     assert len(lines) == 1
     assert said in lines[0]
-    assert "hf-moe-expand wait. Run the same command again: it goes on" in lines[0]
+    assert "hf-moe-expand wait. Run the same command again: it continues" in lines[0]
 
 
 def run_main(monkeypatch, capsys, error, *arguments):
@@ -68,7 +68,7 @@ def test_an_unforeseen_error_is_one_line_and_a_file(tmp_path, monkeypatch, capsy
     code, said = run_main(monkeypatch, capsys, ZeroDivisionError("division\nby zero"), "inspect", "x")
     assert code == 70
     assert len(said.splitlines()) == 1
-    assert said.startswith("error: ZeroDivisionError: division. That was not foreseen; the traceback is in ")
+    assert said.startswith("error: ZeroDivisionError: division. This error was not expected. The traceback is in ")
     (file,) = tmp_path.iterdir()
     assert str(file) in said
     text = file.read_text()

@@ -119,7 +119,7 @@ def test_bad_input_is_refused(models, folders, tmp_path):
     other = byte_tokenizer()
     other.add_tokens([AddedToken("short")])
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(InputError, match="other: its tokenizer makes other tokens of the text in 'en'"):
+    with pytest.raises(InputError, match="other: its tokenizer gives other tokens for the text in 'en'"):
         evaluate_ensemble([folders / "a", tmp_path / "other"], tokenizer, TEXTS)
 
 

@@ -168,7 +168,7 @@ def test_what_the_command_prints(root, tmp_path):
         assert float(memory) == pytest.approx(stage.memory / 1e9, abs=0.051)
         assert float(giga) == pytest.approx(stage.flops / 1e9, abs=0.0051)
         assert float(hours) == pytest.approx(stage.flops * 6e9 / 50e12 / 3600, abs=0.051)
-    assert "at 50 TFLOP/s, if the stage trains on 6,000,000,000 tokens; a review needs few of them" in text
+    assert "at 50 TFLOP/s, if the stage trains on 6,000,000,000 tokens; a review needs few tokens" in text
     short = invoke("inspect", root / "base", "--plan", tmp_path / "plan.json")
     assert "hours" not in short
     dmoe().save(tmp_path / "dmoe.json")
@@ -192,7 +192,7 @@ def test_bad_input(root, tmp_path):
         invoke("inspect", root / "expanded", "--plan", plan)
     with pytest.raises(InputError, match=r"plan is for 2 layers, but \S*base has 3"):
         forecast(root / "base", Plan("uniform", [2, 2], old=["en"], new=["el"]))
-    with pytest.raises(InputError, match="a forecast is made of a dense base and its first plan"):
+    with pytest.raises(InputError, match="give a dense base and its first plan"):
         forecast(root / "base", Plan("uniform", [3, 3, 3], old=["en"], new=["el"], grows_from=[2, 2, 2]))
     for option, value in (("--tokens", 0), ("--tokens", -5), ("--tokens", "nan"), ("--tokens", "inf"), ("--tflops", 0)):
         with pytest.raises(InputError, match="must be above 0"):

@@ -180,7 +180,7 @@ def test_rows_that_only_instruct_has_are_taken_over_and_said_aloud(tmp_path, nam
         expand_checkpoint(tmp_path / which, tmp_path / f"{which}-expanded", PLAN)
     report = graft_delta(tmp_path / "base-expanded", tmp_path / "out", tmp_path / "base", tmp_path / "instruct")
     assert report.new_rows == 3
-    assert "3 rows of the embeddings are instruct's alone" in report.lines()[0]
+    assert "3 embedding rows are taken from instruct" in report.lines()[0]
     assert report.fields["vocab_size"] == (257, 260)
     assert_same(tmp_path / "out", tmp_path / "instruct-expanded")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -259,11 +259,11 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
 
     refused("is a dense checkpoint; use `merge delta`", model=family / "base")
     refused("scale is nan: must be a finite number", scale=float("nan"))
-    refused("is an expanded checkpoint; the delta is that of two dense ones", instruct=family / "trained")
+    refused("is an expanded checkpoint; base and instruct must be dense ones", instruct=family / "trained")
     refused("its model_type is 'llama', not 'qwen2'", instruct=dense("llama", "llama"))
     refused("backbone is qwen2, but .* is a llama", base=tmp_path / "llama", instruct=tmp_path / "llama")
     refused("its num_hidden_layers is 4, not 3", instruct=dense("deep", num_hidden_layers=4))
-    refused("has 3 layers that came from a base, but .* has 4", base=tmp_path / "deep", instruct=tmp_path / "deep")
+    refused("has 3 layers of a base, but .* has 4", base=tmp_path / "deep", instruct=tmp_path / "deep")
     refused("its num_attention_heads is 2, not 4", instruct=dense("heads", num_attention_heads=2))
     refused("its hidden_act is 'gelu', not 'silu'", instruct=dense("act", hidden_act="gelu"))
     wide = dense("wide", intermediate_size=64)
@@ -280,7 +280,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):
     AutoModelForCausalLM.from_pretrained(family / "instruct").save_pretrained(tmp_path / "torn", max_shard_size="20KB")
     refused("has no tokenizer; pass --keep-tokenizer", instruct=tmp_path / "torn")
     next(iter(sorted((tmp_path / "torn").glob("*.safetensors")))).unlink()
-    refused("the index names model-00001-.*, which is not there", instruct=tmp_path / "torn")
+    refused("the index names model-00001-.*, but the file is missing", instruct=tmp_path / "torn")
     shutil.copytree(family / "base", tmp_path / "lacking")
     weights = load_file(tmp_path / "lacking" / "model.safetensors")
     del weights["model.norm.weight"]

@@ -49,7 +49,7 @@ def test_every_damage_changes_a_file(hostile, tmp_path):
         copies = [
             {file.name: file.read_bytes() for file in copy.iterdir() if file.is_file()} for copy in folder.iterdir()
         ]
-        assert sum(copy != before for copy in copies) > 15
+        assert sum(copy != before for copy in copies) > 5
 
 
 @pytest.mark.parametrize(

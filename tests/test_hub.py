@@ -328,16 +328,16 @@ app(["push", folder, "me/by-command", "--private", "--include", "NOTICE", "--lic
     [
         ("me/x", {"token": ""}, "needs an access token with write permission: log in with `hf auth login`"),
         ("me/x", {"token": "hf_" + "wrong" * 6}, "The hub refuses the access token"),
-        ("other/x", {}, "other/x: the access token may not write there"),
-        ("me/tiny-el-of-mine", {"token": OTHER_TOKEN}, "may not write there"),
-        ("me/corpus", {}, "me/corpus: is a dataset on the hub already"),
-        ("me/tool", {}, "me/tool: is a space on the hub already"),
+        ("other/x", {}, "other/x: the access token may not write to it"),
+        ("me/tiny-el-of-mine", {"token": OTHER_TOKEN}, "may not write to it"),
+        ("me/corpus", {}, "me/corpus: is already a dataset on the hub"),
+        ("me/tool", {}, "me/tool: is already a space on the hub"),
         ("me/bert", {}, "me/bert: holds a model of type bert, which this push would overwrite"),
         ("me/gguf", {}, "me/gguf: holds weights without config.json"),
-        ("me/public", {"private": True}, "me/public: is there already, and public"),
-        ("a/b/c", {}, "a/b/c: no id of a repository"),
+        ("me/public", {"private": True}, "me/public: exists already and is public"),
+        ("a/b/c", {}, "a/b/c: not the id of a repository"),
         ("me/x", {"license": 7}, 'the hub refuses the card: .*"license" must be a string'),
-        ("me/x", {"expansion_only": True, "base": "/"}, "--base /: is a folder here"),
+        ("me/x", {"expansion_only": True, "base": "/"}, "--base /: is a local folder"),
     ],
 )
 def test_what_a_push_refuses(server, client, checkpoint, repo_id, options, message):
@@ -512,14 +512,14 @@ def test_no_reference_to_code_travels_with_a_base(tmp_path):
 
 def test_a_revision_of_a_folder_is_refused(tmp_path):
     base = save_dense(tmp_path / "base")
-    with pytest.raises(InputError, match="is a folder here, which has no revision 'main'"):
+    with pytest.raises(InputError, match="is a local folder, which has no revision 'main'"):
         expand_checkpoint(base, tmp_path / "out", PLAN, revision="main")
     expand_checkpoint(base, tmp_path / "out", PLAN)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][0]["base_revision"] is None
 
 
 def test_a_dry_run_checks_the_repository_s_id(folder):
-    with pytest.raises(InputError, match="no id of a repository"):
+    with pytest.raises(InputError, match="not the id of a repository"):
         push_to_hub(folder, "a/b/c", dry_run=True)
 
 

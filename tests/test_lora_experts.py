@@ -443,14 +443,14 @@ def test_refusals(saved, tmp_path):
             expand_checkpoint(saved / "base", tmp_path / "out", plan, **{**LORA, **options})
 
     refused("expert_kind is 'qlora'; known: ffn, lora", expert_kind="qlora")
-    refused("lora_rank is 0: it must be at least 1 and below 32", lora_rank=0)
-    refused("lora_rank is 32: it must be at least 1 and below 32, the narrowest side", lora_rank=32)
-    refused("lora_alpha is 0: it must be above 0", lora_alpha=0)
+    refused("lora_rank is 0: must be at least 1 and below 32", lora_rank=0)
+    refused("lora_rank is 32: must be at least 1 and below 32, the narrowest side", lora_rank=32)
+    refused("lora_alpha is 0: must be above 0", lora_alpha=0)
     refused("expert_init random: LoRA experts start as expert 0", expert_init="random")
-    refused("LoRA experts share expert 0's", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    refused("expert_kind is 'lora', but DMoE", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
     with pytest.raises(InputError, match="expert 0 with low-rank updates; no architecture of transformers has such"):
         export_native(saved / "new", tmp_path / "out")
-    with pytest.raises(InputError, match="the mean of the factors of their updates is not the mean of the updates"):
+    with pytest.raises(InputError, match="the mean of their updates' factors is not the mean of the updates"):
         average_checkpoints([saved / "new", saved / "moved"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="lora_rank is None and lora_alpha 1: LoRA experts need a rank"):

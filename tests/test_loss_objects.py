@@ -28,6 +28,7 @@ from hf_moe_expand import (
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling import LayerRouting
+from hf_moe_expand.modeling.routing import select_experts
 from hf_moe_expand.trainers.losses import (
     TokenCounts,
     TokenMasks,
@@ -56,10 +57,12 @@ def masks(classes=CLASSES, padding=PADDING):
 def layers(conditional=False, seed=0):
     """Routing of three layers, two with a classifier, of 11 tokens."""
     torch.manual_seed(seed)
-    return [
-        LayerRouting(torch.randn(11, 4, requires_grad=True), classes, 2, conditional)
-        for classes in (torch.randn(11, 3, requires_grad=True), None, torch.randn(11, 3, requires_grad=True))
-    ]
+    found = []
+    for classes in (torch.randn(11, 3, requires_grad=True), None, torch.randn(11, 3, requires_grad=True)):
+        logits = torch.randn(11, 4, requires_grad=True)
+        chosen = select_experts(logits[:, 1:] if conditional else logits, 2)
+        found.append(LayerRouting(logits, classes, 2, *chosen, conditional=conditional))
+    return found
 
 
 def batch_of(routing, tokens, step=None, sums=None):
@@ -352,10 +355,10 @@ def test_the_published_coefficients_are_the_defaults():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BalanceLoss(-0.1), "BalanceLoss: coef is -0.1; it must be a number of at least 0"),
+        (lambda: BalanceLoss(-0.1), "BalanceLoss: coef is -0.1: must be a number of at least 0"),
         (lambda: GroupLoss(math.nan), "GroupLoss: coef is nan"),
         (lambda: GateBudgetLoss(0.1, budget=80), "budget is 80; a share is at least 0 and at most 1"),
-        (lambda: LocalizedBalanceLoss(0.1, delta=1), "delta is 1; it must be at least 0 and less than 1"),
+        (lambda: LocalizedBalanceLoss(0.1, delta=1), "delta is 1: must be at least 0 and less than 1"),
         (lambda: trainer_with(BalanceLoss(0.1)), r"router_losses is BalanceLoss\(coef=0.1\): pass a list"),
         (lambda: trainer_with([BalanceLoss]), "which is no RouterLoss: pass objects"),
         (lambda: trainer_with([BalanceLoss(0.1), BalanceLoss(0.2)]), "two losses that log balance_loss: leave one"),

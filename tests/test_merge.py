@@ -119,7 +119,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused("two or more", three[:1])
-    refused("2 checkpoints need as many weights with the sum 1", three[:2], [0.5])
+    refused("2 checkpoints need 2 weights with the sum 1", three[:2], [0.5])
     refused("the sum 1", three[:2], [0.5, 0.6])
     refused("is the input folder", three, out=three[2])
     wide = make(tmp_path / "wide", intermediate_size=64)
@@ -132,7 +132,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
     refused("is a dense checkpoint; give an expanded one first", [three[0], tmp_path / "expanded"])
     refused("its backbone is qwen2, but .* is a llama", [tmp_path / "expanded", tmp_path / "llama"])
     refused("num_attention_heads is 4 in .*, but 2", [tmp_path / "expanded", tmp_path / "heads"])
-    refused("routers are theirs alone", [tmp_path / "expanded", three[0]], [0.0, 1.0])
+    refused("only these have routers", [tmp_path / "expanded", three[0]], [0.0, 1.0])
     refused("the sum 1", three[:2], [float("nan"), 0.5])
     for backbone, name in (("gpt2", "activation_function"), ("gemma3_text", "hidden_activation")):
         pair = [make(tmp_path / f"{backbone} {act}", backbone=backbone, **{name: act}) for act in ("gelu", "relu")]

@@ -225,7 +225,7 @@ def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(work_folder(tmp_path / "work"))
     for name in ("photos", "file", "link"):
-        with pytest.raises(InputError, match="no work folder"):
+        with pytest.raises(InputError, match="not a work folder"):
             work_folder(tmp_path / name)
         with pytest.raises(InputError, match="not removed"):
             remove_work_folder(tmp_path / name)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,7 +10,17 @@ from conftest import byte_tokenizer, run_fresh, run_ranks, save_dense, write_tex
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from hf_moe_expand import DMoEForCausalLM, LayerMoEForCausalLM, pipeline, training
+from hf_moe_expand import (
+    DMoEForCausalLM,
+    GroupConfig,
+    JointConfig,
+    LayerMoEForCausalLM,
+    PostPretrainConfig,
+    ReviewConfig,
+    run_recipe,
+    train_stage,
+    validate_recipe,
+)
 from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
@@ -20,23 +29,19 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.hub_files import published_files
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.models import load_for_inference
-from hf_moe_expand.pipeline import run_recipe
+from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.recipe import Expansion, Recipe
-from hf_moe_expand.recipe_checks import validate_recipe
-from hf_moe_expand.settings import (
-    AnalysisSettings,
-    DeviationSettings,
-    EvaluationSettings,
-    ExpandSettings,
-    GraftSettings,
-    GroupSettings,
-    NormalSettings,
-    PlanSettings,
-    PostPretrainSettings,
-    ReviewSettings,
-)
-from hf_moe_expand.training import check_frozen, train_stage
+from hf_moe_expand.schema import changed, plain
+from hf_moe_expand.settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
+from hf_moe_expand.stages.config import settings_of
+from hf_moe_expand.stages.graft import GraftSettings
+from hf_moe_expand.stages.run import check_frozen
+from hf_moe_expand.stages.trainer import StageTrainer
+from hf_moe_expand.steps import stage as stage_steps
+from hf_moe_expand.steps.evaluate import Evaluate
 
+PostPretrainSettings, ReviewSettings = settings_of(PostPretrainConfig), settings_of(ReviewConfig)
+GroupSettings, JointSettings = settings_of(GroupConfig), settings_of(JointConfig)
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "logging_steps": 2}
 
 
@@ -97,11 +102,11 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     assert before == {path: path.stat().st_mtime_ns for path in (root / "run").rglob("*") if path.is_file()}
     # What is evaluated may change: that step alone runs again.
     fewer = []
-    run_recipe(replace(recipe, test={"el": recipe.test["el"]}), fewer.append)
+    run_recipe(changed(recipe, test={"el": recipe.test["el"]}), fewer.append)
     assert sum("done already" in line for line in fewer) == 5
     assert "[6/6] evaluate: 1 languages, 3 models" in "\n".join(fewer)
     # P8: the same seed elsewhere gives the same bytes; another seed does not.
-    twin = run_recipe(replace(recipe, output=str(root / "twin"), test={}), said.append)
+    twin = run_recipe(changed(recipe, output=str(root / "twin"), test={}), said.append)
     assert weights(twin) == weights(final)
     # P4 after training: a fresh process loads it and generates.
     code = (
@@ -113,7 +118,7 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     assert "torch.Size([1, 10])" in run_fresh(code, str(final))
     # A recipe that changed after its steps ran is refused, by step.
     with pytest.raises(InputError, match="changed after step `plan` had run"):
-        run_recipe(replace(recipe, plan=PlanSettings(total_experts=8)), said.append)
+        run_recipe(changed(recipe, plan=PlanSettings(total_experts=8)), said.append)
     inspection = "\n".join(inspect_checkpoint(final).lines())
     assert "(total 7, top-2)" in inspection
     assert "review, 4 steps, seed 0" in inspection
@@ -131,22 +136,21 @@ class StopAt(TrainerCallback):
 
 
 def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypatch):
-    whole = run_recipe(replace(recipe, output=str(root / "whole"), test={}), lambda line: None)
-    broken = replace(recipe, output=str(root / "broken"), test={})
-    made = training._trainer
+    whole = run_recipe(changed(recipe, output=str(root / "whole"), test={}), lambda line: None)
+    broken = changed(recipe, output=str(root / "broken"), test={})
+    made = StageTrainer.__init__
 
-    def interrupted(*args):
-        trainer = made(*args)
+    def interrupted(trainer, *args, **rest):
+        made(trainer, *args, **rest)
         trainer.add_callback(StopAt(5))
-        return trainer
 
-    monkeypatch.setattr(training, "_trainer", interrupted)
+    monkeypatch.setattr(StageTrainer, "__init__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_recipe(broken, lambda line: None)
     assert (root / "broken" / "post_pretrain.training" / "checkpoint-4").is_dir()
     assert not (root / "broken" / "post_pretrain").exists()
     monkeypatch.undo()
-    other = replace(broken, post_pretrain=replace(broken.post_pretrain, balance=0.5))
+    other = changed(broken, post_pretrain=changed(broken.post_pretrain, balance_coef=0.5))
     with pytest.raises(InputError, match="an interrupted run with other settings"):
         run_recipe(other, lambda line: None)
     resumed = []
@@ -163,16 +167,16 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
 
 
 def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monkeypatch):
-    recipe = replace(recipe, output=str(root / "died"), test={})
+    recipe = changed(recipe, output=str(root / "died"), test={})
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "check_frozen", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(stage_steps, "check_frozen", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_recipe(recipe)
     kept = weights(root / "died" / "post_pretrain")
     with pytest.raises(InputError, match="changed after step `post_pretrain` had run"):
-        run_recipe(replace(recipe, post_pretrain=replace(recipe.post_pretrain, balance=0.5)))
-    trained, train = [], pipeline.train_stage
-    monkeypatch.setattr(pipeline, "train_stage", lambda *rest: trained.append(rest[1].name) or train(*rest))
+        run_recipe(changed(recipe, post_pretrain=changed(recipe.post_pretrain, balance_coef=0.5)))
+    trained, train = [], stage_steps.train_stage
+    monkeypatch.setattr(stage_steps, "train_stage", lambda *rest: trained.append(rest[1].name) or train(*rest))
     said = []
     run_recipe(recipe, said.append)
     assert trained == ["review"]
@@ -182,8 +186,8 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
 
 
 def test_two_ranks_run_a_recipe_together(recipe, root):
-    recipe = replace(recipe, output=str(root / "ranks"))
-    (root / "recipe.yaml").write_text(yaml.safe_dump(asdict(recipe)))
+    recipe = changed(recipe, output=str(root / "ranks"))
+    (root / "recipe.yaml").write_text(yaml.safe_dump(plain(recipe)))
     said = run_ranks("-m", "hf_moe_expand.cli", "run", str(root / "recipe.yaml"))
     assert said.count("[1/6] analyze ...") == said.count("[6/6] evaluate: 4 languages, 3 models") == 1
     assert said.count("frozen tensors are byte-identical") == 2
@@ -199,7 +203,7 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root
         stored = load_file(base / "model.safetensors")
         stored = {name: value.float() if "norm" in name else value for name, value in stored.items()}
         save_file(stored, base / "model.safetensors", {"format": "pt"})
-    final = run_recipe(replace(recipe, base=str(base), output=str(root / "bf16-run"), test={}), lambda line: None)
+    final = run_recipe(changed(recipe, base=str(base), output=str(root / "bf16-run"), test={}), lambda line: None)
     found = {name: info.dtype for name, info in CheckpointReader(final).tensors.items()}
     assert {dtype for name, dtype in found.items() if "norm" in name} == {norms}
     assert {dtype for name, dtype in found.items() if "norm" not in name} == {"BF16"}
@@ -210,19 +214,19 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root
     ("changes", "moved"),
     [
         ({"expand": ExpandSettings(expert_init="random"), "review": None}, "experts"),
-        ({"plan": PlanSettings(method="uniform", experts=2), "review": None}, "experts"),
+        ({"plan": PlanSettings("moe-lpr", experts=2), "review": None}, "experts"),
         ({"post_pretrain": {"everything": True}, "review": None}, "base"),
-        ({"post_pretrain": {"replay": True, "language_prior": 0.1}, "review": None}, "experts"),
-        ({"review": {"language_prior": 0.0}}, "experts"),
+        ({"post_pretrain": {"replay": True, "language_prior_coef": 0.1}, "review": None}, "experts"),
+        ({"review": {"language_prior_coef": 0.0}}, "experts"),
     ],
     ids=["w/o expert copy", "w/o review", "everything trained", "one stage", "w/o LPR"],
 )
 def test_ablations(recipe, tmp_path, changes, moved):
     changes = {
-        name: replace(getattr(recipe, name), **value) if isinstance(value, dict) else value
+        name: changed(getattr(recipe, name), **value) if isinstance(value, dict) else value
         for name, value in changes.items()
     }
-    recipe = replace(recipe, output=str(tmp_path / "run"), test={}, **changes)
+    recipe = changed(recipe, output=str(tmp_path / "run"), test={}, **changes)
     final = run_recipe(recipe, lambda line: None)
     found = compare_checkpoints(tmp_path / "run" / "expanded", final)
     assert any("self_attn" in name for name in found.changed) == (moved == "base")
@@ -231,7 +235,7 @@ def test_ablations(recipe, tmp_path, changes, moved):
 
 
 def test_a_stage_that_moves_what_it_must_not_is_found_out(recipe, root, tmp_path):
-    final = run_recipe(replace(recipe, output=str(root / "whole"), test={}), lambda line: None)
+    final = run_recipe(changed(recipe, output=str(root / "whole"), test={}), lambda line: None)
     stage1 = root / "whole" / "post_pretrain"
     assert check_frozen(stage1, final, "review") > 0
     with pytest.raises(RuntimeError, match="changed tensors that it had to leave alone"):
@@ -239,30 +243,33 @@ def test_a_stage_that_moves_what_it_must_not_is_found_out(recipe, root, tmp_path
 
 
 def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
-    run_recipe(replace(recipe, output=str(root / "whole"), test={}), lambda line: None)
+    run_recipe(changed(recipe, output=str(root / "whole"), test={}), lambda line: None)
     expanded = root / "whole" / "expanded"
     texts = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "zh", "el", "tr")}
     new = {code: texts[code] for code in ("el", "tr")}
 
-    def refused(data, settings, message, model=expanded):
+    def refused(data, config, message, model=expanded):
         with pytest.raises(InputError, match=message):
-            train_stage(model, tmp_path / "out", data, settings)
+            train_stage(model, tmp_path / "out", data, config)
         assert not (tmp_path / "out").exists()
 
-    refused(new | {"hu": texts["el"]}, PostPretrainSettings(), "hu: not a language of this expansion")
-    refused({"el": texts["el"]}, PostPretrainSettings(), "tr: no text was given")
-    refused(texts, PostPretrainSettings(), "en, zh: post-pretraining sees new languages only; set `replay: true`")
-    refused(new, PostPretrainSettings(language_prior=0.1), "language_prior in post-pretraining needs old-language text")
-    refused(new, ReviewSettings(), "en, zh: review needs text")
-    refused(new, PostPretrainSettings(tokens_per_language=10**6), "tokens, but 1,000,000 were asked for")
-    refused(texts, ReviewSettings(old_documents=100), "mix asks for 100")
-    refused(new, PostPretrainSettings(training={"max_step": 3}), "unknown key `max_step`; did you mean `max_steps`")
-    refused(new, PostPretrainSettings(), "not an expanded one", model=root / "base")
+    refused(new | {"hu": texts["el"]}, PostPretrainConfig(), "hu: not a language of this expansion")
+    refused({"el": texts["el"]}, PostPretrainConfig(), "tr: no text was given")
+    refused(texts, PostPretrainConfig(), "en, zh: post-pretraining sees new languages only; set `replay: true`")
+    refused(
+        new,
+        PostPretrainConfig(language_prior_coef=0.1),
+        "language_prior_coef in post-pretraining needs old",
+    )
+    refused(new, ReviewConfig(), "en, zh: review needs text")
+    refused(new, PostPretrainConfig(tokens_per_language=10**6), "tokens, but 1,000,000 were asked for")
+    refused(texts, ReviewConfig(old_documents=100), "mix asks for 100")
+    refused(new, PostPretrainConfig(), "not an expanded one", model=root / "base")
 
 
 def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
     shutil.rmtree(root / "nothing", ignore_errors=True)
-    wrong = replace(recipe, output=str(root / "nothing"), plan=PlanSettings(total_experts=3))
+    wrong = changed(recipe, output=str(root / "nothing"), plan=PlanSettings(total_experts=3))
     with pytest.raises(InputError, match="too few"):
         run_recipe(wrong)
     assert not (root / "nothing").exists()
@@ -270,22 +277,25 @@ def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
 
 
 def test_what_is_no_longer_kept_is_not_made_anew_under_what_was_made_from_it(recipe, root, monkeypatch):
-    recipe = replace(recipe, output=str(root / "gone"))
+    recipe = changed(recipe, output=str(root / "gone"))
     run_recipe(recipe, lambda line: None)
     before = {name: weights(root / "gone" / name) for name in ("post_pretrain", "review")}
     shutil.rmtree(root / "gone" / "expanded")  # to save room
     shutil.rmtree(root / "gone" / "post_pretrain")
     said = []
-    recipe = replace(recipe, test={"el": recipe.test["el"]})
+    recipe = changed(recipe, test={"el": recipe.test["el"]})
     run_recipe(recipe, said.append)
     text = "\n".join(said)
-    assert f"post_pretrain: done, no longer kept; to make it anew, delete {root / 'gone' / 'review'} too" in text
+    assert (
+        f"post_pretrain: done, its output is no longer kept; to run it again, delete {root / 'gone' / 'review'} too"
+        in text
+    )
     assert "evaluate: 1 languages, 2 models (post-pretrained: no longer kept)" in text
     assert weights(root / "gone" / "review") == before["review"]
     # Without the review both are made anew, and so is the evaluation, even if the run is cut off before it.
     shutil.rmtree(root / "gone" / "review")
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_evaluate", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Evaluate, "work", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_recipe(recipe, lambda line: None)
     said.clear()
@@ -298,15 +308,15 @@ def test_two_expansions_one_after_the_other(recipe, root):
     """G0 -> G1 -> G2: `run` grows the model, reviews with all earlier languages, and goes on inside any expansion."""
     (first, second) = recipe.new.items()
     rounds = [
-        Expansion(dict([first]), plan=recipe.plan, post_pretrain=recipe.post_pretrain, review=recipe.review),
+        Expansion(new=dict([first]), plan=recipe.plan, post_pretrain=recipe.post_pretrain, review=recipe.review),
         Expansion(
-            dict([second]), plan=PlanSettings(total_experts=4, classifier_layers=1, similarity_floor=0.01),
+            new=dict([second]), plan=PlanSettings(total_experts=4, classifier_layers=1, similarity_floor=0.01),
             analysis=recipe.analysis, post_pretrain=recipe.post_pretrain, review=recipe.review,
             expand=ExpandSettings(copy_from="nearest"),
         ),
     ]  # fmt: skip
-    rounds[0] = replace(rounds[0], analysis=recipe.analysis)
-    recipe = replace(recipe, new={}, expansions=rounds, output=str(root / "lifelong"))
+    rounds[0] = changed(rounds[0], analysis=recipe.analysis)
+    recipe = changed(recipe, new={}, expansions=rounds, output=str(root / "lifelong"))
     found = validate_recipe(recipe)
     assert sum(line.startswith("expansion ") for line in found) == 2
     said = []
@@ -343,25 +353,26 @@ def test_two_expansions_one_after_the_other(recipe, root):
 
 def test_a_dmoe_recipe(recipe, root):
     training = {"max_steps": 3, "per_device_train_batch_size": 2, "disable_tqdm": True}
-    recipe = replace(
+    recipe = changed(
         recipe, new={**recipe.old, **recipe.new}, old={}, output=str(root / "dmoe"),
         deviation=DeviationSettings(steps=2, batch_size=2, block_size=16, micro_batch_size=2),
-        plan=PlanSettings("dmoe", groups=2, ratio=0.7), group=GroupSettings(16, training=training),
-        normal=NormalSettings(16, training=training), graft=GraftSettings(str(root / "base"), keep_tokenizer=True),
+        plan=PlanSettings("dmoe", groups=2, ratio=0.7), group=GroupSettings(block_size=16, training=training),
+        joint=JointSettings(block_size=16, training=training),
+        graft=GraftSettings(str(root / "base"), keep_tokenizer=True),
     )  # fmt: skip
     validate_recipe(recipe)
-    more = replace(recipe, deviation=replace(recipe.deviation, steps=10**6))
+    more = changed(recipe, deviation=changed(recipe.deviation, steps=10**6))
     with pytest.raises(InputError, match=r"Language '..' has [\d,]+ bytes of text, but the .* reads 32,000,000 tokens"):
         validate_recipe(more)
-    validate_recipe(replace(more, new=dict.fromkeys(more.new, "hub:no/such:text:train")))  # not read
+    validate_recipe(changed(more, new=dict.fromkeys(more.new, "hub:no/such:text:train")))  # not read
     final = run_recipe(recipe, lambda line: None)
     config = DMoEForCausalLM.from_pretrained(final).config
     assert sorted(code for group in config.language_groups for code in group) == sorted(recipe.new)
     assert sorted(config.num_experts_per_layer) == [1, 2, 2]
-    assert [stage["stage"] for stage in config.expansions[0]["stages"]] == ["group", "normal", "graft"]
+    assert [stage["stage"] for stage in config.expansions[0]["stages"]] == ["group", "joint", "graft"]
     models = json.loads((root / "dmoe" / "evaluation.json").read_text())["models"]
-    assert list(models) == ["base", "group-trained", "trained normally", "grafted"]
-    assert models["grafted"] == models["trained normally"]  # of a fine-tune that changed nothing
+    assert list(models) == ["base", "group-trained", "trained jointly", "grafted"]
+    assert models["grafted"] == models["trained jointly"]  # of a fine-tune that changed nothing
 
 
 def grown(tensors, name):
@@ -382,10 +393,10 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
         instruct.save_pretrained(root / "instruct")
         byte_tokenizer().save_pretrained(root / "instruct")
     mapping = {
-        **asdict(recipe),
+        **plain(recipe),
         "base": "$ROOT/base",
         "output": "$ROOT/delta",
-        "plan": {"method": "uniform", "experts": 2},
+        "plan": {"method": "moe-lpr", "experts": 2},
     }
     mapping["graft"] = {"instruct": "$ROOT/instruct", "scale": 0.5}
     for kind in ("old", "new", "test"):
@@ -422,13 +433,13 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
     again = []
     run_recipe(loaded, again.append)
     assert sum("done already" in line for line in again) == 4  # the evaluation is new, too
-    other = replace(loaded, graft=GraftSettings(str(root / "instruct"), 1.0))
+    other = changed(loaded, graft=GraftSettings(str(root / "instruct"), 1.0))
     with pytest.raises(InputError, match="changed after step `graft` had run"):
         run_recipe(other, said.append)
 
 
 def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_path):
-    mapping = asdict(recipe)
+    mapping = plain(recipe)
     (first, second) = mapping.pop("new").items()
     mapping["expansions"] = [{"new": dict([first])}, {"new": dict([second]), "review": None}]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
@@ -443,22 +454,22 @@ def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_pa
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
     with pytest.raises(InputError, match=r"expansions\[0\]: unknown key `plans`; did you mean `plan`"):
         Recipe.load(tmp_path / "recipe.yaml")
-    with pytest.raises(InputError, match="say in each of `expansions` which languages it adds"):
-        replace(recipe, expansions=[Expansion(dict([first]))])
+    with pytest.raises(InputError, match="each of `expansions` names its own new languages"):
+        changed(recipe, expansions=[Expansion(new=dict([first]))])
 
 
 def test_what_a_further_expansion_copies(recipe):
-    first, second = (Expansion({code: source}) for code, source in recipe.new.items())
+    first, second = (Expansion(new={code: source}) for code, source in recipe.new.items())
 
     def with_copies(*copied):
         rounds = [
-            replace(part, expand=ExpandSettings(copy_from=value))
+            changed(part, expand=ExpandSettings(copy_from=value))
             for part, value in zip((first, second), copied, strict=True)
         ]
-        return replace(recipe, new={}, expansions=rounds)
+        return changed(recipe, new={}, expansions=rounds)
 
     assert [part.expand.copy_from for part in with_copies("nearest", 3).rounds] == ["nearest", 3]
-    with pytest.raises(InputError, match=r"copy_from: 2: in the first expansion there is expert 0 alone to copy"):
+    with pytest.raises(InputError, match=r"copy_from is 2: the first expansion can copy only expert 0"):
         with_copies(2, 0)
     for wrong in ("next", -1):
         with pytest.raises(InputError, match=f"expansion 2: expand.copy_from: '?{wrong}'? is neither"):

@@ -17,7 +17,15 @@ from conftest import save_dense, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
-from hf_moe_expand import LanguageText, Plan, expand_checkpoint, make_card
+from hf_moe_expand import (
+    LanguageText,
+    Plan,
+    PostPretrainConfig,
+    ReviewConfig,
+    expand_checkpoint,
+    make_card,
+    train_stage,
+)
 from hf_moe_expand.cli import plan as plan_verbs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
@@ -34,8 +42,6 @@ from hf_moe_expand.planning.methods import (
 )
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import Count, json_schema, read, settings
-from hf_moe_expand.settings import PostPretrainSettings, ReviewSettings
-from hf_moe_expand.training import train_stage
 
 GOOD = {
     "layer-moe": {"total_experts": 7},
@@ -216,13 +222,12 @@ def test_a_plan_of_ones_own_works_to_the_end(tmp_path):
     documents = [f"some text {number} " * 20 for number in range(4)]
     files = {code: write_texts(tmp_path / f"{code}.jsonl", documents) for code in ("en", "el")}
     text = {code: LanguageText(code, str(path)) for code, path in files.items()}
-    training = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
-    first = PostPretrainSettings(block_size=16, training=training)
-    train_stage(run / "expanded", run / "post_pretrain", {"el": text["el"]}, first)
-    train_stage(run / "post_pretrain", run / "review", text, ReviewSettings(block_size=16, training=training))
+    training = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
+    train_stage(run / "expanded", run / "post_pretrain", {"el": text["el"]}, PostPretrainConfig(**training))
+    train_stage(run / "post_pretrain", run / "review", text, ReviewConfig(**training))
     assert "my <rule> on base" in "\n".join(inspect_checkpoint(run / "review").lines())
     card = make_card(run / "review")
-    assert "as many in each layer as its plan, `my <rule>`, says" in " ".join(str(card).split())
+    assert "as many in each layer as its plan, `my &lt;rule>`, says" in " ".join(str(card).split())
     assert "layer-moe" in card.data.tags
     assert "my &lt;rule&gt;" in make_page(run)
 

@@ -44,6 +44,7 @@ def entry(start, end, dtype="F32", shape=(2,)) -> dict:
         ({"a": entry(0, 8, shape=(2.0,))}, "floating point"),
         ({"a": entry(0, 8, shape=(1 << 40, 1 << 40))}, "overflow"),
         ({"a": entry(0, 8, dtype="F33")}, "F33"),
+        ({"a": entry(0, 8, dtype="F33\n")}, "F33"),
         ({"a": entry(0, 80, shape=(20,))}, "incomplete"),
         ({"a": entry(0, 4, shape=(1,))}, "incomplete"),
         ({"a": 7}, "not a safetensors file"),
@@ -91,7 +92,7 @@ def sharded(folder: Path, where: object) -> Path:
         ({"a": ["model-1.safetensors"]}, "not a safetensors file in this folder"),
         ({"a": None}, "not a safetensors file in this folder"),
         ({"a": "link.safetensors"}, "link that leads out of the folder"),
-        ({"a": "model-3.safetensors"}, "which is not there"),
+        ({"a": "model-3.safetensors"}, "but the file is missing"),
         ({"c": "model-1.safetensors"}, "lacks tensor 'c'"),
         ({"a": "model-2.safetensors", "b": "model-1.safetensors"}, "lacks tensor 'a'"),
         ({}, "weight_map is missing"),
@@ -255,13 +256,13 @@ EXPANSION = {"method": "layer-moe", "base_model": "x", "old_languages": ["en"], 
         {"expansions": [{**EXPANSION, "stages": [STAGE, None]}]},
         {"expansions": [{**EXPANSION, "stages": [{**STAGE, "steps": "3"}]}]},
         {"expansions": [{**EXPANSION, "base_model": ["x"]}]},
+        {"expansions": [{**EXPANSION, "stages": [{"stage": "review", "steps": 3}]}]},
         {"earlier_experts_per_layer": [[1]]},
         {"earlier_experts_per_layer": [1, 2, 3]},
         {"backbone_model_type": "no-such-model"},
         {"backbone_model_type": None},
         {"expert_kind": "big"},
         {"conditional_routing": "yes"},
-        {"expert_output_masking": "much"},
         {"transformers_weights": "other.safetensors"},
         {"pad_token_id": "x"},
         {"initializer_range": "x"},
@@ -291,6 +292,28 @@ def test_a_model_that_cannot_run_as_configured_is_one_sentence(expanded, tmp_pat
     with pytest.raises(InputError, match=f"^{folder}: ") as refused:
         load_for_inference(folder)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("history", [None, []])
+def test_a_checkpoint_without_a_history_does_not_grow(expanded, tmp_path, history):
+    folder = copied(expanded / "expanded", tmp_path / "x", expansions=history)
+    plan = Plan("layer-moe", [3, 1, 3], [], old=["en", "el"], new=["tr"], grows_from=[2, 1, 2])
+    with pytest.raises(InputError, match=r"x: config\.json records no expansion"):
+        grow_checkpoint(folder, tmp_path / "out", plan)
+
+
+def test_a_tokenizer_of_another_model_is_refused(expanded, tmp_path):
+    folder = copied(expanded / "expanded", tmp_path / "x")
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**fields, "eos_token": "new"}))
+    with pytest.raises(InputError, match="token 'new' has number 257, but the model has 257 tokens"):
+        load_for_inference(folder)
+    folder = copied(expanded / "expanded", tmp_path / "y")
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["a"] = 1000
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError, match="token 'a' has number 1000, but the model has 257 tokens"):
+        load_for_inference(folder)
 
 
 @pytest.mark.parametrize(

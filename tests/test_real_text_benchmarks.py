@@ -12,7 +12,7 @@ from conftest import save_dense, write_texts
 from hf_moe_expand.recipe import Recipe
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-STAGES = ("post_pretrain", "review", "group", "normal")
+STAGES = ("post_pretrain", "review", "group", "joint")
 LANGUAGES = ("en", "es", "zh", "el", "hu", "tr", "hi")
 
 
@@ -83,11 +83,11 @@ def test_dmoe(place):
     table = place("dmoe", "--adapt-steps", "2")
     found = rows(table)
     assert list(found) == [
-        "base", "continued pre-training, 4 steps", "DMoE, group stage", "DMoE, normal training",
+        "base", "continued pre-training, 4 steps", "DMoE, group stage", "DMoE, joint training",
         "continued pre-training, then hi", "DMoE, adapted to hi",
     ]  # fmt: skip
     # Adaptation leaves what the model says of its other languages alone, but for what is routed to the new expert.
-    assert found["base"] != found["DMoE, group stage"] != found["DMoE, normal training"]
+    assert found["base"] != found["DMoE, group stage"] != found["DMoE, joint training"]
     assert "Groups: " in table
 
 

@@ -1,23 +1,19 @@
 """Recipes and settings: what is refused, and that the message helps."""
 
-from dataclasses import asdict, replace
-
 import pytest
 from conftest import save_dense, write_texts
 
+from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipe_checks import validate_recipe
-from hf_moe_expand.settings import (
-    GraftSettings,
-    PostPretrainSettings,
-    ReviewSettings,
-    from_mapping,
-    read_yaml,
-)
+from hf_moe_expand.schema import changed, plain, read
+from hf_moe_expand.stages.config import settings_of
+from hf_moe_expand.stages.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
-from hf_moe_expand.training import training_arguments
+from hf_moe_expand.yamlfile import read_yaml
+
+PostPretrainSettings, ReviewSettings = settings_of(PostPretrainConfig), settings_of(ReviewConfig)
 
 GOOD = """
 base: {root}/base
@@ -74,9 +70,9 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
         ("tokens: 30", "tokens: 0", "analysis: tokens is 0: must be at least 1"),
         ("review: {", "review: {new_per_old: 0, ", "review: new_per_old is 0: must be larger than 0"),
         ("review: {", "review: {old_documents: -3, ", "review: old_documents is -3: must be at least 1"),
-        ("old: ", "old: {{en: a.txt, en: b.txt}}\n# ", "`en` is there twice"),
+        ("old: ", "old: {{en: a.txt, en: b.txt}}\n# ", "line 4: duplicate key `en`"),
         ("old: {en", "test: {hu", "hu is neither an old nor a new language"),
-        ("old: {en", "old: {no", "put language codes in quotes"),
+        ("old: {en", "old: {3", "old: 3 is no language code"),
         ("/en.jsonl}", "/en.jsonl", "not YAML"),
         ("{root}/en.jsonl", "$NOT_SET/en.jsonl", "environment variable $NOT_SET is not set"),
         ("old: {en", "# old: {en", "no old language"),
@@ -101,8 +97,8 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate", "learning_rat", "post_pretrain.training: .*`learning_rat`; did you mean `learning_rate`"),
         ("learning_rate: 5e-5", "output_dir: x", "`output_dir` is set by hf-moe-expand"),
         ("learning_rate: 5e-5", "lr_scheduler_type: cosin", "post_pretrain: training: cosin is not a valid"),
-        ("learning_rate: 5e-5", "learning_rate: fast", "post_pretrain: training.learning_rate: 'fast' is not float"),
-        ("learning_rate: 5e-5", "warmup_steps: ten", "post_pretrain: training.warmup_steps: 'ten' is not"),
+        ("learning_rate: 5e-5", "learning_rate: fast", "pretrain.training: learning_rate: expected a number, found"),
+        ("learning_rate: 5e-5", "warmup_steps: ten", "training: warmup_steps: expected a number, found 'ten'"),
         ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: training: .*adamwx"),
         ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not go on"),
         ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.training.fsdp_config: True is neither a file nor"),
@@ -113,12 +109,12 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "per_device_train_batch_size: 0", "train_batch_size is 0: must be at least 1"),
         ("learning_rate: 5e-5", "gradient_accumulation_steps: 0", "accumulation_steps is 0: must be at least 1"),
         ("learning_rate: 5e-5", "log_level: nope", "post_pretrain: training: 'nope' is none of the values"),
-        ("learning_rate: 5e-5", "gradient_checkpointing: sure", "training.gradient_checkpointing: 'sure' is not bool"),
+        ("learning_rate: 5e-5", "gradient_checkpointing: sure", f"{CHECKPOINTING}: expected true or false, found"),
         ("plan:", "expand: {expert_init: cpoy}\nplan:", "expand: expert_init is 'cpoy'; known: copy"),
         ("plan:", "expand: {expert_kind: lroa}\nplan:", "expand: expert_kind is 'lroa'; known: ffn, lora"),
         ("plan:", "expand: {max_shard_size: 5 gigs}\nplan:", "expand: max_shard_size is '5 gigs'"),
         ("post_pretrain: {", "post_pretrain: {masking: {conditional_routing: 0.2}, ", "masks a gate, and"),
-        ("post_pretrain: {", "post_pretrain: {language_prior: 0.1, ", "needs old-language text: set `replay: true`"),
+        ("n: {block_size", "n: {language_prior_coef: 0.1, block_size", "needs old-language text: set `replay: true`"),
         (
             "learning_rate: 5e-5",
             "gradient_checkpointing: true, gradient_checkpointing_kwargs: {use_reentrant: true}",
@@ -158,7 +154,7 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
     ],
 )
 def test_too_little_text_is_found_before_anything_runs(root, old, new, message):
-    assert "analysis: en el have as much text as it reads" in validate_recipe(recipe(root))
+    assert "analysis: en el have enough text" in validate_recipe(recipe(root))
     enough = recipe(root, a=("review: {", "review: {old_documents: 2, "))
     assert validate_recipe(enough)
     with pytest.raises(InputError, match=message):
@@ -177,7 +173,7 @@ def test_of_several_expansions_each_ones_text_is_counted(root):
     loaded = Recipe.load(root / "recipe.yaml")
     found = validate_recipe(loaded)
     assert f"expansions[1].new.tr: {root}/el.jsonl, 1 file(s)" in found
-    assert "analysis: en el tr have as much text as it reads" in found
+    assert "analysis: en el tr have enough text" in found
     write_texts(root / "tr.jsonl", ["kısa"])
     (root / "recipe.yaml").write_text((root / "recipe.yaml").read_text().replace(f"tr: {root}/el", f"tr: {root}/tr"))
     with pytest.raises(InputError, match="Language 'tr' has 5 tokens"):
@@ -188,13 +184,13 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     """Values whose types the library's annotations do not tell, its own defaults, and keys of another machine."""
     given = "{max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: no, push_to_hub: false, tf32: true}"
     loaded = recipe(root, a=("{max_steps: 2, learning_rate: 5e-5}", given))
-    before = asdict(loaded)
+    before = plain(loaded)
     assert validate_recipe(loaded)
-    assert asdict(loaded) == before
+    assert plain(loaded) == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "fsdp: full_shard, fsdp_config: {fsdp_version: 2}"))
-    before = asdict(loaded)
+    before = plain(loaded)
     assert validate_recipe(loaded)
-    assert asdict(loaded) == before
+    assert plain(loaded) == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
     found = validate_recipe(loaded, offline=True)
     assert "skipped: post_pretrain: training.deepspeed: /far/away.json is not on this machine" in found
@@ -202,7 +198,7 @@ def test_what_trainingarguments_takes_is_not_refused(root):
 
 def test_the_first_expansion_looks_for_no_nearest_experts(root):
     first = recipe(root).rounds[0]
-    first = replace(first, plan=PlanSettings("uniform", experts=2), expand=replace(first.expand, copy_from="nearest"))
+    first = changed(first, plan=PlanSettings("moe-lpr", experts=2), expand=changed(first.expand, copy_from="nearest"))
     assert first.analyzed_languages(["en"], further=False) == []
     assert first.analyzed_languages(["en"], further=True) == ["el"]
 
@@ -242,7 +238,7 @@ def test_text_that_holds_none_is_found_before_anything_runs(root, part, lines, m
     loaded = recipe(root)
     (root / "wrong").mkdir()
     (root / "wrong" / "el.jsonl").write_text(lines, "utf-8")
-    loaded = replace(loaded, **{part: {"el": f"{root}/wrong/el.jsonl"}})
+    loaded = changed(loaded, **{part: {"el": f"{root}/wrong/el.jsonl"}})
     with pytest.raises(InputError, match=message):
         validate_recipe(loaded)
 
@@ -259,7 +255,7 @@ def test_a_graft_is_checked_before_anything_runs(root):
     with pytest.raises(InputError, match="has shape"):
         validate_recipe(loaded)
     save_dense(root / "instruct", num_hidden_layers=2)
-    with pytest.raises(InputError, match=r"is no fine-tune of .*: its num_hidden_layers is 2, not 3"):
+    with pytest.raises(InputError, match=r"is not a fine-tune of .*: its num_hidden_layers is 2, not 3"):
         validate_recipe(loaded)
 
 
@@ -301,13 +297,13 @@ def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
         ({"base": "/nowhere/at/all"}, "not a hub id"),
     ):
         with pytest.raises(InputError, match=message):
-            validate_recipe(replace(loaded, **change), offline=True)
+            validate_recipe(changed(loaded, **change), offline=True)
     # A base in the hub's cache is used.
     cached = root / "base" / "config.json"
     monkeypatch.setattr("hf_moe_expand.checkpoint.source.try_to_load_from_cache", lambda *args, **rest: str(cached))
     assert any("expansion 1: layer-moe, 7 experts" in line for line in validate_recipe(loaded, offline=True))
     with pytest.raises(InputError, match="too few"):
-        validate_recipe(replace(loaded, plan=PlanSettings(total_experts=5)), offline=True)
+        validate_recipe(changed(loaded, plan=PlanSettings(total_experts=5)), offline=True)
 
 
 def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
@@ -316,20 +312,21 @@ def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
     assert loaded.base == f"{root}/base"
     assert "base: $ROOT/base" in loaded.text
     assert str(root) not in loaded.text
-    assert "text" not in asdict(loaded)
-    assert replace(loaded, seed=1).text is None
+    assert "text" not in plain(loaded)
+    assert changed(loaded, seed=1).text is None
 
 
 def test_settings_from_mappings():
     assert read_plan_settings({"total_experts": 7.0, "similarity_floor": 1}, "plan").total_experts == 7
     with pytest.raises(InputError, match="must hold `key: value` lines, found list"):
-        from_mapping(PostPretrainSettings, ["x"], "stage1.yaml")
-    with pytest.raises(InputError, match="known: block_size, tokens_per_language"):
-        from_mapping(PostPretrainSettings, {"zzz": 1}, "stage1.yaml")
+        read(PostPretrainSettings, ["x"], "stage1.yaml")
+    with pytest.raises(InputError, match="known: training, block_size, tokens_per_language"):
+        read(PostPretrainSettings, {"zzz": 1}, "stage1.yaml")
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
 def test_checkpointing_by_either_name(tmp_path, name):
-    arguments = training_arguments({name: True, f"{name}_kwargs": {"use_reentrant": False}}, tmp_path, 0)
+    settings = PostPretrainSettings(training={name: True, f"{name}_kwargs": {"use_reentrant": False}})
+    arguments = settings.config(tmp_path, 0)
     assert getattr(arguments, CHECKPOINTING) is True
     assert getattr(arguments, f"{CHECKPOINTING}_kwargs") == {"use_reentrant": False}

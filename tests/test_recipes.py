@@ -2,7 +2,6 @@
 
 import re
 import socket
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +9,10 @@ import yaml
 from conftest import invoke, tiny_config
 
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.pipeline import validate_recipe
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipe_checks import validate_recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files, packaged_recipes
+from hf_moe_expand.schema import changed
 
 NAMES = list(packaged_files())
 # Of the real bases: backbone, layers, positions.
@@ -53,7 +53,7 @@ def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
     if positions is not None:
         depth["max_position_embeddings"] = positions
     tiny_config(backbone, **depth).save_pretrained(tmp_path / "base")
-    found = validate_recipe(replace(recipe, base=str(tmp_path / "base")), offline=True)
+    found = validate_recipe(changed(recipe, base=str(tmp_path / "base")), offline=True)
     assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
     assert sum(line.startswith("expansion ") for line in found) == len(recipe.rounds)
 
@@ -73,31 +73,32 @@ def test_each_says_what_it_is_and_explains_every_key(name):
 
 # METHODS.md and the papers: dotted keys of the first expansion, and what they must be.
 MOE_LPR_STAGES = {
-    "post_pretrain.block_size": 1024, "post_pretrain.balance": 0.01, "post_pretrain.training.learning_rate": 5e-5,
+    "post_pretrain.block_size": 1024, "post_pretrain.balance_coef": 0.01, "post_pretrain.training.learning_rate": 5e-5,
     "post_pretrain.training.lr_scheduler_type": "cosine", "post_pretrain.training.bf16": True,
-    "review.block_size": 512, "review.old_documents": 50_000, "review.new_per_old": 2, "review.language_prior": 0.1,
-    "review.balance": 0, "review.training.learning_rate": 5e-5, "plan.top_k": 2,
+    "review.block_size": 512, "review.old_documents": 50_000, "review.new_per_old": 2,
+    "review.language_prior_coef": 0.1,
+    "review.balance_coef": 0, "review.training.learning_rate": 5e-5, "plan.top_k": 2,
 }  # fmt: skip
 LAYER_MOE = {
     **MOE_LPR_STAGES, "plan.method": "layer-moe", "plan.total_experts": 3 * 24, "plan.minimum": 2,
-    "plan.classifier_layers": 7, "plan.classifier_choice": "similarity", "review.classifier": 0.1,
+    "plan.classifier_layers": 7, "plan.classifier_choice": "similarity", "review.classifier_coef": 0.1,
     "post_pretrain.tokens_per_language": 2e9, "analysis.tokens": 100_000, "sequences": (512, 768),
 }  # fmt: skip
 DMOE = {
     "plan.method": "dmoe", "plan.groups": 9, "plan.ratio": 0.4, "plan.top_k": 2, "deviation.steps": 10,
     "deviation.learning_rate": 8e-6, "deviation.batch_size": 2048, "deviation.block_size": 512,
-    "deviation.last_layers": 3, "group.group": 1.28, "group.block_size": 2048, "normal.block_size": 2048,
-    "normal.balance": 0.02, "group.training.learning_rate": 2e-5, "normal.training.learning_rate": 2e-5,
+    "deviation.last_layers": 3, "group.group_coef": 1.28, "group.block_size": 2048, "joint.block_size": 2048,
+    "joint.balance_coef": 0.02, "group.training.learning_rate": 2e-5, "joint.training.learning_rate": 2e-5,
     "sequences": (512, 512), "languages": 18,
 }  # fmt: skip
 DELTA = {
-    "plan.method": "uniform", "plan.experts": 4, "plan.top_k": 2, "post_pretrain.block_size": 2048,
-    "post_pretrain.balance": 0.01, "post_pretrain.tokens_per_language": 3e9, "review.new_per_old": 2,
+    "plan.method": "moe-lpr", "plan.experts": 4, "plan.top_k": 2, "post_pretrain.block_size": 2048,
+    "post_pretrain.balance_coef": 0.01, "post_pretrain.tokens_per_language": 3e9, "review.new_per_old": 2,
     "review.old_documents": 50_000, "graft.scale": 1.0, "sequences": (512, 512), "new": "bn hu sr",
 }  # fmt: skip
 G1, G2 = "el hu tr", "bn hi ne"
 ELBAYAD = {
-    "plan.method": "uniform", "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance": 0.01,
+    "plan.method": "moe-lpr", "plan.experts": 6, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
     "post_pretrain.block_size": 1024, "post_pretrain.training.adam_beta1": 0.9,
     "post_pretrain.training.adam_beta2": 0.98, "post_pretrain.training.adam_epsilon": 1e-6,
     "post_pretrain.training.lr_scheduler_type": "inverse_sqrt", "post_pretrain.training.warmup_steps": 800,
@@ -107,7 +108,7 @@ ELBAYAD = {
 }  # fmt: skip
 NUMBERS = {
     "moe-lpr-qwen1.5-1.8b": {
-        **MOE_LPR_STAGES, "plan.method": "uniform", "plan.experts": 6, "plan.classifier_layers": 0,
+        **MOE_LPR_STAGES, "plan.method": "moe-lpr", "plan.experts": 6, "plan.classifier_layers": 0,
         "post_pretrain.tokens_per_language": 8e9, "sequences": (512, 512), "new": G1,
     },
     "layermoe-qwen1.5-1.8b-g1": {**LAYER_MOE, "new": G1},
@@ -129,7 +130,7 @@ NUMBERS = {
     "fom-qwen1.5-1.8b": {**ELBAYAD, "post_pretrain.masking.final_output": 0.3},
     "cmr-qwen1.5-1.8b": {
         **ELBAYAD, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
-        "post_pretrain.budget": 0.1, "post_pretrain.gate_budget": 0.8,
+        "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
     },
 }  # fmt: skip
 
@@ -149,7 +150,7 @@ def found_at(recipe, key):
         second = recipe.rounds[1]
         return " ".join(second.new), second.plan.total_experts, second.plan.minimum, second.plan.classifier_layers
     if key == "sequences":
-        stages = (first.group, first.normal) if first.is_dmoe else (first.post_pretrain, first.review)
+        stages = (first.group, first.joint) if first.family == "dmoe" else (first.post_pretrain, first.review)
         return tuple(sequences(stage.training) for stage in stages)
     value = first
     for part in key.split("."):

@@ -1,29 +1,42 @@
-"""What the documentation says of the code, and the package's list of files, are what is there."""
+"""The documentation and the list of files agree with the repository."""
 
 import ast
+import os
 import re
 import tomllib
-import typing
-from dataclasses import MISSING, fields, is_dataclass
-from inspect import Parameter
 from pathlib import Path
 
-from hf_moe_expand import settings
-from hf_moe_expand.planning.methods import DEFAULT_METHOD, METHODS
+from conftest import invoke
+
+from hf_moe_expand.planning.methods import METHODS
 from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.settings_page import settings_page
+from hf_moe_expand.stages import BESIDE, ROAD, stage_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 GUIDES = [README, *sorted(DOCS.glob("*.md"))]
+TOPS = ("modeling", "model_cards", "examples", "benchmarks", "docs", "tests")
 
 
 def test_the_readmes_file_tree_is_the_repository():
+    """Every line names a file or folder where it lies; every room of the package has its line."""
     (tree,) = re.findall(r"```\n(modeling/.*?)```", README.read_text("utf-8"), re.DOTALL)
-    named = set(re.findall(r"\w+\.py", tree))
-    shipped = {file.name for room in ("hf_moe_expand", "modeling", "trainers") for file in (ROOT / room).rglob("*.py")}
-    others = {file.name for room in ("benchmarks", "tests") for file in (ROOT / room).glob("*.py")}
-    assert shipped - {"__init__.py"} <= named <= shipped | others
+    lines = tree.splitlines()
+    assert len(lines) <= 60
+    named, path = set(), []
+    for line in lines:
+        indent, name, about = re.fullmatch(r"( *)([\w.]+/?)(?: +(.+))?", line).groups()
+        path = [*path[: len(indent) // 2], name.rstrip("/")]
+        place = ROOT.joinpath(*path)
+        assert place.is_dir() if name.endswith("/") else place.is_file(), line
+        assert (about and "  " not in about) or name == "hf_moe_expand/", line
+        named.add("/".join(path))
+    tops = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    rooms = {path.parent for top in ("hf_moe_expand", "trainers") for path in (ROOT / top).rglob("*.py")}
+    wanted = {str(room.relative_to(ROOT)) for room in rooms} | {top for top in TOPS if top in tops}
+    assert wanted <= named
 
 
 def test_links_lead_somewhere():
@@ -61,56 +74,52 @@ def test_the_troubleshooting_guide_quotes_what_the_code_says():
     assert set(quoted) <= raised_messages()
 
 
-def documented_settings() -> dict[str, dict[str, str]]:
-    """Of each heading of settings.md, or `key of ...` of a table: key to default."""
-    found, section = {}, ""
-    for line in (DOCS / "settings.md").read_text("utf-8").splitlines():
-        if named := re.match(r"#+ (?:A )?`?(\w+)`?", line) or re.match(r"\| key of `([\w ]+)`", line):
-            section = named.group(1)
-        elif row := re.match(r"\| `(\w+)` \|(.*?)\| .+ \|$", line):
-            found.setdefault(section, {})[row.group(1)] = row.group(2).strip()
-    return found
+def test_the_page_of_settings_is_what_the_declarations_say():
+    """`hf-moe-expand recipes settings --out docs/settings.md` prints it anew."""
+    assert (DOCS / "settings.md").read_text("utf-8") == settings_page() == invoke("recipes", "settings")
 
 
-def test_every_setting_is_documented_with_its_default():
-    sections = documented_settings()
-    stages = {"analysis", "deviation", "expand", "post_pretrain", "review", "group", "normal", "graft"}
-    classes = {name: typing.get_type_hints(Recipe)[name] for name in stages | {"evaluation"}}
-    classes = {name: (typing.get_args(hint) or [hint])[0] for name, hint in classes.items()}
-    classes |= {
-        "recipe": Recipe, "masking": settings.MaskingSettings, "validation": settings.ValidationSettings,
-        "train adapt": settings.AdaptSettings, "train dense": settings.DenseSettings, "lora": settings.LoraSettings,
-    }  # fmt: skip
-    keys = {name: key.default for method in METHODS.values() for name, key in method.keys.items()}
-    shown = {Parameter.empty: "must be given", None: "–"}
-    wanted = {name: shown[default] if default in shown else str(default) for name, default in keys.items()}
-    assert sections.pop("plan") == {"method": DEFAULT_METHOD, **wanted}
-    assert set(sections) == set(classes)
-    for name, cls in classes.items():
-        wanted = {}
-        for field in fields(cls):
-            value = field.default if field.default is not MISSING else None
-            if field.default_factory is not MISSING:
-                value = field.default_factory()
-            shown = "must be given" if field.default is MISSING is field.default_factory else "–"
-            shown = shown if value is None else "" if is_dataclass(value) else str(value)
-            wanted[field.name] = {"True": "true", "False": "false"}.get(shown, shown)
-        if cls is Recipe:
-            wanted = {key: value for key, value in wanted.items() if key not in stages | {"plan"}}
-        assert sections[name] == wanted, name
+def test_the_page_of_settings_has_every_key_with_its_description():
+    sections = {}
+    for part in re.split(r"^## ", settings_page(), flags=re.MULTILINE)[1:]:
+        title = part.partition("\n")[0].replace("`", "")
+        sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
+        assert all(sections[title].values()), title
+    stages = {key: set(stage_of(key).settings.__pydantic_fields__) for key in (*ROAD, *BESIDE)}
+    wanted = {key: stages[key] for key in ROAD} | {f"A file of train {key}": stages[key] for key in BESIDE}
+    wanted["plan"] = {key for method in METHODS.values() for key in method.keys}
+    wanted["masking"] = {"expert_output", "final_output", "conditional_routing", "gating_dropout"}
+    assert {title: set(sections[title]) for title in wanted} == wanted
+    for name, field in Recipe.model_fields.items():
+        assert name in sections or name in sections["A recipe"], name
+        assert field.description, name
 
 
 def test_every_file_of_the_package_is_in_the_wheel():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    rooms = {package: ROOT / package.replace(".", "/") for package in project["packages"]}
-    rooms |= {package: ROOT / folder for package, folder in project["package-dir"].items()}
-    shipped = {file for folder in rooms.values() for file in folder.glob("*.py")}
+    assert project["packages"]["find"]["include"] == ["hf_moe_expand*"]
+    shipped, files = set(), set()
+    for folder, rooms, names in os.walk(ROOT / "hf_moe_expand", followlinks=True):
+        rooms[:] = [room for room in rooms if room != "__pycache__"]
+        here = Path(folder)
+        files |= {here / name for name in names}
+        if "__init__.py" in names:  # a package
+            shipped |= set(here.glob("*.py"))
     for package, patterns in project["package-data"].items():
-        shipped |= {file for pattern in patterns for file in rooms[package].glob(pattern)}
-    there = {
-        file
-        for room in ("hf_moe_expand", "modeling", "trainers", "model_cards")
-        for file in (ROOT / room).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
-    }
-    assert there == shipped
+        shipped |= {file for pattern in patterns for file in (ROOT / package.replace(".", "/")).glob(pattern)}
+    assert files == shipped
+
+
+def test_the_paper_index_leads_to_code():
+    found = []
+    for line in (DOCS / "paper_index.md").read_text("utf-8").splitlines():
+        folder = ROOT  # a file without its folder lies in that of the file before it
+        for file, names in re.findall(r"`([\w/]+\.py)`:((?: `[\w.]+`,?)+)", line):
+            places = [ROOT / file, ROOT / "hf_moe_expand" / file, folder / file]
+            place = next((place for place in places if place.is_file()), None)
+            assert place is not None, f"{line}: {file}"
+            folder, text = place.parent, place.read_text("utf-8")
+            for name in re.findall(r"`(?:\w+\.)?(\w+)`", names):
+                assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), f"{file}: {name}"
+                found.append(name)
+    assert len(found) >= 40

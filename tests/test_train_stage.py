@@ -1,5 +1,5 @@
-"""`train_stage` when things go wrong: interruption after the last step, divergence, somebody else's folders; and that
-the check of frozen tensors sees tensors that appear or disappear."""
+"""`train_stage` when things go wrong: a tensor too many, interruption after the last step, divergence, and folders that
+are somebody else's."""
 
 import json
 import shutil
@@ -210,7 +210,7 @@ def test_adaptation_does_not_touch_a_users_folder_named_as_its_scratch_folder(ro
     (mine / "notes.txt").write_text("mine")
     source = LanguageText("hi", str(root / "hi.jsonl"))
     chosen = AdaptConfig(block_size=16, sample_tokens=100, max_steps=1, **QUICK)
-    with pytest.raises(InputError, match=r"out\.grown: is no work folder of this program"):
+    with pytest.raises(InputError, match=r"out\.grown: is not a work folder of this program"):
         adapt_language(root / "dmoe", tmp_path / "out", source, chosen)
     assert [path.name for path in mine.iterdir()] == ["notes.txt"]
     assert not (tmp_path / "out").exists()

@@ -58,7 +58,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         ("1: 1\n'1': 2\n", "line 2: duplicate key `1`"),
         (BOMB, "line 18: aliases that stand for over 1,000,000 values"),
         ("a: &a {<<: *a}\n", "line 1: "),
-        ("b: 1\na: &a [*a]\n", "line 2: an alias inside of what it names"),
+        ("b: 1\na: &a [*a]\n", "line 2: an alias inside the value that it names"),
         ("x: 1\na: " + "[" * 5000, "line 2: nested deeper than 100 levels"),
         ("a:\n" + "".join(" " * n + f"b{n}:\n" for n in range(1, 3000)), "line 1.*: nested deeper than 100 levels"),
         ("x: 1\na: " + "9" * 5000 + "\n", r"line 2: not a valid int \(5,000 digits\)"),

@@ -28,7 +28,7 @@ from ..results import DeviationResult
 _SETTINGS = "settings.json"
 _FOUND = "deviation.json"
 _DOCUMENTS = 256  # tokenised at a time
-_ELEMENTS = 1 << 16  # of each language's change in memory at a time
+_ELEMENTS = 1 << 16  # of each language's change, in memory at a time
 
 
 def measure_deviation(
@@ -46,31 +46,32 @@ def measure_deviation(
     layers: Sequence[int] | None = None,
     seed: int = 0,
 ) -> DeviationResult:
-    """How far each layer's FFN moves on each language, and the cosine of two languages' ways (DMoE section 3.1, Eq. 1).
+    """Measures how far each layer's FFN moves on each language, and the cosine between the changes of two languages
+    (DMoE section 3.1, Eq. 1).
 
     From the same weights, all parameters are trained on each language alone (AdamW without weight decay, linear decay
-    to zero), in float32 whatever the model's type: in bfloat16 such steps round away. The change of a layer is that of
-    all its FFN's parameters. The model is given back as it was.
+    to zero), in float32 whatever the model's type: in bfloat16 such steps round away. The change of a layer is the
+    change of all its FFN's parameters. The model's weights are restored afterwards.
 
-    In memory are the weights twice (as they were, and trained) besides gradients and AdamW's state. The changes that
-    the cosines need go to `work_dir`: 4 bytes for each FFN parameter of the chosen layers, for each language. Run again
-    with the same `work_dir`, finished languages are not trained again, and more languages may be added.
+    Memory holds the weights twice (original and trained) besides gradients and AdamW's state. The changes that the
+    cosines need go to `work_dir`: 4 bytes for each FFN parameter of the chosen layers, for each language. A second run
+    with the same `work_dir` does not train finished languages again, and may add languages.
 
     Args:
-        texts: for each language its documents.
-        work_dir: folder for what is found on each language; yours to delete.
-        steps: of training on each language.
-        learning_rate: of the first step.
+        texts: documents of each language.
+        work_dir: folder for the results of each language; the caller deletes it.
+        steps: training steps on each language.
+        learning_rate: learning rate of the first step.
         batch_size: blocks in a step.
         block_size: tokens in a block.
-        micro_batch_size: blocks in one forward and backward pass; changes nothing but memory and speed.
-        last_layers: the cosines are taken over the FFNs of so many last layers.
-        layers: or over those of these layers.
-        seed: of the order of documents, and of dropout.
+        micro_batch_size: blocks in one forward and backward pass; affects only memory and speed.
+        last_layers: number of last layers over whose FFNs the cosines are taken.
+        layers: the layers to take instead of the last ones.
+        seed: random seed of the order of documents, and of dropout.
 
     Raises:
-        InputError: a language has too little text, `work_dir` was made with another model, text or other settings, a
-            setting is out of range, or training went nowhere.
+        InputError: a language has too little text; `work_dir` was made with another model, text or other settings; a
+            setting is out of range; or training left an FFN unchanged or not finite.
     """
     ffns = decoder_ffns(model)
     chosen = _chosen_layers(len(ffns), last_layers, layers)
@@ -82,7 +83,7 @@ def measure_deviation(
     }
     for name, value in {**numbers, "micro_batch_size": micro_batch_size}.items():
         if not value > 0:
-            raise InputError(f"{name} is {value}; it must be positive.")
+            raise InputError(f"{name} is {value}: must be positive.")
     longest = longest_block(model.config) or block_size
     if not 1 < block_size <= longest:
         raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
@@ -112,9 +113,9 @@ def measure_deviation(
 
 
 def change_cosines(folders: Sequence[Path], layers: Sequence[int]) -> list[list[float]]:
-    """Cosines of the changes in `folders`, over `layers` together: `[n, n]`.
+    """Cosines of the changes in the `n` folders, over all of `layers` together: `[n, n]`.
 
-    Dot products are summed in float64, a piece of a tensor of every folder in memory at a time.
+    Dot products are summed in float64, with one piece of one tensor of each folder in memory.
     """
     gram = torch.zeros(len(folders), len(folders), dtype=torch.float64)
     for layer in layers:
@@ -143,7 +144,7 @@ def _chosen_layers(num_layers: int, last_layers: int, layers: Sequence[int] | No
 def _blocks(
     texts: Mapping[str, Sequence[str]], tokenizer: Any, count: int, block_size: int, seed: int
 ) -> dict[str, torch.Tensor]:
-    """`[count, block_size]` tokens of each language; every language is looked at before the first is trained."""
+    """`[count, block_size]` tokens of each language; checks every language before the first is trained."""
     if not texts:
         raise InputError("No language was given.")
     needed = count * block_size
@@ -170,7 +171,7 @@ def _first_tokens(documents: Sequence[str], tokenizer: Any, needed: int, seed: i
 
 
 def _floating(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers that a change of type changes; tied ones once."""
+    """Floating-point parameters and buffers, each tied one once."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point():
             yield name, tensor
@@ -178,7 +179,7 @@ def _floating(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _in_float32(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """The model in float32 and in training mode; gives its weights as they were (on the CPU), and puts them back."""
+    """Puts the model into float32 and training mode; yields its original weights (on the CPU) and restores them."""
     start = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _floating(model)}
     training = model.training
     devices = [model.device] if model.device.type == "cuda" else []
@@ -196,7 +197,7 @@ def _in_float32(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 def _fine_tune(
     model: Any, blocks: torch.Tensor, steps: int, learning_rate: float, batch_size: int, micro_batch_size: int
 ) -> None:
-    # Fused: the other forms hold further copies of the weights for a moment.
+    # Fused: the other implementations hold further copies of the weights for a moment.
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=steps)
     for batch in blocks.split(batch_size):
@@ -217,7 +218,7 @@ def _write_change(
     start: Mapping[str, torch.Tensor],
     text: str,
 ) -> None:
-    """Writes each layer's deviation, and the changes of the chosen layers, into `folder`: whole or not at all."""
+    """Writes each layer's deviation and the changes of the chosen layers into `folder`, whole or not at all."""
     deviation = []
     sizes = [sum(parameter.numel() for parameter in ffns[layer][1].parameters()) for layer in chosen]
     with new_folder(folder, needed_bytes=4 * sum(sizes)) as partial:
@@ -228,11 +229,11 @@ def _write_change(
                 squares += change.double().square().sum().item()
                 if layer in chosen:
                     changes[name] = change.flatten()
-            # Also false for a number that is none.
+            # NaN fails this comparison too.
             if not 0 < squares < float("inf"):
                 raise InputError(
-                    f"Fine-tuning on {language!r} moved the FFN of layer {layer} by {squares**0.5:g}: check that its "
-                    "weights are trainable and finite, and the learning rate."
+                    f"Fine-tuning on {language!r} moved the FFN of layer {layer} by {squares**0.5:g}: check the "
+                    "learning rate, and that the layer's weights are trainable and finite."
                 )
             deviation.append(squares**0.5)
             if layer in chosen:
@@ -245,22 +246,23 @@ def _layer_file(folder: Path, layer: int) -> Path:
 
 
 def _claim(work_dir: Path, settings: dict[str, Any]) -> None:
-    """Refuses a folder that holds anything but the work of the same model and settings."""
+    """Refuses a folder that holds anything but an analysis of the same model with the same settings."""
     record = work_dir / _SETTINGS
     if not record.is_file():
         if work_dir.exists() and (not work_dir.is_dir() or any(work_dir.iterdir())):
-            raise InputError(f"{work_dir}: exists, and holds no deviation analysis; give another work folder.")
+            raise InputError(f"{work_dir}: exists and is not the folder of a deviation analysis; give another one.")
         write_json(record, settings)
         return
     before = read_json(record, "the record of a deviation analysis")
     differing = [
-        f"{name} was {before.get(name)}, is {value}" if name != "model" else "the model is another"
+        f"{name} was {before.get(name)}, is {value}" if name != "model" else "it was another model"
         for name, value in settings.items()
         if before.get(name) != value
     ]
     if differing:
         raise InputError(
-            f"{work_dir}: was made otherwise: {'; '.join(differing)}. Give another work folder, or delete this one."
+            f"{work_dir}: was made with other settings: {'; '.join(differing)}. Give another work folder, or delete "
+            "this one."
         )
 
 
@@ -269,7 +271,7 @@ def _finished(folder: Path, language: str, blocks: torch.Tensor) -> bool:
         return False
     if read_json(folder / _FOUND, "a deviation").get("text") != _digest({"tokens": blocks}):
         raise InputError(
-            f"{folder}: was made of another text of {language!r} (or with another tokenizer). Give another work "
+            f"{folder}: was made from another text in {language!r} (or with another tokenizer). Give another work "
             "folder, or delete this one."
         )
     return True

@@ -1,4 +1,4 @@
-"""What the routers do with each language: which experts, how surely, and whether it matters which.
+"""Measures how the routers treat each language: which experts they choose, how clearly, and whether the choice matters.
 
 Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer.
 """
@@ -42,7 +42,8 @@ class ExpertUse:
 
 
 class LargestCorrelation:
-    """Of experts' weights in two layers, over tokens: `max_{i,j} cor(u_ti, u_tj)` (Elbayad et al. Eq. 9)."""
+    """Largest correlation over tokens of expert weights in two layers: `max_{i,j} cor(u_ti, u_tj)` (Elbayad et al.
+    Eq. 9)."""
 
     def __init__(self, num_experts: int, num_next: int) -> None:
         self.tokens = 0
@@ -58,11 +59,11 @@ class LargestCorrelation:
         self.products_NM += (use_TN.T @ next_TM).cpu()
 
     def value(self) -> float | None:
-        """None where all weights of a layer are constant."""
+        """The correlation; None if all weights of a layer are constant."""
         means = [sums / self.tokens for sums in self.sums]
         variances = [square / self.tokens - mean.square() for square, mean in zip(self.squares, means, strict=True)]
         covariance_NM = self.products_NM / self.tokens - torch.outer(*means)
-        varies = [variance > 1e-12 for variance in variances]  # what is left of a constant's is rounding
+        varies = [variance > 1e-12 for variance in variances]  # rounding leaves a constant a tiny variance
         correlation_NM = covariance_NM / torch.outer(*variances).sqrt()
         found = correlation_NM[varies[0]][:, varies[1]]
         return found.max().clamp(-1, 1).item() if found.numel() else None
@@ -79,8 +80,8 @@ def experts_for_half(top1_N: Sequence[int]) -> int:
 
 
 def random_experts(seed: int, device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """For `RoutingControl.change_logits`: K experts drawn uniformly for each token keep their router logits, and so are
-    combined by the router's scores of them."""
+    """A function for `RoutingControl.change_logits`: K experts drawn uniformly for each token keep their router logits,
+    so that the router's scores combine them."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(logits_TN: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -104,23 +105,21 @@ def random_routing(model: Any, seed: int) -> Iterator[None]:
 
 
 def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> dict[str, int]:
-    """Of each language its class: 0 for the base model's, g for those that expansion g brought.
+    """The class of each language: 0 for the base model's languages, g for those that expansion g added.
 
     Args:
-        config: of an expanded model; its provenance knows its languages.
-        old, new: languages that it does not know, or that are to count otherwise: class 0 and the last class.
+        config: configuration of an expanded model; its history names its languages.
+        old, new: languages to put into class 0 and into the last class, whether or not the history names them.
 
     Raises:
-        InputError: a language's class is not known, or it is given as both.
+        InputError: the class of a language is not known, or a language is given both as old and as new.
     """
     if both := sorted(set(old) & set(new)):
         raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
     history = History.of(config)
     known = history.classes | dict.fromkeys(old, 0) | dict.fromkeys(new, max(len(history), 1))
     if unknown := sorted(set(languages) - set(known)):
-        raise InputError(
-            f"{', '.join(unknown)}: neither an old nor a new language of this model; say which with old and new."
-        )
+        raise InputError(f"{', '.join(unknown)}: not a known language of this model; name it in old or in new.")
     return {language: known[language] for language in languages}
 
 
@@ -137,20 +136,19 @@ def measure_routing(
     new: Sequence[str] = (),
     random_seeds: Sequence[int] = (0, 1),
 ) -> RoutingResult:
-    """How an expanded model routes each language's text: MoE-LPR's, DMoE's and Elbayad et al.'s analyses.
+    """Measures how an expanded model routes each language's text: MoE-LPR's, DMoE's and Elbayad et al.'s analyses.
 
-    Shares, E_50% and co-location are of the routing at inference: the K highest scores, renormalised, and in a layer
+    Shares, E_50% and co-location describe the routing at inference: the K highest scores, renormalised, and in a layer
     with a classifier only the experts that a token's class allows. Expert 0's score is the router's own softmax.
-    Co-location pools all languages. Random routing draws K experts a token and layer and combines them by the router's
-    scores of them (Elbayad et al. section D.3); where a layer has K experts or fewer, it changes nothing but to pass
-    over the classifier.
+    Co-location pools all languages. Random routing draws K experts for each token and layer and combines them by their
+    router scores (Elbayad et al. section D.3); in a layer with K experts or fewer, it only bypasses the classifier.
 
-    Exactly `tokens` tokens of each language, padding excluded, in one forward pass and one for each of `random_seeds`.
+    Runs exactly `tokens` tokens of each language, padding excluded, once, and once for each of `random_seeds`.
 
     Args:
         model: an expanded `...ForCausalLM`.
-        texts: for each language its documents.
-        old, new: languages that the model's provenance does not know, or that are to count otherwise.
+        texts: documents of each language.
+        old, new: languages to count as old and as new, whether or not the model's history names them.
 
     Raises:
         InputError: the model has no experts, a language has fewer tokens than `tokens` or is neither old nor new.
@@ -173,7 +171,7 @@ def measure_routing(
         (here, there): LargestCorrelation(len(ffns[here].experts), len(ffns[there].experts))
         for here, there in pairwise(sorted(ffns))
     }
-    # Every language's text before the first is measured: too little of one is said at once.
+    # Tokenises every language before the first is measured, so that a lack of text is reported at once.
     batches = {code: _batches(code, texts[code], tokenizer, tokens, block_size, batch_size) for code in classes}
     perplexity, random_perplexity = {}, {}
     for language in tqdm(classes, desc="routing", unit="language"):
@@ -225,15 +223,15 @@ def nearest_experts(
     block_size: int = 1024,
     batch_size: int = 8,
 ) -> dict[int, int]:
-    """Of each expanded layer the expert that `texts` are routed to most: with the largest share of the weights that
-    experts are combined with, mean over languages; the first of them on a tie.
+    """For each expanded layer, the expert to which `texts` are routed most: the one with the largest share of the
+    weights that experts are combined with, mean over languages; the first one on a tie.
 
     Args:
         model: an expanded `...ForCausalLM`.
-        texts: for each language its documents; `tokens` tokens of each are measured.
+        texts: documents of each language; `tokens` tokens of each are measured.
 
     Raises:
-        InputError: as `measure_routing`.
+        InputError: see `measure_routing`.
     """
     found = measure_routing(
         model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts),
@@ -247,7 +245,7 @@ def nearest_experts(
 
 
 def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
-    """The decision for the tokens that `mask_T` marks."""
+    """The routing of the tokens that `mask_T` marks."""
     values = {f.name: getattr(routing, f.name) for f in fields(routing)}
     of_text: dict[str, Any] = {name: v[mask_T] for name, v in values.items() if isinstance(v, torch.Tensor)}
     return replace(routing, **of_text)
@@ -267,7 +265,8 @@ def _perplexity(
     batches: Iterable[dict[str, torch.Tensor]],
     receive: Callable[[Routing, torch.Tensor], None],
 ) -> float:
-    """Of each token but a block's first; `receive` gets every pass's routing and which tokens `[T]` are no padding."""
+    """Perplexity over every token but a block's first; `receive` gets each pass's routing and the mask of tokens that
+    are not padding, `[T]`."""
     nats, count = 0.0, 0
     for batch in batches:
         batch = {name: value.to(model.device) for name, value in batch.items()}

@@ -30,7 +30,7 @@ class MeanDirections:
     def add(self, layer: int, states_Th: torch.Tensor) -> None:
         states_Th = states_Th.double()
         lengths_T1 = states_Th.norm(dim=-1, keepdim=True)
-        # A zero vector has no direction; its cosine with anything counts as 0.
+        # A zero vector has no direction; its cosine with any vector counts as 0.
         units_Th = torch.where(lengths_T1 > 0, states_Th / lengths_T1, torch.zeros_like(states_Th))
         self.sums[layer] += units_Th.sum(0).cpu()
         self.counts[layer] += len(states_Th)
@@ -41,7 +41,7 @@ class MeanDirections:
 
 @contextmanager
 def ffn_inputs(model: nn.Module, receive: Any) -> Iterator[None]:
-    """Calls `receive(layer, hidden_states)` with every FFN's input, expanded or dense."""
+    """Inside, every FFN, expanded or dense, passes its input to `receive(layer, hidden_states)`."""
 
     def hook(layer: int) -> Any:
         return lambda module, args: receive(layer, args[0])
@@ -55,10 +55,10 @@ def ffn_inputs(model: nn.Module, receive: Any) -> Iterator[None]:
 
 
 def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
-    """Exactly the first `tokens` tokens of the texts, each text cut to blocks.
+    """Exactly the first `tokens` tokens of the texts, each text cut into blocks.
 
     Raises:
-        InputError: the texts hold fewer tokens.
+        InputError: the texts have fewer than `tokens` tokens.
     """
     blocks: list[list[int]] = []
     left = tokens
@@ -75,7 +75,7 @@ def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: in
 
 
 def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of blocks, padded and masked."""
+    """Batches of blocks, padded, with attention masks."""
     for start in range(0, len(blocks), batch_size):
         yield _padded(blocks[start : start + batch_size])
 
@@ -98,23 +98,24 @@ def measure_similarity(
     block_size: int = 1024,
     batch_size: int = 8,
 ) -> SimilarityResult:
-    """Mean cosine of hidden states between languages, in every layer, at the FFN's input (Eq. 8-9).
+    """Measures the mean cosine of hidden states between languages, in every layer, at the FFN's input (LayerMoE
+    Eq. 8-9).
 
-    One forward pass over `tokens` tokens a language; padding excluded; dense and expanded models alike.
+    Takes one forward pass over `tokens` tokens of each language, padding excluded; the model may be dense or expanded.
 
     Args:
-        texts: for each language of `old` and `new` its documents.
-        tokens: Q.
+        texts: documents of each language of `old` and `new`.
+        tokens: tokens of each language (Q in the paper).
 
     Raises:
         InputError: a language has fewer tokens than `tokens`, or a number is out of range.
     """
-    AnalysisSettings(tokens, block_size, batch_size)  # refuses what is out of range
+    AnalysisSettings(tokens, block_size, batch_size)  # refuses numbers out of range
     model.eval()
     base = getattr(model, "base_model", model)
     num_layers, hidden_size = len(decoder_ffns(model)), model.config.hidden_size
     block_size = min(block_size, longest_block(model.config) or block_size)
-    # All text is counted before the first pass: a language with too little stops nothing that has begun.
+    # Counts all text before the first pass, so that a lack of text is reported at once.
     blocks = {code: token_blocks(code, texts[code], tokenizer, tokens, block_size) for code in (*old, *new)}
     means = {}
     for language in tqdm(blocks, desc="similarity", unit="language"):

@@ -1,1 +1,1 @@
-"""Baselines beside the main road: inserted blocks (LLaMA-Pro), Branch-Train-Mix, X-ELM's ensemble."""
+"""Baselines: inserted blocks (LLaMA-Pro), Branch-Train-Mix, and X-ELM's ensemble."""

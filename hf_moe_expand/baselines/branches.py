@@ -1,19 +1,17 @@
-"""Branch-Train-Mix: dense models that were fine-tuned apart become the experts of one model; streamed."""
+"""Branch-Train-Mix: dense models that were fine-tuned separately become the experts of one model; streamed."""
 
-import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..checkpoint.expand import ffn_dtype, routing_tensor, versions
 from ..checkpoint.folder import write_checkpoint
 from ..checkpoint.merge import averaged, check_same_shape
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from ..checkpoint.stored import StoredModel, computed, places
+from ..checkpoint.stored import StoredModel, computed, network_of, places
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 from ..errors import InputError
 from ..modeling import DMoEConfig, decoder_ffns
@@ -32,17 +30,19 @@ def expand_branches(
 ) -> Path:
     """Writes a DMoE checkpoint whose expert `e` is branch `e`'s FFN (Branch-Train-Mix, DMoE's comparison).
 
-    Everything else, the FFNs of layers that stay dense included, is the branches' mean, computed in float32. Routers
-    are drawn as `expand_checkpoint` draws them; they are to be trained (`train joint`).
+    All other weights, including the FFNs of layers that stay dense, are the branches' mean, computed in float32.
+    Routers are drawn as `expand_checkpoint` draws them and still have to be trained (`train joint`).
 
     Args:
-        branches: dense checkpoints fine-tuned apart from one base, one a language group of the plan, in that order.
+        branches: dense checkpoints fine-tuned separately from one base, one for each language group of the plan, in
+            that order.
         out: folder to write.
         plan: a dmoe plan.
-        seed: of the routers.
+        seed: random seed of the routers.
 
     Raises:
-        InputError: the plan has no groups or another number of them, or the branches are not of one shape.
+        InputError: the plan has no groups, the number of branches is not that of the groups, or the branches differ in
+            shape.
     """
     if not plan.groups:
         raise InputError(f"The plan is a {plan.method} plan; branches become the experts of a dmoe plan's groups.")
@@ -87,8 +87,7 @@ def expand_branches(
 
 def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[OutputTensor]:
     first = models[0]
-    with torch.device("meta"):
-        expanded = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    expanded = network_of(config)
     ffns = decoder_ffns(first.network)
     weights = [1 / len(models)] * len(models)
     outputs = []

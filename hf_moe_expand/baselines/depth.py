@@ -1,4 +1,4 @@
-"""LLaMA-Pro: copied blocks between a dense model's layers that at first do nothing; streamed."""
+"""LLaMA-Pro: inserts copied blocks, which at first leave the output unchanged, into a dense model; streamed."""
 
 import os
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, zeros
 from ..errors import InputError
 from ..records import StageRecord, add_stage
 
-# What a block adds to the residual stream comes out of these two.
+# The modules whose outputs a block adds to the residual stream.
 _OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-# Lists in configurations with an entry a layer.
+# Configuration fields with one entry for each layer.
 _PER_LAYER = ("layer_types", "no_rope_layers")
 
 
@@ -27,33 +27,35 @@ def expand_depth(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> list[int]:
-    """Inserts copied blocks whose output projections (attention and FFN) are zero: the model computes what it did.
+    """Inserts copied blocks whose output projections (attention and FFN) are zero, so that the model's output does not
+    change.
 
-    The layers are cut into `blocks` runs, equal to one layer, and after each stands a copy of its last one. The result
-    is an ordinary dense checkpoint; the field `new_layers` of its configuration says which layers are new.
+    The layers are divided into `blocks` runs, whose lengths differ by at most one layer; each run is followed by a copy
+    of its last layer. The result is an ordinary dense checkpoint; the field `new_layers` of its configuration lists the
+    new layers.
 
     Args:
         base: dense checkpoint.
         out: folder to write.
-        blocks: how many to insert, at most one a layer.
+        blocks: number of blocks to insert, at most the number of layers.
 
     Returns:
         The new layers' numbers.
 
     Raises:
-        InputError: the architecture's blocks have other output projections, or there are fewer layers than blocks.
+        InputError: the architecture's blocks have other output projections, or `blocks` exceeds the number of layers.
     """
     folder = resolve_checkpoint(base)
     check_output(out, overwrite, folder)
     dense = StoredModel(base, load_base_config(folder))
     config, old = dense.config, dense.config.num_hidden_layers
     if getattr(config, "new_layers", None):
-        raise InputError(f"{folder}: has inserted blocks already; start from the model that it was made from.")
+        raise InputError(f"{folder}: has inserted blocks already; give the dense model from which it was made.")
     layers = layer_list(dense.network)
     if lacking := [name for name in _OUTPUTS if not _has(dense.network, f"{layers}.0.{name}")]:
         raise InputError(
             f"{folder}: blocks of architecture {config.model_type!r} have no {' and no '.join(lacking)}, which would "
-            "have to be zero for an inserted block to change nothing."
+            "have to be zero for an inserted block to leave the output unchanged. Use another architecture."
         )
     if not 1 <= blocks <= old:
         raise InputError(f"{folder}: {blocks} blocks were asked for; with {old} layers 1 to {old} can be inserted.")
@@ -83,7 +85,7 @@ def expand_depth(
 
 
 def _sources(old: int, blocks: int) -> list[tuple[int, bool]]:
-    """For each layer of the deeper model the old one that it comes from, and whether it is an inserted copy."""
+    """For each layer of the deeper model: the old layer that it comes from, and whether it is an inserted copy."""
     after = {(number + 1) * old // blocks - 1 for number in range(blocks)}
     found = []
     for layer in range(old):

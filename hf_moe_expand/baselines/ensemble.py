@@ -1,4 +1,4 @@
-"""Several dense models, one a language group, as one: the ensemble of X-ELM and Branch-Train-Merge."""
+"""The ensemble of X-ELM and Branch-Train-Merge: several dense models, one for each language group, score as one."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from ..models import load_for_inference, longest_block
 
 
 def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:
-    """Log-probability that the ensemble gives each target; see `evaluate_ensemble` for the formula.
+    """The ensemble's log-probability of each target; `evaluate_ensemble` gives the formula.
 
     Args:
         log_probs_MWS: `log p_j(x_t | x_<t)` of each model, window and target; 0 where a target is not scored.
@@ -39,26 +39,27 @@ def evaluate_ensemble(
     batch_size: int = 8,
     max_tokens: int | None = None,
 ) -> dict[str, LanguageScore]:
-    """Scores each language's documents as `evaluate_model` does, by the mixture of the models' probabilities.
+    """Scores each language's documents as `evaluate_model` does, with the mixture of the models' probabilities.
 
     At each target `x_t`, with the sum over the `top_m` models of the largest weight before renormalisation:
 
         p(x_t | x_<t) = sum_j w_j(t) p_j(x_t | x_<t),    w_j(t) = prod_{s<t} p_j(x_s | x_<s) / sum_i (the same of i)
 
-    That is Branch-Train-Merge's posterior over models, under a uniform prior. DMoE's paper says of X-ELM only that the
-    outputs of the top m = 2 models are ensembled after language identification. What it leaves open is set so: the
-    prefix is what the window holds before the target, no more than the models themselves see; separators of documents,
-    which are not scored, are no evidence; equal weights, as at a window's first target, rank in the order of `models`.
+    The weights are Branch-Train-Merge's posterior over models, under a uniform prior. DMoE's paper says of X-ELM only
+    that the outputs of the top m = 2 models are ensembled after language identification. We choose the rest: the prefix
+    is the part of the window before the target, which is all that the models see; separators of documents, which are
+    not scored, do not count; equal weights, as at a window's first target, rank in the order of `models`.
 
-    A target's probability is all that is needed of a model, so one is in memory at a time.
+    Only the targets' probabilities are kept of a model, so that one model is in memory at a time.
 
     Args:
         models: models, or folders or hub ids of checkpoints, which are loaded and released one by one.
-        tokenizer: of all of them.
-        top_m: how many are mixed at each target; 1 takes the best alone.
+        tokenizer: tokenizer of all models.
+        top_m: number of models mixed at each target; 1 takes only the best one.
 
     Raises:
-        InputError: there are no `top_m` models, one has another tokenizer, or a language has no text to score.
+        InputError: `top_m` exceeds the number of models, a model has another tokenizer, or a language has no text to
+            score.
     """
     if not 1 <= top_m <= len(models):
         raise InputError(f"top_m is {top_m}; an ensemble of {len(models)} models mixes 1 to {len(models)} of them.")
@@ -75,7 +76,8 @@ def evaluate_ensemble(
             # Not the vocabularies: the loader may add tokens that no text has.
             if own is not tokenizer and language_stream(language, texts, own, max_tokens)[0] != ids:
                 raise InputError(
-                    f"{model}: its tokenizer makes other tokens of the text in {language!r}; an ensemble shares one."
+                    f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
+                    "ensemble must share one tokenizer."
                 )
             found[language].append(-torch.cat(list(target_nats(loaded, ids, scored, block_size, batch_size))))
         del loaded

@@ -1,4 +1,4 @@
-"""Which tensors differ between two checkpoints: the proof that frozen means frozen."""
+"""Compares two checkpoints tensor by tensor: the proof that frozen means frozen."""
 
 import os
 from dataclasses import dataclass, field, fields
@@ -6,13 +6,12 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from .reader import CheckpointReader
-from .stored import load_any_config, stored_names
+from .stored import load_any_config, network_of, stored_names
 
-# Names of modules in the supported backbones.
+# Module names in the supported backbones.
 _PARTS = {
     "routers": {"router", "conditional_gate"},
     "classifiers": {"classifier"},
@@ -25,7 +24,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """Names of tensors, in order: byte-identical ones, changed ones, and those that only one side has."""
+    """Names of the tensors, in order: identical ones, changed ones, and those that only one checkpoint has."""
 
     identical: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -34,11 +33,11 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether all tensors are identical."""
         return not (self.changed or self.removed or self.added)
 
     def by_part(self) -> dict[str, dict[str, int]]:
-        """For each part of the model (see `part_of`) how many tensors are identical, changed, removed and added."""
+        """Numbers of identical, changed, removed and added tensors for each part of the model (see `part_of`)."""
         kinds = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = sorted({part_of(name) for names in kinds.values() for name in names})
         return {
@@ -63,9 +62,10 @@ def part_of(name: str) -> str:
 
 
 def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> Comparison:
-    """Compares tensor by tensor, in pieces. Tensors of different types are identical where their values are.
+    """Compares two checkpoints tensor by tensor, in pieces. Tensors of different types are identical if their values
+    are equal.
 
-    Where the files' names differ, tensors go by the names that the models give them (BLOOM's files may lack
+    If the names in the files differ, tensors are matched by the models' own names (BLOOM's files may lack
     `transformer.`).
     """
     a, b = CheckpointReader(Path(before)), CheckpointReader(Path(after))
@@ -79,13 +79,12 @@ def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> 
 
 
 def _names(reader: CheckpointReader) -> dict[str, str]:
-    """The model's name of each tensor to the files'; of a model that we do not know, theirs."""
+    """Maps the model's name of each tensor to the name in the files; for an unknown model both are the files'."""
     try:
         config = load_any_config(reader.folder)
     except InputError:
         return {name: name for name in reader.tensors}
-    with torch.device("meta"):
-        return stored_names(reader, AutoModelForCausalLM.from_config(config))
+    return stored_names(reader, network_of(config, reader))
 
 
 def _same(a: CheckpointReader, ours: str, b: CheckpointReader, theirs: str) -> bool:

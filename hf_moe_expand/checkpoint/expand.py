@@ -1,6 +1,5 @@
 """Expansion: a dense checkpoint's FFNs become experts; streamed, one tensor in memory."""
 
-import copy
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from .. import __version__
 from ..errors import InputError
@@ -22,7 +21,7 @@ from .folder import write_checkpoint
 from .new_weights import new_weight, random_weight
 from .reader import TORCH_DTYPES, TensorInfo
 from .source import COMPANIONS, load_base_config, resolve_checkpoint
-from .stored import StoredModel, places
+from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 EXPERT_INITS = ("copy", "random")
@@ -30,7 +29,7 @@ EXPERT_INITS = ("copy", "random")
 
 @dataclass(frozen=True)
 class ExpansionReport:
-    """What `expand_checkpoint` did: parameters before and after, and tensors that the backbone does not know."""
+    """Result of `expand_checkpoint`: parameters before and after, and tensors unknown to the backbone, left out."""
 
     out: Path
     base_parameters: int
@@ -59,17 +58,17 @@ def expand_checkpoint(
         base: folder or hub id of the dense checkpoint (safetensors).
         out: folder to write; appears whole or not at all.
         plan: experts and classifiers of each layer.
-        expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model computes what
-            the dense one did; `random` draws their weights as the backbone's own initialisation does
-            (MoE-LPR's ablation "w/o EC").
-        conditional_routing: make expert 0 a shared FFN outside the routed set, beside which a gate lets the routed
+        expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model gives the
+            dense model's outputs; `random` draws the weights as the backbone's own initialisation does (MoE-LPR's
+            ablation "w/o EC").
+        conditional_routing: make expert 0 a shared FFN outside the routed set; a gate decides whether the routed
             experts add to a token's output (CMR).
-        expert_kind: what new experts are: `ffn`, FFNs of their own, or `lora`, expert 0 with a low-rank update on its
-            linear layers (MoLA, LoRAMoE), which is nothing at first.
-        lora_rank, lora_alpha: of the updates, which are scaled by `lora_alpha / lora_rank`.
-        seed: of the routers, of random experts and of updates.
-        revision: of a hub id.
-        max_shard_size: largest weight file.
+        expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
+            linear layers (MoLA, LoRAMoE), which is zero at first.
+        lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
+        seed: random seed of the routers, of random experts and of updates.
+        revision: revision of a hub id.
+        max_shard_size: size of the largest weight file.
         overwrite: replace `out` if it exists.
 
     Raises:
@@ -86,7 +85,7 @@ def expand_checkpoint(
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(info.numel for info in dense.reader.tensors.values())
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
-    # The hub's cache names a snapshot's folder by its commit. Of a local folder the name alone: no path is published.
+    # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
     record = first_record(plan, name, commit, expert_init, seed, base_parameters, parameters)
     History([record]).write(config)
@@ -97,10 +96,10 @@ def expand_checkpoint(
 
 
 def check_kinds(expert_init: str, expert_kind: str) -> None:
-    """Refuses ways to start experts and kinds of them that there are not.
+    """Refuses an unknown expert_init or expert_kind.
 
     Raises:
-        InputError: that.
+        InputError: one of the two is unknown.
     """
     if expert_init not in EXPERT_INITS:
         raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
@@ -112,11 +111,12 @@ def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.Path
     """Refuses a plan for another number of layers.
 
     Raises:
-        InputError: that is so.
+        InputError: the plan's number of layers is not the model's.
     """
     if len(plan.experts_per_layer) != dense_config.num_hidden_layers:
         raise InputError(
-            f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {dense_config.num_hidden_layers}."
+            f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {dense_config.num_hidden_layers}: "
+            "make a plan for this model."
         )
 
 
@@ -130,14 +130,16 @@ def check_dense_plan(
             group although conditional routing shares it.
     """
     if plan.grows_from:
-        raise InputError("The plan was made to grow an expanded checkpoint (--from); use `grow`.")
+        raise InputError("The plan was made to grow an expanded checkpoint (--from): use `grow`.")
     check_layers(plan, dense_config, name)
     if conditional_routing and plan.groups:
-        raise InputError("conditional_routing: shares expert 0 among all tokens, but a dmoe plan gives it to a group.")
+        raise InputError(
+            "conditional_routing shares expert 0 among all tokens, but a dmoe plan gives it to a group: leave it out."
+        )
 
 
 def planned_config(dense_config: PreTrainedConfig, plan: Plan, **fields: Any) -> ExpandedConfig:
-    """The configuration of what `plan` makes of a dense model; `fields` are further ones of `ExpandedConfig`."""
+    """The configuration of a dense model expanded by `plan`; `fields` are further ones of `ExpandedConfig`."""
     config_class = DMoEConfig if plan.groups else LayerMoEConfig
     return config_class.from_dense(
         dense_config,
@@ -153,33 +155,36 @@ def lora_fields(network: Any, plan: Plan, expert_init: str, rank: int, alpha: fl
     """The configuration's fields for LoRA experts of the dense model `network`.
 
     Raises:
-        InputError: the plan or `expert_init` does not go with LoRA experts, or rank or alpha is out of range.
+        InputError: the plan or `expert_init` does not allow LoRA experts, or rank or alpha is out of range.
     """
     if plan.groups:
-        raise InputError("expert_kind lora: DMoE trains a whole FFN for each group; LoRA experts share expert 0's.")
+        raise InputError(
+            "expert_kind is 'lora', but DMoE trains a whole FFN for each group: leave it out, or take another method."
+        )
     if expert_init != "copy":
-        raise InputError(f"expert_init {expert_init}: LoRA experts start as expert 0, with an update of nothing.")
+        raise InputError(
+            f"expert_init is {expert_init!r}, but LoRA experts start as expert 0, with an update of zero: leave it out."
+        )
     _, ffn = decoder_ffns(network)[0]
     narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
     if not 1 <= rank < narrowest:
         raise InputError(
-            f"lora_rank is {rank}: it must be at least 1 and below {narrowest}, the narrowest side of the FFN's linear "
+            f"lora_rank is {rank}: must be at least 1 and below {narrowest}, the narrowest side of the FFN's linear "
             "layers."
         )
     if alpha <= 0:
-        raise InputError(f"lora_alpha is {alpha:g}: it must be above 0.")
+        raise InputError(f"lora_alpha is {alpha:g}: must be above 0.")
     return {"expert_kind": "lora", "lora_rank": rank, "lora_alpha": float(alpha)}
 
 
 def tensor_numel(shape: Iterable[int]) -> int:
-    """Elements of a tensor of this shape."""
+    """Number of elements of a tensor of this shape."""
     return int(torch.Size(shape).numel())
 
 
 def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> list[OutputTensor]:
-    """Every tensor of the expanded checkpoint, as a function of the dense one's."""
-    with torch.device("meta"):
-        expanded = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    """Every tensor of the expanded checkpoint, as a function of the dense checkpoint's tensors."""
+    expanded = network_of(config)
     ffns = decoder_ffns(dense.network)
     where = places(expanded)
     outputs = []
@@ -208,7 +213,7 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
 
 
 def ffn_dtype(dense: StoredModel, prefix: str, ffn: nn.Module) -> str:
-    """The type in which a dense layer's FFN is stored; its router gets the same.
+    """The type in which a dense layer's FFN is stored; the router gets the same type.
 
     Raises:
         InputError: the weights are quantised.
@@ -247,7 +252,7 @@ def first_record(
     base_parameters: int,
     parameters: int,
 ) -> ExpansionRecord:
-    """What a first expansion puts into the model's history."""
+    """The entry of a first expansion in the model's history."""
     grouped = [code for group in plan.groups for code in group]
     return ExpansionRecord(
         method=plan.method,
@@ -266,7 +271,7 @@ def first_record(
 
 
 def versions() -> dict[str, str]:
-    """The versions of the software that makes a checkpoint."""
+    """The versions of the software that writes a checkpoint."""
     return {
         "hf_moe_expand": __version__,
         "transformers": transformers.__version__,

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of only what an expansion added, with a pointer to its base model."""
+"""Writes a checkpoint that holds only the tensors added by an expansion, and a reference to its base model."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, new_folder, 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The dense model inside an expanded one; `hub_id` is None for one that is known as a local folder only."""
+    """The dense model inside an expanded one; `hub_id` is None for a model known only as a local folder."""
 
     name: str
     hub_id: str | None
@@ -32,11 +32,11 @@ class BaseModel:
 
 @dataclass(frozen=True)
 class SavedExpansion:
-    """What `save_expansion` wrote.
+    """Result of `save_expansion`.
 
     Attributes:
-        added, in_base: bytes of tensors in the folder, and of those that the base has.
-        changed: tensors of the base that training changed; they are in the folder too.
+        added, in_base: bytes of the tensors in the folder, and of the tensors left to the base.
+        changed: tensors of the base that training changed, which the folder holds too.
     """
 
     out: Path
@@ -46,20 +46,15 @@ class SavedExpansion:
 
 
 def base_of(config: Any, hub_id: str | None = None) -> BaseModel:
-    """The base that config.json records; `hub_id` is where it can be had, for one that was a local folder.
+    """The base that config.json records; `hub_id` says where a base that was a local folder is published.
 
     Raises:
         InputError: config.json records no expansion.
     """
-    history = History.of(config)
-    if not len(history):
-        raise InputError(
-            "config.json records no expansion, so the base model is not known: make the checkpoint with "
-            "`hf-moe-expand expand`."
-        )
+    first = History.of(config).first
     if hub_id is not None:
         return BaseModel(hub_id, hub_id, None)
-    name, revision = history.first.base_model, history.first.base_revision  # of a model of the hub only
+    name, revision = first.base_model, first.base_revision  # of a model of the hub only
     if name is None:
         raise InputError("config.json does not say which base model was expanded: give its hub id with --base.")
     return BaseModel(name, name if revision else None, revision)
@@ -73,11 +68,11 @@ def save_expansion(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> SavedExpansion:
-    """Writes new experts, routers and classifiers alone, with code, configuration and tokenizer.
+    """Writes only new experts, routers and classifiers, with code, configuration and tokenizer.
 
     `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` fetches the base model, refuses it if a tensor
-    differs from what was recorded, and assembles the whole model; `save_pretrained` of that writes an ordinary
-    checkpoint. With a base that is a local folder, it needs `base_model=FOLDER` too.
+    differs from its recorded hash, and assembles the whole model; the model's `save_pretrained` writes an ordinary
+    checkpoint. If the base is a local folder, loading needs `base_model=FOLDER` too.
 
     Args:
         model: folder or hub id of an expanded checkpoint.
@@ -105,8 +100,8 @@ def save_expansion(
     in_base, size = (sum(expanded.reader.tensors[name].nbytes for name in names) for names in (record, changed))
     if in_base <= size:
         raise InputError(
-            f"{folder}: most of {base or origin.name} is not in it, tensor {changed[0]} for one: give the base model "
-            "that was expanded. A model that was trained as a whole is published as a whole."
+            f"{folder}: lacks most tensors of {base or origin.name}, such as {changed[0]}: give the base model that "
+            "was expanded, or publish a model of which all weights were trained without --expansion-only."
         )
     size = sum(tensor.nbytes for tensor in added)
     with new_folder(out, overwrite, needed_bytes=size) as partial:
@@ -122,8 +117,8 @@ def save_expansion(
 def _compare(
     expanded: StoredModel, dense: StoredModel
 ) -> tuple[dict[str, dict[str, str]], list[OutputTensor], list[str]]:
-    """For each tensor that the base has byte for byte, its name there and its hash; all others; and which of those the
-    base has with other values."""
+    """Returns, for each tensor that is byte-identical in the base, its name there and its hash; then all other tensors;
+    then those of the others that the base has with other values."""
     record, others, changed = {}, [], []
     where = places(expanded.network)
     for key in sorted(expanded.tensors, key=dot_natural_key):

@@ -1,4 +1,4 @@
-"""Out of an expanded checkpoint: an architecture of transformers' own, or a dense model of one expert; streamed."""
+"""Exports an expanded checkpoint as a native architecture of transformers, or one expert as a dense model; streamed."""
 
 import dataclasses
 import os
@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -18,7 +16,7 @@ from ..errors import InputError
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, places, rounded, widened
+from .stored import StoredModel, network_of, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
@@ -26,17 +24,18 @@ _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_m
 
 @dataclass(frozen=True)
 class NativeForm:
-    """How an architecture of transformers stores what an expanded layer computes.
+    """How a native architecture of transformers stores the tensors of an expanded layer.
 
     Attributes:
-        model_type: of the architecture.
+        model_type: model type of the architecture.
         dense_layers: whether some of its layers may be dense.
         router: name of the router's weight in a layer.
         expert: prefix of an expert's tensors in a layer.
-        parts: its names of an expert's tensors, where they differ.
-        stacks: instead of a tensor an expert: one `[experts, rows, columns]` of these parts one below the other.
-        zero: tensors that it has besides and that must be zero to change nothing, with their shapes in terms of fields.
-        fields: of the configuration, that make it compute the same.
+        parts: its names of an expert's tensors, where they differ from ours.
+        stacks: stacked tensors `[experts, rows, columns]` in place of one tensor for each expert, with the parts that
+            each concatenates along the rows.
+        zero: further tensors, which must be zero to have no effect, with their shapes in terms of fields.
+        fields: fields of the configuration with which it computes the same.
     """
 
     model_type: str
@@ -49,7 +48,7 @@ class NativeForm:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Qwen2-MoE adds a shared expert to the routed ones. A small one of zeros adds nothing; 64 wide, as kernels like.
+# Qwen2-MoE adds a shared expert to the routed ones. A small one of zeros has no effect; kernels like a width of 64.
 _QWEN2_MOE = NativeForm(
     "qwen2_moe",
     dense_layers=True,
@@ -76,7 +75,7 @@ _GRANITE_MOE = NativeForm(
         "block_sparse_moe.output_linear.weight": ("down_proj.weight",),
     },
 )
-# Of a backbone's forms the first that allows its dense layers is taken.
+# The first form of a backbone that allows the model's dense layers is taken.
 NATIVE_FORMS: dict[str, tuple[NativeForm, ...]] = {
     "granite": (_GRANITE_MOE,),
     "llama": (_MIXTRAL, _QWEN2_MOE_WITHOUT_BIAS),
@@ -101,20 +100,20 @@ def export_native(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> str:
-    """Writes an expanded checkpoint as an architecture that transformers (and serving back ends) have themselves.
+    """Writes an expanded checkpoint as a native architecture of transformers, which serving back ends support.
 
-    Its logits are the expanded model's to rounding in float32. In bfloat16 these architectures compute their routers in
-    bfloat16, where ours stay in float32: tokens on the edge between two experts may go elsewhere.
+    In float32 its logits equal the expanded model's up to rounding. In bfloat16 these architectures compute their
+    routers in bfloat16, while ours stay in float32: tokens with nearly tied experts may be routed to the other one.
 
     Args:
-        model: expanded checkpoint without classifiers, whose expanded layers have one number of experts.
+        model: expanded checkpoint without classifiers, whose expanded layers all have the same number of experts.
         out: folder to write.
 
     Returns:
         The architecture's name.
 
     Raises:
-        InputError: no architecture of transformers computes the same; says why.
+        InputError: no architecture of transformers computes the same; the message says why.
     """
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
@@ -139,30 +138,29 @@ def export_expert(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> str:
-    """Writes the dense model that has one expert of every expanded layer as its FFN, byte for byte. Expert 0 of a model
-    whose base was frozen is the base. A LoRA expert's updates are added to expert 0's weights, in float32, and rounded
-    once.
+    """Writes the dense model that has one expert of every expanded layer as its FFN, byte for byte. For expert 0 of a
+    model whose base was frozen, this is the base. A LoRA expert's updates are added to expert 0's weights in float32
+    and rounded once.
 
     Args:
         model: expanded checkpoint.
         out: folder to write.
-        expert: which.
+        expert: number of the expert.
 
     Returns:
         The architecture's name.
 
     Raises:
-        InputError: a layer has no such expert.
+        InputError: an expanded layer lacks this expert.
     """
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
     source = StoredModel(model, load_expanded_config(folder))
     for layer, count in enumerate(source.config.num_experts_per_layer):
         if not 0 <= expert < count and count > 1:
-            raise InputError(f"{folder}: layer {layer} has experts 0..{count - 1}, not {expert}.")
+            raise InputError(f"{folder}: layer {layer} has no expert {expert}; give one of 0..{count - 1}.")
     config = dense_config(source.config)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = network_of(config)
     lora = source.config.expert_kind == "lora" and expert > 0
     tensors = [
         _updated(source, key, _saved_name(network, place.dense), place.inner, expert)
@@ -242,14 +240,14 @@ def _form(source: StoredModel) -> NativeForm:
     if len(counts) > 1:
         raise InputError(
             f"{folder}: its layers have {', '.join(map(str, counts))} experts; the architectures of transformers have "
-            "one number for all layers. Expand with a uniform plan for that."
+            "one number for all layers. Expand with a uniform plan (`plan moe-lpr`) to export."
         )
     dense = [layer for layer, count in enumerate(config.num_experts_per_layer) if count == 1]
     forms = [form for form in NATIVE_FORMS[backbone] if form.dense_layers or not dense]
     if not forms:
         raise InputError(
             f"{folder}: layers {', '.join(map(str, dense))} are dense, but every layer of "
-            f"{NATIVE_FORMS[backbone][0].model_type} is a mixture."
+            f"{NATIVE_FORMS[backbone][0].model_type} is a mixture of experts. Expand all layers to export."
         )
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if (backbone == "qwen3" and sliding) or (dense and backbone == "mistral" and config.sliding_window is not None):
@@ -324,9 +322,8 @@ def _stack(name: str, tensors: list[OutputTensor], experts: int) -> OutputTensor
 
 
 def _check_fits(source: StoredModel, form: NativeForm, config: Any, tensors: list[OutputTensor]) -> None:
-    """Refuses what the architecture has no place for, such as biases."""
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    """Refuses tensors for which the architecture has no place, such as biases."""
+    network = network_of(config)
     tied = set(network.all_tied_weights_keys)
     state = {name: value for name, value in network.state_dict().items() if name not in tied}
     expected = {name: tuple(value.shape) for name, value in revert_weight_conversion(network, state).items()}

@@ -1,4 +1,4 @@
-"""What config.json must hold before a model is built from it: sizes within reason, histories of the right shape."""
+"""Checks config.json before a model is built from it: sizes within reason, histories of the right shape."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig
 from ..records import History
 
-# No model comes near these; building lists and modules of more than that would take for ever.
+# No model comes near these numbers; building larger lists and modules would take for ever.
 MOST_LAYERS = 4096
 MOST_EXPERTS = 65_536
 MOST_ELEMENTS = 1 << 31
@@ -31,7 +31,7 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
 
     Raises:
         InputError: a count is no whole number within reason, a type or an activation is unknown, or a history is
-            malformed; names the field.
+            malformed; the message names the field.
     """
     for where, mapping in [("", fields), *((f"{key}.", value) for key, value in fields.items())]:
         if not isinstance(mapping, Mapping):
@@ -69,10 +69,11 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
 
 
 def check_values(config: Any, folder: Path) -> None:
-    """Checks what the library read from config.json for contradictions that it does not notice.
+    """Checks the configuration that transformers read from config.json for contradictions that it does not notice.
 
     Raises:
-        InputError: an expanded model lacks a backbone, or counts are not one for each layer; names the field.
+        InputError: an expanded model lacks a backbone, or the counts are not one for each layer; the message names the
+            field.
     """
     if isinstance(config, ExpandedConfig):
         if config.backbone_model_type is None:
@@ -106,6 +107,7 @@ def _is_stage(value: Any) -> bool:
         isinstance(value, dict)
         and _is_text(value.get("stage"))
         and all(_is_count(value.get(name, 0), 0) for name in ("steps", "seed"))
+        and ("seed" in value or "steps" not in value)
     )
 
 

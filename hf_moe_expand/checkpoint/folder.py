@@ -32,11 +32,11 @@ def write_checkpoint(
     """Writes a checkpoint folder, whole or not at all.
 
     Args:
-        config: of the model, dense or expanded; an expanded one brings its code along.
-        tensors: in any order.
+        config: configuration of the model, dense or expanded; code is written for an expanded one.
+        tensors: the tensors, in any order.
         companions: folders and the file patterns to copy from each.
-        what: the progress bar's name.
-        files: further files to write, name to content.
+        what: name of the progress bar.
+        files: further files to write: content by name.
     """
     ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
     with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
@@ -44,7 +44,7 @@ def write_checkpoint(
             model_class = MODEL_CLASSES[static_class(type(config))][1]
             config.architectures = [model_class.__name__]
             config.auto_map = dict(model_class._auto_map)
-            vars(config).pop("expansion_base", None)  # all of the model is written
+            vars(config).pop("expansion_base", None)  # the whole model is written
             custom_object_save(model_class, partial)
         else:
             for name in _CODE_OF_THE_BASE:
@@ -60,8 +60,8 @@ def write_checkpoint(
 
 
 def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPANIONS) -> None:
-    """Tokenizer, generation config and chat template travel along, without references to code (`auto_map`): loading
-    what this package writes runs no code but its own."""
+    """Copies tokenizer, generation config and chat template, without references to code (`auto_map`): loading a
+    checkpoint of this package runs no other code."""
     for pattern in patterns:
         for file in source.glob(pattern):
             destination = target / file.relative_to(source)

@@ -1,4 +1,4 @@
-"""DeltaMoE: what fine-tuning changed in a dense model, added to a model that grew from the same base; streamed."""
+"""DeltaMoE: adds the change of a fine-tune to a model that was expanded from the same base; streamed."""
 
 import os
 import warnings
@@ -18,11 +18,11 @@ from .source import COMPANIONS, TOKENIZER_FILES
 from .stored import StoredModel, is_finite, layer_list, name_before_insertion, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
-# Fields in which models of one shape may differ although they compute something else then.
+# Fields that change the computation although the shapes are the same.
 COMPUTATION = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "activation_function",
 )  # fmt: skip
-# Fields that say nothing of the computation, or that are the model's own.
+# Fields that do not affect the computation, or that each model sets for itself.
 _OWN = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "dtype", "history")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _RELATED = 0.5
@@ -31,13 +31,13 @@ _SAMPLE = 1 << 20
 
 @dataclass(frozen=True)
 class GraftReport:
-    """What a graft did besides adding.
+    """Result of a graft.
 
     Attributes:
-        instruct_cosine: of base and instruct, over a sample of every layer's FFN; near 1 for a fine-tune.
-        model_cosine: of base and the model's expert 0, likewise.
-        new_rows: rows of the embeddings that only instruct has.
-        fields: fields of the configuration that follow instruct: name to (before, after).
+        instruct_cosine: cosine of base and instruct over a sample of every layer's FFN; near 1 for a fine-tune.
+        model_cosine: the same cosine of base and the model's expert 0.
+        new_rows: number of embedding rows that only instruct has.
+        fields: fields of the configuration taken from instruct: (before, after) by name.
     """
 
     out: Path
@@ -47,10 +47,10 @@ class GraftReport:
     fields: dict[str, tuple[Any, Any]]
 
     def lines(self) -> list[str]:
-        """What the command line says."""
+        """The lines that the command line prints."""
         lines = []
         if self.new_rows:
-            lines.append(f"{self.new_rows} rows of the embeddings are instruct's alone: base has no such tokens")
+            lines.append(f"{self.new_rows} embedding rows are taken from instruct: base does not have their tokens")
         lines += [f"{name} follows instruct: {before} -> {after}" for name, (before, after) in self.fields.items()]
         return [*lines, f"wrote {self.out}: base and instruct have a cosine of {self.instruct_cosine:.4f}"]
 
@@ -69,25 +69,25 @@ def graft_delta(
 ) -> GraftReport:
     """Adds `delta = instruct - base` to an expanded checkpoint of `base` (DeltaMoE Eq. 8, 9).
 
-    Shared tensors get their delta, every expert of a layer (expert 0 too) that of the layer's FFN; routers, classifiers
-    and gates stay byte for byte, as do the updates of LoRA experts, which share expert 0's weights. Computed in
-    float32, rounded once to the type in which the model stores the tensor. Where the model's weights are still the
-    base's, scale 1 gives instruct's exactly: grafting onto a freshly expanded base is the same as expanding instruct.
-    Scale 0 gives the model's own exactly.
+    Shared tensors get their own delta, and every expert of a layer (expert 0 too) gets the delta of the layer's FFN.
+    Routers, classifiers and gates stay byte for byte, as do the updates of LoRA experts, which share expert 0's
+    weights. Sums are computed in float32 and rounded once to the type in which the model stores the tensor. Where the
+    model's weights still equal the base's, scale 1 gives instruct's weights exactly: grafting onto a freshly expanded
+    base is the same as expanding instruct. Scale 0 gives the model's own weights exactly.
 
     Args:
         model: expanded checkpoint (LayerMoE, DMoE).
         out: folder to write.
-        base: the dense model that `model` grew from.
-        instruct: a fine-tune of it. More embedding rows than the base's (chat tokens) are taken over as they are.
+        base: the dense model from which `model` was expanded.
+        instruct: a fine-tune of `base`. Its further embedding rows (chat tokens) are copied unchanged.
         scale: factor of the delta.
         keep_tokenizer: keep the model's tokenizer, chat template, generation config and special token ids; by default
-            they are instruct's.
-        revision: of `base`, where that is a hub id.
+            they are taken from instruct.
+        revision: revision of `base`, if it is a hub id.
 
     Raises:
-        InputError: the three do not fit together (names the tensor or field), a delta or result is not finite, or `out`
-            cannot be written.
+        InputError: the three models do not fit together (the message names the tensor or field), a delta or a result is
+            not finite, or `out` cannot be written.
     """
     target = StoredModel(model)
     if not isinstance(target.config, ExpandedConfig):
@@ -99,11 +99,11 @@ def graft_delta(
 def check_fine_tune(
     base: str | os.PathLike, instruct: str | os.PathLike, keep_tokenizer: bool = False, revision: str | None = None
 ) -> None:
-    """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns where
-    it would warn of one.
+    """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns if
+    `graft_delta` would warn.
 
     Raises:
-        InputError: it is no fine-tune of `base`, or has no tokenizer.
+        InputError: `instruct` is not a fine-tune of `base`, or has no tokenizer.
     """
     before, after = StoredModel(base, revision=revision), StoredModel(instruct)
     _check_same_architecture(before, after)
@@ -166,12 +166,13 @@ def _check_tokenizer(instruct: StoredModel, keep_tokenizer: bool) -> None:
 def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
     for which in (base, instruct):
         if isinstance(which.config, ExpandedConfig):
-            raise InputError(f"{which.folder}: is an expanded checkpoint; the delta is that of two dense ones.")
+            raise InputError(f"{which.folder}: is an expanded checkpoint; base and instruct must be dense ones.")
     for name in ("model_type", "num_hidden_layers", *COMPUTATION):
         values = [getattr(which.config, name, None) for which in (base, instruct)]
         if values[0] != values[1]:
             raise InputError(
-                f"{instruct.folder} is no fine-tune of {base.folder}: its {name} is {values[1]!r}, not {values[0]!r}."
+                f"{instruct.folder} is not a fine-tune of {base.folder}: its {name} is {values[1]!r}, not "
+                f"{values[0]!r}. Give the base from which it was trained."
             )
     tied = [which.config.tie_word_embeddings for which in (base, instruct)]
     if tied[0] != tied[1]:
@@ -182,15 +183,15 @@ def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
                 if tied[0]
                 else "fine-tuning gave embedding and head one tensor, but the model has two."
             )
-            + " Use a fine-tune that left this as it was."
+            + " Use a fine-tune with the base's tie_word_embeddings."
         )
 
 
 def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> None:
-    """Refuses a dense model that `target` cannot have grown from.
+    """Refuses a dense model from which `target` cannot have been expanded.
 
     Raises:
-        InputError: names the field or tensor that differs.
+        InputError: a field or tensor differs; the message names it.
     """
     backbone = getattr(target.config, "backbone_model_type", target.config.model_type)
     if backbone != base.config.model_type:
@@ -209,8 +210,7 @@ def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str
     layers = target.config.num_hidden_layers - len(getattr(target.config, "new_layers", None) or ())
     if layers != base.config.num_hidden_layers:
         raise InputError(
-            f"{target.folder}: has {layers} layers that came from a base, but {base.folder} has "
-            f"{base.config.num_hidden_layers}."
+            f"{target.folder}: has {layers} layers of a base, but {base.folder} has {base.config.num_hidden_layers}."
         )
     for key, home in homes.items():
         if home is not None and target.shapes[key] != base.shapes[home]:
@@ -221,8 +221,8 @@ def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str
 
 
 def dense_names(target: StoredModel) -> dict[str, str | None]:
-    """For each stored tensor its name in the dense model that `target` grew from, the same for every expert; None for
-    routers and the like, and for blocks that were inserted."""
+    """Maps each stored tensor to its name in the dense model from which `target` was expanded, the same for every
+    expert; None for routers, classifiers and gates, and for inserted blocks."""
     where, new = places(target.network), getattr(target.config, "new_layers", None) or []
     homes = {key: where[key].dense for key in target.tensors}
     layers = layer_list(target.network)
@@ -230,17 +230,20 @@ def dense_names(target: StoredModel) -> dict[str, str | None]:
 
 
 def _embeddings(model: StoredModel) -> set[str]:
-    """Names of the tensors that have a row a token."""
+    """Names of the tensors with one row for each token of the vocabulary."""
     modules = [model.network.get_input_embeddings(), model.network.get_output_embeddings()]
     own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     return {key for key, value in model.network.named_parameters(remove_duplicate=False) if id(value) in own}
 
 
 def _new_rows(base: StoredModel, instruct: StoredModel) -> int:
-    """How many tokens only instruct has."""
+    """The number of tokens that only instruct has."""
     if differ := sorted(set(base.shapes) ^ set(instruct.shapes)):
         where = base if differ[0] in base.shapes else instruct
-        raise InputError(f"Tensor {differ[0]!r} is in {where.folder}, but not in the other of base and instruct.")
+        raise InputError(
+            f"Tensor {differ[0]!r} is in {where.folder} alone, but instruct must have the tensors of base: give a "
+            "fine-tune of it."
+        )
     embeddings = _embeddings(base)
     rows = 0
     for key, shape in base.shapes.items():
@@ -278,7 +281,7 @@ def _grafted(
             if not is_finite(delta):
                 raise InputError(f"Tensor {home!r}: {instruct.folder} minus {base.folder} is not finite (NaN or inf).")
             result = now + scale * delta
-            if scale == 1:  # of what training left alone the sum is `after`, but for its rounding
+            if scale == 1:  # if training left the tensor alone, the sum is `after`, except for its rounding
                 result = torch.where(now == before, after, result)
             yield rounded(result, info.dtype, stored)
         for rest in instruct.reader.pieces(of_instruct, start=shared):
@@ -288,14 +291,14 @@ def _grafted(
 
 
 def _sampled(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> dict[str, str]:
-    """Of each layer's FFN the first matrix: its name in the dense model, and in the model's expert 0."""
+    """The first matrix of each layer's FFN: its name in the dense model, and in the model's expert 0."""
     where = places(target.network)
     mine = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
     return {home: mine[home] for home in _ffn_matrices(base)}
 
 
 def _ffn_matrices(base: StoredModel) -> list[str]:
-    """Of each layer's FFN the first matrix."""
+    """Names of the first matrix of each layer's FFN."""
     return [
         next(f"{prefix}.{name}" for name, value in ffn.named_parameters() if value.dim() > 1)
         for prefix, ffn in decoder_ffns(base.network)
@@ -305,8 +308,8 @@ def _ffn_matrices(base: StoredModel) -> list[str]:
 def _warn_of_unrelated(base: StoredModel, what: str, cosine: float) -> None:
     if cosine < _RELATED:
         warnings.warn(
-            f"base ({base.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, where a "
-            "fine-tune has nearly 1. Adding this delta will hardly give a working model.",
+            f"base ({base.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, while it is "
+            "nearly 1 for a fine-tune. Adding this delta will hardly give a working model.",
             stacklevel=4,
         )
 
@@ -327,7 +330,7 @@ def _cosine(base: StoredModel, other: StoredModel, names: dict[str, str]) -> flo
 
 
 def _follow(config: Any, base: Any, instruct: Any, keep: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """Changes the fields in which instruct differs from base, as its weights do."""
+    """Sets the fields in which instruct differs from base to instruct's values."""
     fields = {}
     ours, theirs = base.to_dict(), instruct.to_dict()
     for name in sorted({*ours, *theirs} - {*_OWN, *keep}):

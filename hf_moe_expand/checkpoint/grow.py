@@ -1,4 +1,4 @@
-"""More experts for an expanded checkpoint: what is there stays byte for byte; streamed, one tensor in memory."""
+"""Adds experts to an expanded checkpoint; existing weights stay byte for byte; streamed, one tensor in memory."""
 
 import os
 import re
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
@@ -21,10 +20,10 @@ from .folder import write_checkpoint
 from .new_weights import new_router
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import check_complete
+from .stored import check_complete, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
-# Routers and classifiers as they were after expansion {}, beside the weights.
+# File beside the weights: routers and classifiers as they were after expansion {}.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
 _ROUTING = re.compile(r"\.(router|classifier|conditional_gate)\.weight$")
 
@@ -42,18 +41,19 @@ def grow_checkpoint(
 ) -> Path:
     """Writes the further expansion of an expanded checkpoint (LayerMoE section 3.4, lifelong expansion).
 
-    Earlier experts and router rows stay byte for byte. Classifiers get one class more: a layer that had one keeps its
-    rows, and its new last class starts as a copy of the last, so that nothing changes until review.
+    Earlier experts and router rows stay byte for byte. Classifiers get one more class: a layer that had a classifier
+    keeps its rows, and the new class starts as a copy of the last one, so that its decisions do not change until
+    review.
 
     Args:
         model: expanded checkpoint.
         out: folder to write.
         plan: made with `--from`, for this model: experts of each layer after the growth.
-        copy_from: for each layer the expert that its new ones copy; expert 0 by default.
-        keep_routers: store the routers and classifiers as they are now beside the weights, for `shrink_checkpoint`.
+        copy_from: the expert that the new ones copy, by layer; expert 0 by default.
+        keep_routers: store the present routers and classifiers beside the weights, for `shrink_checkpoint`.
 
     Raises:
-        InputError: as `check_growth`; or a layer lacks the expert to copy.
+        InputError: see `check_growth`; or a layer lacks the expert to copy.
     """
     folder = resolve_checkpoint(model)
     config = check_growth(folder, plan)
@@ -87,10 +87,11 @@ def grow_checkpoint(
 
 
 def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
-    """The configuration of the checkpoint that a plan is to grow.
+    """The configuration of the checkpoint that the plan grows, after checking that the plan is for it.
 
     Raises:
-        InputError: the plan is for another model, a language of the plan is known already, or the checkpoint is DMoE's.
+        InputError: the plan is for another model, the model knows a language of the plan already, or the checkpoint is
+            DMoE's.
     """
     folder = resolve_checkpoint(model)
     config: Any = load_expanded_config(folder)
@@ -102,10 +103,12 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     counts = config.num_experts_per_layer
     if plan.grows_from != counts:
         made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
-        raise InputError(f"The plan was made for {made_for} in its layers, but {folder} has {counts}.")
+        raise InputError(
+            f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
+        )
     known = History.of(config).languages
     if again := [code for code in plan.new if code in known]:
-        raise InputError(f"{', '.join(again)}: the model knows it since an earlier expansion; leave it out of --new.")
+        raise InputError(f"{', '.join(again)}: already a language of the model; leave it out of --new.")
     return config
 
 
@@ -126,13 +129,13 @@ def add_experts(
 
     Args:
         model: expanded checkpoint.
-        sources: for each layer the experts that its new ones are copies of.
-        record: of the expansion, for the history; the parameter count is filled in.
-        copy_router_rows: a new expert gets the router row of the one it is a copy of; else a new row, drawn as the
-            router's were.
+        sources: the experts that the new ones copy, by layer.
+        record: record of the expansion, for the history; its parameter count is filled in here.
+        copy_router_rows: a new expert gets the router row of the expert that it copies; else a new row, drawn as the
+            router's rows were.
         config_changes: further fields of the configuration.
-        keep_routers: store the routers and classifiers as they are now beside the weights.
-        seed: of the new rows.
+        keep_routers: store the present routers and classifiers beside the weights.
+        seed: random seed of the new rows.
 
     Raises:
         InputError: `model` is not an expanded checkpoint, a layer is not expanded, or it lacks the expert to copy.
@@ -146,12 +149,11 @@ def add_experts(
             raise InputError(f"{folder}: layer {layer} has no router, so no expert can be added there.")
         if wrong := [expert for expert in experts if not 0 <= expert < counts[layer]]:
             raise InputError(
-                f"{folder}: expert {wrong[0]} was to be copied, but layer {layer} has experts 0..{counts[layer] - 1}."
+                f"{folder}: layer {layer} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
             )
     check_complete(folder, config)
     reader = CheckpointReader(folder)
-    with torch.device("meta"):
-        prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
+    prefixes = [name for name, _ in decoder_ffns(network_of(config))]
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
@@ -190,7 +192,7 @@ def _add_experts(
     for layer, experts in sources.items():
         prefix = prefixes[layer]
         for number, expert in enumerate(experts, start=counts[layer]):
-            # A LoRA expert that copies expert 0 has an update of nothing, of the shape that expert 1's has.
+            # A LoRA expert that copies expert 0 has a zero update, of the shape of expert 1's update.
             starts_anew = lora and expert == 0
             of_source = f"{prefix}.experts.{1 if starts_anew else expert}."
             for name, info in reader.tensors.items():
@@ -239,7 +241,7 @@ def _router(
 
     def data() -> Iterable[bytes]:
         old = reader.tensor(name)
-        # Drawn for the router's whole size, so that the new rows are as large as those of a first expansion.
+        # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
         new = new_router((rows + added, hidden), place)[rows:] if copied_rows is None else old[list(copied_rows)]
         yield tensor_bytes(torch.cat([old, new.to(old.dtype)]))
 

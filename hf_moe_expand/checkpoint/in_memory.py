@@ -1,4 +1,4 @@
-"""Expansion of a model in memory: a loaded dense model's FFNs become experts."""
+"""Expands a model in memory: a loaded dense model's FFNs become experts."""
 
 import copy
 import re
@@ -21,7 +21,7 @@ from .source import check_base_config
 from .stored import places
 
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
-# Fields that say how a model was made or loaded, and not what it computes.
+# Fields that say how a model was made or loaded and do not affect its outputs.
 _OF_LOADING = {"_name_or_path", "architectures", "auto_map", "dtype", "expansions", "transformers_version"}
 
 
@@ -36,21 +36,22 @@ def expand_model(
     lora_alpha: float = 16,
     seed: int = 0,
 ) -> Any:
-    """The expanded model of a dense one: that of `expand_checkpoint` and `from_pretrained`, without files.
+    """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`, without
+    files.
 
-    Everything but new experts and routers uses the dense model's own memory: training the one model changes the other.
-    New weights are on the device and in the type of the layer's FFN. `save_pretrained`, with the tokenizer saved beside
+    All weights but new experts and routers share the dense model's memory: training one model changes the other. New
+    weights are on the device and in the type of the layer's FFN. `save_pretrained`, with the tokenizer saved beside
     it, writes a checkpoint that every command takes.
 
     Args:
         dense: a `...ForCausalLM` of a supported backbone, on one device.
         plan: experts and classifiers of each layer; or a configuration from `LayerMoEConfig.from_dense` or
-            `DMoEConfig.from_dense`, which says also what `conditional_routing`, `expert_kind`, `lora_rank` and
-            `lora_alpha` say.
+            `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind`, `lora_rank` and
+            `lora_alpha`.
         expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, seed: see `expand_checkpoint`.
 
     Returns:
-        A `LayerMoEForCausalLM`, or a `DMoEForCausalLM` where the plan has language groups.
+        A `LayerMoEForCausalLM`, or a `DMoEForCausalLM` if the plan has language groups.
 
     Raises:
         InputError: the model cannot be expanded, or the plan or configuration is for another model.
@@ -91,8 +92,8 @@ def expand_model(
 
 
 def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
-    """A loaded model's name and commit on the hub; of one from a folder the folder's name and None, of one that was
-    made from a configuration its class's name and None."""
+    """A loaded model's name and commit on the hub; the folder's name and None if it came from a folder; its class's
+    name and None if it was made from a configuration."""
     name = str(dense.config._name_or_path or "")
     if not name:
         return type(dense).__name__, None
@@ -107,7 +108,7 @@ def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
 def _check_dense(dense: Any) -> None:
     name = type(dense).__name__
     if not isinstance(dense, PreTrainedModel):
-        raise InputError(f"{name}: not a model of transformers; of a PEFT model, give `merge_and_unload()`.")
+        raise InputError(f"{name}: not a model of transformers; for a PEFT model, give its `merge_and_unload()`.")
     check_base_config(dense.config, name)
     wanted: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(dense.config)]
     if not isinstance(dense, wanted):
@@ -121,9 +122,11 @@ def _check_dense(dense: Any) -> None:
 
 
 def _plan_of(config: ExpandedConfig) -> Plan:
-    """The plan that a configuration follows from."""
+    """The plan that a configuration describes."""
     if config.expansions or getattr(config, "earlier_experts_per_layer", None):
-        raise InputError("The configuration has expansions already: make one of the dense model's with `from_dense`.")
+        raise InputError(
+            "The configuration has expansions already: make one with `from_dense` from the dense model's configuration."
+        )
     counts, groups = config.num_experts_per_layer or [], getattr(config, "language_groups", None) or []
     method = "uniform" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
     return Plan(
@@ -137,8 +140,8 @@ def _check_same(given: ExpandedConfig, config: ExpandedConfig) -> None:
     for field in sorted(left.keys() | right.keys()):
         if field not in _OF_LOADING and left.get(field) != right.get(field):
             raise InputError(
-                f"The configuration is for another model: its {field} is {left.get(field)!r}, where that of the dense "
-                f"model's expansion is {right.get(field)!r}. Make it with `from_dense(dense.config, ...)`."
+                f"The configuration is for another model: its {field} is {left.get(field)!r}, but this dense model "
+                f"needs {right.get(field)!r}. Make it with `from_dense(dense.config, ...)`."
             )
 
 
@@ -168,14 +171,14 @@ def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -
 
 
 def _tie(model: Any) -> None:
-    """`tie_weights`, but for the head's bias, of which that makes a copy."""
+    """Ties weights as `tie_weights` does, except for the head's bias, of which `tie_weights` makes a copy."""
     for target, source in (model.all_tied_weights_keys or {}).items():
         module, _, name = target.rpartition(".")
         setattr(model.get_submodule(module), name, model.get_parameter(source))
 
 
 def _copy_buffers(dense: PreTrainedModel, expanded: Any) -> None:
-    """Buffers that no checkpoint holds, such as rotary frequencies."""
+    """Copies buffers that checkpoints do not hold, such as rotary frequencies."""
     found, held = dict(dense.named_buffers()), expanded.state_dict().keys()
     for name, _ in list(expanded.named_buffers()):
         if name not in held:
@@ -186,6 +189,6 @@ def _copy_buffers(dense: PreTrainedModel, expanded: Any) -> None:
 
 
 def _parameters(model: Any) -> int:
-    """Elements of the tensors that a checkpoint of the model holds: tied ones count once."""
+    """Number of elements in a checkpoint of the model: tied tensors count once."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return sum(value.numel() for name, value in model.state_dict().items() if name not in tied)

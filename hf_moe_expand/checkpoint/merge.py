@@ -1,4 +1,4 @@
-"""Averages of checkpoints, and a fine-tune's delta on a dense one: DeltaMoE's comparisons; streamed."""
+"""Averages checkpoints, and adds a fine-tune's delta to a dense one: DeltaMoE's comparisons; streamed."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from .source import COMPANIONS
 from .stored import StoredModel, computed
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
-# Fields that must agree between models that are averaged, besides all shapes.
+# Fields that must agree between averaged models, besides all shapes.
 _SAME = (
     "model_type", "backbone_model_type", "num_hidden_layers", *COMPUTATION, "tie_word_embeddings",
     "num_experts_per_layer", "classifier_layers", "router_top_k", "language_groups", "new_layers",
@@ -30,33 +30,35 @@ def average_checkpoints(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> Path:
-    """Writes the weighted mean of checkpoints, dense (Dense-FT-Avg) or expanded, of one shape.
+    """Writes the weighted mean of checkpoints of one shape, dense (Dense-FT-Avg) or expanded.
 
-    Dense models that the expanded ones may have grown from count too (MoE-CPT-Avg): as if each had its FFN as every
-    expert. What a dense model has not, routers and the like, is the mean of the others.
+    Dense models of the expanded models' base count too (MoE-CPT-Avg), as if every expert were the dense FFN. Tensors
+    that a dense model lacks, such as routers, are the mean of the expanded models' tensors.
 
-    Computed in float32, rounded once to the first one's types. Configuration, history and tokenizer are the first's.
+    The mean is computed in float32 and rounded once to the first model's types. Configuration, history and tokenizer
+    are the first model's.
 
     Args:
-        models: two or more; an expanded one first, if there is one.
+        models: two or more checkpoints; if any is expanded, the first must be.
         out: folder to write.
-        weights: one a model, with the sum 1; by default equal.
+        weights: one weight for each model, with the sum 1; equal by default.
 
     Raises:
-        InputError: shapes or settings differ (names the tensor or field), weights do not fit, a result is not finite.
+        InputError: shapes or settings differ (the message names the tensor or field), the weights do not fit, or a
+            result is not finite.
     """
     if len(models) < 2:
         raise InputError("An average needs two or more checkpoints.")
     weights = [1 / len(models)] * len(models) if weights is None else list(weights)
     if len(weights) != len(models) or not abs(sum(weights) - 1) <= 1e-6:
-        raise InputError(f"{len(models)} checkpoints need as many weights with the sum 1, not {weights}.")
+        raise InputError(f"weights is {weights}: {len(models)} checkpoints need {len(models)} weights with the sum 1.")
     stored = [StoredModel(model) for model in models]
     check_output(out, overwrite, *(model.folder for model in stored))
     for model in stored:
         if getattr(model.config, "expert_kind", None) == "lora":
             raise InputError(
-                f"{model.folder}: has LoRA experts; the mean of the factors of their updates is not the mean of the "
-                "updates. Average models that `export --expert` wrote."
+                f"{model.folder}: has LoRA experts, and the mean of their updates' factors is not the mean of the "
+                "updates. Average the dense models that `export --expert` writes."
             )
     first = stored[0]
     tensors = _mean_of_expanded_and_dense(stored, weights)
@@ -69,7 +71,7 @@ def average_checkpoints(
 
 
 def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence[float]) -> list[OutputTensor]:
-    """The tensors of the mean, the first model's."""
+    """The tensors of the mean, under the first model's names."""
     first = models[0]
     expanded = [number for number, model in enumerate(models) if isinstance(model.config, ExpandedConfig)]
     dense = [number for number in range(len(models)) if number not in expanded]
@@ -77,14 +79,16 @@ def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence
         check_same_shape(models)
         return [averaged(models, key, weights) for key in first.tensors]
     if expanded[0]:
-        raise InputError(f"{first.folder}: is a dense checkpoint; give an expanded one first, whose form the mean has.")
+        raise InputError(f"{first.folder}: is a dense checkpoint; give an expanded one first, as the mean is expanded.")
     check_same_shape([models[number] for number in expanded])
     homes = dense_names(first)
     for number in dense:
         check_grew_from(first, models[number], homes)
     share = sum(weights[number] for number in expanded)
     if not share:
-        raise InputError("The weights of the expanded checkpoints are 0, but routers are theirs alone.")
+        raise InputError(
+            "The weights of the expanded checkpoints are 0, but only these have routers: give one a weight above 0."
+        )
     alone = [models[number] for number in expanded], [weights[number] / share for number in expanded]
     return [
         averaged(alone[0], key, alone[1]) if home is None
@@ -103,15 +107,15 @@ def averaged(
     """The weighted mean of a tensor over models of one shape; equal tensors stay as they are, bit for bit.
 
     Args:
-        key: the tensor in the first model.
-        name: to write it under, if not the first model's.
-        names: the tensor in each model, where they differ.
+        key: name of the tensor in the first model.
+        name: name to write it under, if not the first model's.
+        names: name of the tensor in each model, where the names differ.
     """
     sources = [(model.reader, model.home(own)) for model, own in zip(models, names or [key] * len(models), strict=True)]
     heaviest = max(range(len(models)), key=lambda number: weights[number])
 
     def mean(*pieces: torch.Tensor) -> torch.Tensor:
-        # Around one of them, so that the mean of equal values is that value, and that of one weight 1 its own.
+        # The mean is taken around one of the tensors: equal values keep their value, as does a tensor of weight 1.
         middle = pieces[heaviest]
         return middle + sum(weight * (piece - middle) for weight, piece in zip(weights, pieces, strict=True))
 
@@ -123,7 +127,7 @@ def check_same_shape(models: Sequence[StoredModel]) -> None:
     """Refuses models that are not of one architecture and one shape.
 
     Raises:
-        InputError: names the first field or tensor that differs.
+        InputError: a field or tensor differs; the message names the first one.
     """
     first = models[0]
     for other in models[1:]:
@@ -151,7 +155,7 @@ def merge_delta(
     overwrite: bool = False,
 ) -> GraftReport:
     """Adds `instruct - base` to a dense checkpoint that was trained from `base` (Dense-FT-Delta), or to the old layers
-    of one that `expand_depth` made from it (LLaMA-Pro). See `graft_delta` for arguments and errors."""
+    of a checkpoint that `expand_depth` made from `base` (LLaMA-Pro). See `graft_delta` for arguments and errors."""
     target = StoredModel(model)
     if isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")

@@ -31,7 +31,7 @@ _SAMPLE = 1 << 12
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's type and shape as its safetensors header gives them, and where its bytes lie."""
+    """A tensor's type and shape, as its safetensors header gives them, and the place of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class TensorInfo:
 
 class CheckpointReader:
     """The tensors of a checkpoint folder, in one file or in shards (`files`): the files that transformers would load.
-    One that holds only what an expansion added gets the others from its base model.
+    A checkpoint with only the tensors added by an expansion takes the other tensors from its base model.
 
     Raises:
         InputError: the folder holds no safetensors weights, a file is broken, or the index of the shards names a file
-            outside the folder, or a tensor that its file lacks.
+            outside the folder or a tensor that its file lacks.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -80,8 +80,8 @@ class CheckpointReader:
             raise InputError(f"{self.folder}: config.json does not say which base model it adds to (expansion_base).")
         if base["base_model"] is None:
             raise InputError(
-                f"{self.folder}: holds only what an expansion added to a model that was a local folder: load it with "
-                "from_pretrained(..., base_model=FOLDER), and save it with save_pretrained."
+                f"{self.folder}: holds only the tensors that an expansion added to a local folder's model: load it "
+                "with from_pretrained(..., base_model=FOLDER), and save the whole model with save_pretrained."
             )
         tensors = CheckpointReader(resolve_checkpoint(base["base_model"], base["revision"])).tensors
         record = read_json(self.folder / RECORD, "the record of a base model")
@@ -91,7 +91,7 @@ class CheckpointReader:
         return {name: tensors[entry["name"]] for name, entry in record.items()}
 
     def _files(self) -> tuple[list[Path], dict[str, str]]:
-        """The files to read, and in which one each tensor must be, as far as an index says."""
+        """The files to read and, if there is an index, the file that must hold each tensor."""
         stem = ADDED if (self.folder / RECORD).is_file() else "model"
         weights, index = self.folder / f"{stem}.safetensors", self.folder / f"{stem}.safetensors.index.json"
         if weights.is_file():  # transformers reads it even where there is an index
@@ -101,12 +101,13 @@ class CheckpointReader:
             return [self.folder / name for name in sorted(set(where.values()))], where
         pickled = [path.name for path in self.folder.glob("pytorch_model*.bin")]
         hint = (
-            " It holds pickled weights, which are not read: save it once more with save_pretrained." if pickled else ""
+            " It holds pickled weights, which are not read: load and save it with save_pretrained." if pickled else ""
         )
         raise InputError(f"{self.folder}: no {weights.name} and no {index.name}: not a safetensors checkpoint.{hint}")
 
     def fingerprint(self) -> str:
-        """Of config.json, and of each tensor's name, type, shape and first elements: another checkpoint has another."""
+        """A hash of config.json and of each tensor's name, type, shape and first elements, which identifies the
+        checkpoint."""
         found = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, info in sorted(self.tensors.items()):
             found.update(f"{name} {info.dtype} {info.shape}".encode())
@@ -134,7 +135,7 @@ class CheckpointReader:
         The same elements of tensors of different types come in the same pieces.
 
         Raises:
-            InputError: it is of another type (a quantised checkpoint).
+            InputError: the tensor is of another type (a quantised checkpoint).
         """
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPES:
@@ -161,7 +162,7 @@ class CheckpointReader:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor to file name, from the index of a checkpoint's shards."""
+    """Maps each tensor to its file's name, from the index of a checkpoint's shards."""
     where = read_json(index, "the index of a checkpoint's shards").get("weight_map")
     if not isinstance(where, dict) or not where:
         raise InputError(f"{index}: not the index of a checkpoint's shards: weight_map is missing.")
@@ -170,30 +171,30 @@ def _read_index(index: Path) -> dict[str, str]:
         if not name.endswith(".safetensors"):
             raise InputError(f"{index}: names {name!r}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
-            raise InputError(f"{folder}: the index names {name}, which is not there.")
+            raise InputError(f"{folder}: the index names {name}, but the file is missing.")
         if not lies_inside(folder, folder / name):
             raise InputError(f"{folder / name}: is a link that leads out of the folder; put the file itself there.")
     return where
 
 
 def _plain_name(name: Any) -> str:
-    """`name`, or something that is no file's name for all that leads elsewhere."""
+    """`name` if it is a plain file name, else a word that is not a file name."""
     plain = isinstance(name, str) and len(name) < 256 and not set(name) & set("/\\\0")
     return name if plain else f"{str(name)[:80]}?"
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """What the file holds, after the library has checked types, shapes and offsets; reads the header alone."""
+    """The file's tensors, after the library has checked types, shapes and offsets; reads only the header."""
     try:
-        # For numpy the file is mapped read-only, which takes no memory however large it is.
+        # The library maps the file read-only for numpy, which takes no memory for the tensors.
         with safe_open(file, "np"), open(file, "rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(length))
     except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
+        reason = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
         if "not fully covered" in reason:
             raise InputError(
-                f"{file}: {file.stat().st_size:,} bytes, not as many as its header says: the file is incomplete."
+                f"{file}: has {file.stat().st_size:,} bytes, fewer than its header says: the file is incomplete."
             ) from None
         raise InputError(f"{file}: not a safetensors file ({reason}).") from None
     except (OSError, ValueError, RecursionError, struct.error) as error:

@@ -1,7 +1,7 @@
-"""Folders that are not results: beside an output while it is written, and work folders; what a killed process leaves.
+"""Temporary folders: partial outputs, replaced outputs and work folders; and cleaning up after killed processes.
 
 `.OUT.partial-PID-HOST` is an output in the making, `.OUT.replaced-PID-HOST` the folder that it replaces, which is set
-aside between two renames. A work folder carries a marker file, so that nothing but a work folder is ever removed.
+aside between two renames. A work folder carries a marker file, and only folders with the marker are ever removed.
 """
 
 import os
@@ -25,7 +25,7 @@ def beside(out: Path, kind: str) -> Path:
 
 
 def restore(out: Path) -> None:
-    """Puts back a folder that a process set aside to replace it, and died before it did."""
+    """Puts back a folder that a process set aside if the process died before it replaced the folder."""
     if not os.path.lexists(out):
         for aside in _abandoned(out, "replaced"):
             with suppress(OSError):  # another process was faster
@@ -34,7 +34,7 @@ def restore(out: Path) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Removes what dead processes left beside `out`; first restores `out` where one died while it replaced it."""
+    """Removes folders that dead processes left beside `out`, after restoring `out` if one died while replacing it."""
     restore(out)
     for kind in ("partial", "replaced"):
         for folder in _abandoned(out, kind):
@@ -45,11 +45,11 @@ def work_folder(path: str | os.PathLike) -> Path:
     """A folder for work in progress, with a marker file: a new one, or one that carries the marker already.
 
     Raises:
-        InputError: something else lies there, or the folder cannot be made.
+        InputError: `path` exists and is not a work folder, or the folder cannot be made.
     """
     path = Path(path)
     if os.path.lexists(path) and not is_work_folder(path):
-        raise InputError(f"{path}: exists, and is no work folder of this program; move it away.")
+        raise InputError(f"{path}: exists and is not a work folder of this program; move it away.")
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / MARKER).touch()
@@ -59,16 +59,16 @@ def work_folder(path: str | os.PathLike) -> Path:
 
 
 def remove_work_folder(path: str | os.PathLike) -> None:
-    """Removes a work folder; one that does not exist is no error.
+    """Removes a work folder, if it exists.
 
     Raises:
-        InputError: the folder has no marker, so it is somebody else's.
+        InputError: the folder has no marker, so it is not a work folder.
     """
     path = Path(path)
     if not os.path.lexists(path):
         return
     if not is_work_folder(path):
-        raise InputError(f"{path}: is no work folder of this program, so it is not removed.")
+        raise InputError(f"{path}: is not a work folder of this program, so it is not removed; move it away.")
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -78,7 +78,7 @@ def is_work_folder(path: Path) -> bool:
 
 
 def _abandoned(out: Path, kind: str) -> Iterator[Path]:
-    """The folders of one kind beside `out` whose process runs no more, the latest first."""
+    """The folders of one kind beside `out` whose process no longer runs, the latest first."""
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
     found = []
     with suppress(OSError):
@@ -87,7 +87,7 @@ def _abandoned(out: Path, kind: str) -> Iterator[Path]:
             if name and entry.is_dir(follow_symlinks=False):
                 changed = entry.stat(follow_symlinks=False).st_ctime
                 here = name[2] in (None, gethostname())
-                # Nobody here knows which processes run on another machine.
+                # Processes of another machine cannot be seen from here.
                 if not _runs(int(name[1])) if here else time.time() - changed > _DAY:
                     found.append((changed, Path(entry.path)))
     return (path for _, path in sorted(found, reverse=True))

@@ -1,4 +1,4 @@
-"""Back to an earlier expansion: later experts are left out, byte for byte; streamed."""
+"""Returns a checkpoint to an earlier expansion: leaves out later experts, keeps the rest byte for byte; streamed."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
@@ -17,18 +16,18 @@ from .folder import write_checkpoint
 from .grow import KEPT_ROUTERS
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import check_complete
+from .stored import check_complete, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 
 @dataclass(frozen=True)
 class ShrinkReport:
-    """What `shrink_checkpoint` could restore.
+    """Result of `shrink_checkpoint`.
 
     Attributes:
-        routers_restored: the routers and classifiers are those of that time, byte for byte; else they are the later
-            ones' first rows, which later stages retrained.
-        classifiers_lost: layers that had a classifier which nothing is left of.
+        routers_restored: whether routers and classifiers are restored byte for byte; else they are the first rows of
+            the later ones, which later stages retrained.
+        classifiers_lost: layers whose classifier could not be restored.
     """
 
     out: Path
@@ -47,7 +46,7 @@ def shrink_checkpoint(
     """Writes the checkpoint as it was after expansion `to` (1 is the first).
 
     Raises:
-        InputError: the checkpoint is not a grown one, or has no such expansion.
+        InputError: the checkpoint was not grown, or has no such expansion.
     """
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
@@ -62,8 +61,7 @@ def shrink_checkpoint(
     _check_left_alone(expansions[to:], folder)
     check_complete(folder, config)
     reader = CheckpointReader(folder)
-    with torch.device("meta"):
-        prefixes = [name for name, _ in decoder_ffns(AutoModelForCausalLM.from_config(config))]
+    prefixes = [name for name, _ in decoder_ffns(network_of(config))]
     kept_file = folder / KEPT_ROUTERS.format(to)
     kept = load_file(kept_file) if kept_file.is_file() else None
     config.num_experts_per_layer = history[to - 1]
@@ -101,12 +99,12 @@ def shrink_checkpoint(
 
 
 def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:
-    """Refuses where a later expansion changed the tensors of the earlier model, and so left no way back."""
+    """Refuses a checkpoint in which a later expansion changed tensors of the earlier model."""
     for stage in (stage for expansion in later for stage in expansion.stages):
         if stage.changes_everything:
             raise InputError(
                 f"{folder}: `{stage.stage}` changed the earlier experts and shared weights: leaving out the later "
-                "experts does not lead back. Shrink the checkpoint from before that stage."
+                "experts does not restore the earlier model. Shrink the checkpoint from before that stage."
             )
 
 

@@ -1,4 +1,4 @@
-"""From what a user names (a folder or a hub id) to a local checkpoint folder and its configuration."""
+"""Finds the local checkpoint folder and the configuration for a folder or hub id."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..records import History
 from .fields import check_fields, check_values
 from .scratch import restore
 
-# What turns text into tokens and back, and says how to generate: names that transformers writes and reads.
+# Files of the tokenizer and the generation config, by the names that transformers writes and reads.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer.tiktoken",
     "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
@@ -47,19 +47,19 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         weights: False leaves the weights on the hub.
 
     Raises:
-        InputError: it is neither a checkpoint folder nor a model that the hub gives us.
+        InputError: `name` is neither a checkpoint folder nor a model that the hub gives.
     """
     folder = Path(name)
     try:
         restore(folder)
         there = folder.exists()
     except (OSError, ValueError) as error:
-        raise InputError(f"{name}: no checkpoint can have this name ({first_line(error)}).") from None
+        raise InputError(f"{name}: not a valid name of a folder or hub id ({first_line(error)}).") from None
     if folder.is_dir():
         if revision is not None:
-            raise InputError(f"{folder}: is a folder here, which has no revision {revision!r}; give a hub id.")
+            raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
         if not (folder / "config.json").is_file():
-            raise InputError(f"{folder}: not a checkpoint: it has no config.json.")
+            raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
         return folder
     if there:
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
@@ -74,15 +74,15 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
             "gated, log in with `hf auth login` or set HF_TOKEN."
         ) from None
     except RevisionNotFoundError:
-        raise InputError(f"{name}: has no revision {revision!r} on the hub.") from None
+        raise InputError(f"{name}: has no revision {revision!r} on the hub; give a branch, tag or commit.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
-            f"{name}: no such folder, and the hub does not give a model of that name ({first_line(error)})."
+            f"{name}: no such folder, and the hub gives no model of that name ({first_line(error)})."
         ) from None
 
 
 def lies_inside(folder: Path, file: Path) -> bool:
-    """Whether a file of a checkpoint folder, links followed, lies in it."""
+    """Whether a file of a checkpoint folder, links followed, lies inside the folder."""
     home = folder.resolve()
     # The hub's cache keeps a snapshot's files as links to its `blobs`.
     home = home.parents[1] if home.parent.name == "snapshots" else home
@@ -90,11 +90,11 @@ def lies_inside(folder: Path, file: Path) -> bool:
 
 
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
-    """The configuration of a dense checkpoint from its folder or the hub's cache, without the network; None if it is
-    not there.
+    """The configuration of a dense checkpoint from its folder or the hub's cache, without the network; None if neither
+    has it.
 
     Raises:
-        InputError: as `load_base_config`; or it is neither a folder nor a hub id.
+        InputError: see `load_base_config`; or `name` is neither a folder nor a hub id.
     """
     if Path(name).exists():
         return load_base_config(resolve_checkpoint(name))
@@ -117,7 +117,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if hasattr(config, "validate"):
             config.validate()  # as `save_pretrained` does, before the work that is then saved
-    except Exception as error:  # the library raises whatever a wrong value leads to
+    except Exception as error:  # the library raises many types for wrong values
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
     check_values(config, folder)
     return config
@@ -138,7 +138,7 @@ def load_expanded_config(folder: Path) -> Any:
 
 
 def languages_by_expansion(folder: Path) -> list[list[str]]:
-    """The languages of an expanded checkpoint's base, then those that each expansion added; empty for any other
+    """The base's languages of an expanded checkpoint, then the languages of each expansion; empty for any other
     checkpoint."""
     return History.of(load_config(folder)).by_expansion
 
@@ -147,8 +147,8 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a dense checkpoint that can be expanded.
 
     Raises:
-        InputError: the architecture is not supported or computes its FFN in slices, the checkpoint is expanded already,
-            or it is quantised.
+        InputError: the architecture is not supported or computes its FFN in slices, or the checkpoint is expanded
+            already or quantised.
     """
     config = load_config(folder)
     check_base_config(config, folder)
@@ -156,7 +156,7 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
 
 
 def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
-    """Refuses the configuration of a model that cannot be expanded; messages call the model `name`.
+    """Refuses the configuration of a model that cannot be expanded; messages use `name` for the model.
 
     Raises:
         InputError: see `load_base_config`.
@@ -175,7 +175,7 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
         )
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"{name}: the weights are quantised; expand the unquantised checkpoint.")
-    if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:  # its FFN then slices whole sequences
+    if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:  # then the FFN slices whole sequences
         raise InputError(
             f"{name}: slow_but_exact with pretraining_tp {config.pretraining_tp} computes the FFN in slices, which "
             "experts cannot. Set slow_but_exact to false in config.json."
@@ -193,10 +193,10 @@ def _reason(config: PreTrainedConfig) -> str:
 
 
 def grown_from(name: str) -> tuple[list[int], list[str]]:
-    """Experts of each layer of an expanded checkpoint that can grow, and every language that it knows.
+    """Experts of each layer of an expanded checkpoint that can grow, and all its languages.
 
     Raises:
-        InputError: the checkpoint is not expanded, or it is DMoE's.
+        InputError: the checkpoint is not expanded, or is a DMoE checkpoint.
     """
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
     if config.model_type == "dmoe":

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors under the model's own names, and where each belongs."""
+"""A checkpoint's tensors under the model's own names, and the place of each in the model."""
 
 import copy
 import os
@@ -21,18 +21,18 @@ from .writer import OutputTensor, tensor_bytes
 
 
 class StoredModel:
-    """A checkpoint and its model, the latter without weights.
+    """A checkpoint, and its model without weights.
 
     Attributes:
-        name: what the user called it, without this machine's folders; a hub id with its commit.
-        folder: where it lies.
-        config: its configuration.
+        name: the name that the user gave, without this machine's folders; a hub id with its commit.
+        folder: folder of the checkpoint.
+        config: configuration.
         network: the model, on the meta device.
-        reader: its tensors under the names that the files give them.
-        names: the model's name of each tensor to the files' name.
+        reader: the tensors under their names in the files.
+        names: name in the files of each tensor, by the model's name.
 
     Raises:
-        InputError: a tensor is missing, or has another shape than the configuration asks for.
+        InputError: a tensor is missing, or its shape is not the one that the configuration asks for.
     """
 
     def __init__(self, name: str | os.PathLike, config: Any = None, revision: str | None = None) -> None:
@@ -49,24 +49,24 @@ class StoredModel:
 
     @property
     def tensors(self) -> list[str]:
-        """The model's names of the tensors that the checkpoint holds; of tied ones usually one alone."""
+        """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
         return [key for key in self.shapes if key in self.names]
 
     @property
     def unknown(self) -> list[str]:
-        """Tensors of the files that the model does not know."""
+        """Tensors of the files that the model does not have."""
         return sorted(set(self.reader.tensors) - {self.names[key] for key in self.tensors})
 
     def info(self, key: str) -> TensorInfo | None:
-        """None for a tensor that is tied to another one and not stored."""
+        """The stored tensor's header; None for a tensor that is tied to another one and not stored."""
         stored = self.names.get(key)
         return None if stored is None else self.reader.tensors[stored]
 
     def home(self, key: str) -> str:
-        """The files' name of a tensor; of one that is tied and not stored, that of the tensor it is tied to.
+        """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner.
 
         Raises:
-            InputError: neither is stored.
+            InputError: neither tensor is stored.
         """
         for candidate in (key, self._tied.get(key)):
             if candidate in self.names:
@@ -74,7 +74,7 @@ class StoredModel:
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
 
     def copied(self, key: str, name: str | None = None) -> OutputTensor:
-        """A tensor byte for byte, under its name in the files or another one."""
+        """A byte-for-byte copy of a tensor, under its name in the files or under `name`."""
         stored = self.home(key)
         info = self.reader.tensors[stored]
         return OutputTensor(name or stored, info.dtype, info.shape, lambda: self.reader.chunks(stored))
@@ -84,7 +84,7 @@ def load_any_config(folder: Path) -> Any:
     """The configuration of an expanded checkpoint, or of a dense one that can be expanded.
 
     Raises:
-        InputError: it is neither.
+        InputError: the checkpoint is neither.
     """
     config = load_config(folder)
     return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
@@ -102,17 +102,17 @@ def check_complete(folder: Path, config: Any) -> None:
 
 
 def check_size(config: Any, reader: CheckpointReader) -> None:
-    """Checks, before a model is built, that the files hold tensors enough for it.
+    """Checks, before a model is built, that the files hold enough tensors for it.
 
     Raises:
-        InputError: the configuration asks for more layers or experts than there are tensors.
+        InputError: the configuration asks for more layers or experts than the files have tensors.
     """
     stored = len(reader.tensors)
     counts = {"layers": config.num_hidden_layers, "experts": sum(getattr(config, "num_experts_per_layer", None) or [])}
     for what, count in counts.items():
         if count > stored:
             raise InputError(
-                f"{reader.folder}: config.json asks for {count:,} {what}, but only {stored} tensors exist."
+                f"{reader.folder}: config.json asks for {count:,} {what}, but the files hold only {stored} tensors."
             )
 
 
@@ -120,14 +120,14 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
     """The model that a configuration describes, on the meta device; `reader` holds its tensors.
 
     Raises:
-        InputError: no model can be built from it.
+        InputError: no model can be built from the configuration.
     """
     if reader is not None:
         check_size(config, reader)
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as error:  # modules raise whatever a wrong value leads to
+    except Exception as error:  # modules raise many types for wrong values
         where = reader.folder if reader is not None else config.name_or_path or config.model_type
         raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
 
@@ -136,7 +136,7 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """`stored_names` of a checkpoint that holds the whole model.
 
     Raises:
-        InputError: as `check_complete`.
+        InputError: see `check_complete`.
     """
     names = stored_names(reader, network)
     tied = getattr(network, "all_tied_weights_keys", None) or {}
@@ -162,8 +162,9 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
 
 
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
-    """Model key to the checkpoint's key: the library's own renaming, as when it loads (GPT-NeoX's `embed_out`, BLOOM's
-    keys without `transformer.`). Of tied tensors, whichever the files hold, the one that the others are tied to."""
+    """Maps each of the model's keys to the checkpoint's key by the library's own renaming at loading (GPT-NeoX's
+    `embed_out`, BLOOM's keys without `transformer.`). Of tied tensors, whichever the files hold, the key is that of the
+    tensor to which the others are tied."""
     renamings = [rule for rule in get_model_conversion_mapping(network) if isinstance(rule, WeightRenaming)]
     known = network.state_dict()
     names = {
@@ -180,9 +181,9 @@ class Place:
     """Where a tensor of a model belongs.
 
     Attributes:
-        dense: its name in the dense model; None for routers, classifiers, the updates of LoRA experts and the like.
-        layer: the expanded layer that it is in; -1 outside of them.
-        expert: which expert's it is; None for what is no expert's.
+        dense: its name in the dense model; None for routers, classifiers, gates and the updates of LoRA experts.
+        layer: number of its expanded layer; -1 outside the expanded layers.
+        expert: number of its expert; None outside the experts.
         inner: its name inside the layer's FFN block.
     """
 
@@ -215,8 +216,8 @@ def computed(
     sources: Sequence[tuple[CheckpointReader, str]],
     function: Callable[..., torch.Tensor],
 ) -> OutputTensor:
-    """An element-wise function of tensors of equal shape, computed in float32 (float64 where one is), piece by piece,
-    and rounded once to the type of `info`, whose shape the output has."""
+    """An element-wise function of tensors of equal shape, computed piece by piece in float32 (float64 if a tensor is),
+    and rounded once to the type of `info`; the output has the shape of `info`."""
 
     def data() -> Iterable[bytes]:
         for pieces in zip(*(reader.pieces(stored) for reader, stored in sources), strict=True):
@@ -226,12 +227,12 @@ def computed(
 
 
 def widened(piece: torch.Tensor) -> torch.Tensor:
-    """At least float32."""
+    """The piece in float32, or in float64 if it is."""
     return piece.to(torch.promote_types(piece.dtype, torch.float32))
 
 
 def is_finite(piece: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. Several times as fast as `isfinite`: NaN is the least and the largest."""
+    """Whether no element is NaN or infinite. Several times as fast as `isfinite`: minimum and maximum show a NaN."""
     return all(extreme.isfinite() for extreme in piece.aminmax())
 
 
@@ -239,7 +240,7 @@ def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
     """The bytes of `piece` in another type.
 
     Raises:
-        InputError: a value is not finite there.
+        InputError: a value is not finite in that type.
     """
     result = piece.to(TORCH_DTYPES[dtype])
     if not is_finite(result):
@@ -253,7 +254,7 @@ def layer_list(network: Any) -> str:
 
 
 def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:
-    """A tensor's name in the model without the layers `new`; None for a tensor of theirs."""
+    """A tensor's name in the model without the layers `new`; None for a tensor of these layers."""
     if not key.startswith(f"{layers}."):
         return key
     number, inner = key.removeprefix(f"{layers}.").split(".", 1)

@@ -26,7 +26,7 @@ from .source import CODE, COMPANIONS
 
 DEFAULT_SHARD_SIZE = "5GB"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What this package, transformers and the hub's client put into a checkpoint folder.
+# Files that this package, transformers and the hub's client put into a checkpoint folder.
 _BELONGS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *COMPANIONS, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
@@ -40,7 +40,7 @@ _ZEROS = 16 << 20
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written; `data()` gives its bytes in pieces, when its turn comes."""
+    """A tensor to write; `data()` is called when the tensor is written, and gives its bytes in pieces."""
 
     name: str
     dtype: str
@@ -66,7 +66,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def check_shard_size(size: str | int) -> None:
-    """Refuses what is not a size.
+    """Refuses a shard size that cannot be read.
 
     Raises:
         InputError: `size` is neither a number of bytes nor a text such as 5GB.
@@ -82,7 +82,7 @@ def check_shard_size(size: str | int) -> None:
 def write_weights(
     folder: Path, tensors: Sequence[OutputTensor], max_shard_size: str | int = DEFAULT_SHARD_SIZE, stem: str = "model"
 ) -> None:
-    """Writes `model.safetensors`, or shards and their index where it would be larger than `max_shard_size`."""
+    """Writes `model.safetensors`, or shards and their index if the weights exceed `max_shard_size`."""
     check_shard_size(max_shard_size)
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
@@ -127,12 +127,11 @@ def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:
 
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:
-    """Checks that `out` may become an output folder. What a process that died while it replaced `out` set aside is put
-    back first.
+    """Checks that `out` may become an output folder. First restores `out` if a process died while replacing it.
 
     Raises:
-        InputError: it exists (without `overwrite`), is one of the inputs, holds one or lies in one, cannot be written,
-            or is a folder that holds anything but a checkpoint (names the first such file).
+        InputError: `out` exists (without `overwrite`), is one of the inputs, holds one or lies in one, cannot be
+            written, or is a folder with other files than a checkpoint's (the message names the first one).
     """
     out = Path(out)
     try:
@@ -154,7 +153,7 @@ def _check_inputs(out: Path, inputs: Iterable[str | os.PathLike]) -> None:
     there = out.resolve()
     for path in (Path(path).resolve() for path in inputs):
         if there == path:
-            raise InputError(f"{out}: the output folder is the input folder; nothing is changed in place.")
+            raise InputError(f"{out}: the output folder is the input folder; give another one.")
         if there in path.parents:
             raise InputError(f"{out}: the input folder {path} lies in it; give another output folder.")
         if path in there.parents:
@@ -175,7 +174,7 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
 
 
 def foreign_file(folder: Path) -> str | None:
-    """The first file of a checkpoint folder, by name, that neither this package nor transformers puts there."""
+    """The first file of a checkpoint folder, by name, that neither this package nor transformers writes."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
         if file.is_dir() and not file.is_symlink():
@@ -190,11 +189,11 @@ def foreign_file(folder: Path) -> str | None:
 
 @contextmanager
 def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
-    """A folder beside `out` to write into, renamed to `out` when all went well and removed when not. What killed
-    processes left beside `out` is removed first.
+    """Yields a folder beside `out` to write into, which is renamed to `out` on success and removed on failure. Folders
+    that killed processes left beside `out` are removed first.
 
     Raises:
-        InputError: as `check_output`; or the disk has no room, which the message gives in bytes.
+        InputError: see `check_output`; or the disk has too little room (the message gives the needed bytes).
     """
     out = check_output(out, overwrite)
     partial, replaced = beside(out, "partial"), beside(out, "replaced")
@@ -203,7 +202,9 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         remove_leftovers(out)
         free = shutil.disk_usage(out.parent).free
         if needed_bytes > free:
-            raise InputError(f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} free.")
+            raise InputError(
+                f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
+            )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     except OSError as error:
@@ -221,7 +222,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
             os.rename(replaced, out)
         if _is_full(error):
             raise InputError(
-                f"{out}: the disk is full; at least {needed:,} bytes are needed. Nothing was left behind."
+                f"{out}: the disk is full; at least {needed:,} bytes are needed. The partial output was removed."
             ) from error
         raise
 

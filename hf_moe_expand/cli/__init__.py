@@ -1,6 +1,6 @@
 """The command line. Each verb is a function: its signature is the options, its docstring the help.
 
-Nothing heavy is imported up here, so that `--help` answers at once.
+Heavy modules are imported inside the verbs, so that `--help` answers at once.
 """
 
 import os
@@ -17,8 +17,8 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """Entry point. Ends in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it): exit code 2 after wrong
-    input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an error that nobody foresaw."""
+    """Entry point. Errors are printed in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it). The exit code
+    is 2 after wrong input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an unexpected error."""
     debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG"))
     with orderly_stops() as came:
         try:

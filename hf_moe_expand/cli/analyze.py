@@ -38,7 +38,7 @@ def analyze_similarity(
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """How alike the languages are in each layer (LayerMoE), dense or expanded model.
+    """Measure how similar the languages are in each layer of a dense or expanded model (LayerMoE).
 
     Example: hf-moe-expand analyze similarity Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out analysis.json
     """
@@ -70,24 +70,24 @@ def analyze_deviation(
     data: Data,
     out: Out,
     steps: Annotated[int, typer.Option(help="Training steps on each language.")] = 10,
-    learning_rate: Annotated[float, typer.Option(help="Of the first step; decays to zero.")] = 8e-6,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of the first step; decays to zero.")] = 8e-6,
     batch_size: Annotated[int, typer.Option(help="Blocks in a step.")] = 2048,
     block_size: BlockSize = 512,
     micro_batch_size: Annotated[int, typer.Option(help="Blocks in a forward and backward pass.")] = 8,
-    last_layers: Annotated[int, typer.Option(help="Compare languages over the FFNs of so many last layers.")] = 3,
+    last_layers: Annotated[int, typer.Option(help="Number of last layers over whose FFNs to compare languages.")] = 3,
     work_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for what each language gave, kept; by default beside --out until that is written."),
+        typer.Option(help="Folder for each language's results, kept; by default beside --out until it is written."),
     ] = None,
     figure: Figure = None,
     seed: Seed = 0,
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """How far training on each language moves each layer's FFN, and how alike the languages are in that (DMoE).
+    """Measure how far training on each language moves each layer's FFN, and how similar these changes are (DMoE).
 
-    Needs memory for training in float32, 16 bytes a parameter. Run again after an interruption, it goes on with the
-    next language.
+    Needs memory for training in float32, 16 bytes a parameter. After an interruption, run the command again: it
+    continues with the next language.
 
     Example: hf-moe-expand analyze deviation Qwen/Qwen2.5-0.5B --data el=el.jsonl --data hu=hu.jsonl --out found.json
     """
@@ -114,7 +114,7 @@ def analyze_deviation(
     print("layer  deviation")
     for layer, value in enumerate(result.deviation):
         print(f"{layer:5d}  {value:.6f}")
-    print("language  most alike")
+    print("language  most similar")
     for row, language in enumerate(result.languages):
         others = [column for column in range(len(result.languages)) if column != row]
         for nearest in sorted(others, key=lambda column: -result.similarity[row][column])[:1]:
@@ -141,9 +141,9 @@ def analyze_routing(
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Which experts each language uses in each layer of an expanded model, how surely, and whether it matters which.
+    """Measure which experts each language uses in each layer of an expanded model, how clearly, and to what effect.
 
-    Which languages are old and new is read from the checkpoint, or told with --old and --new.
+    The checkpoint names its old and new languages; --old and --new override it.
 
     Example: hf-moe-expand analyze routing qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out routing.json
     """

@@ -1,7 +1,8 @@
-"""What several verbs do: read arguments, check outputs, print tables."""
+"""Functions that several verbs share: they read arguments, check outputs and print tables."""
 
 from collections.abc import Collection
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
@@ -36,8 +37,8 @@ def evaluate_models(
     """Scores models side by side and prints the tables.
 
     Args:
-        languages: the old ones, then those that each expansion brought.
-        tasks: of lm-evaluation-harness, to run besides.
+        languages: the old languages, then the languages of each expansion.
+        tasks: tasks of lm-evaluation-harness to run as well.
     """
     from ..evaluation.scoring import score_models
 
@@ -67,7 +68,7 @@ def evaluate_models(
 
 
 def model_label(name: str, taken: Collection[str]) -> str:
-    """What results call a model: its folder's name, or its hub id."""
+    """The name of a model in results: its folder's name, or its hub id."""
     label = Path(name).name if Path(name).is_dir() else name
     if label in taken:
         raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
@@ -79,19 +80,32 @@ def codes(argument: str) -> list[str]:
 
 
 def check_file(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise InputError(f"{path}: exists already; choose another file or pass --overwrite.")
+    """Refuses a file that cannot be written, before the work of hours that it is for.
+
+    Raises:
+        InputError: it exists (without `overwrite`), is a folder, or its folder cannot be written to.
+    """
+    try:
+        if path.is_dir():
+            raise InputError(f"{path}: is a folder; give the name of a file in it.")
+        if path.exists() and not overwrite:
+            raise InputError(f"{path}: exists already; choose another file or pass --overwrite.")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written there ({error.strerror}).") from None
 
 
 def check_figure(path: Path | None, overwrite: bool) -> None:
     if path is not None:
         if path.suffix not in (".svg", ".png", ".pdf"):
-            raise InputError(f"{path}: unknown kind of picture; known are .svg, .png and .pdf.")
+            raise InputError(f"{path}: unknown kind of picture; known: .svg, .png, .pdf.")
         check_file(path, overwrite)
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Prints a table; where the terminal is too narrow for it, each word of a heading has a line of its own."""
+    """Prints a table; if the terminal is too narrow, each word of a heading is printed on its own line."""
     from rich.console import Console
     from rich.table import Table
 

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 def curriculum_derive(
     run: Annotated[Path, typer.Argument(help="A stage's folder with a validation.json, or the file.")],
     out: Out,
-    bins: Annotated[int, typer.Option(help="At how many evenly spaced steps languages may enter.")] = 5,
-    merge_first: Annotated[int, typer.Option(help="Make one bin of the first so many (the paper: 3).")] = 1,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps of the training to come; by default those of the run.")
-    ] = None,
+    bins: Annotated[int, typer.Option(help="Number of evenly spaced steps at which languages may enter.")] = 5,
+    merge_first: Annotated[int, typer.Option(help="Number of first bins to merge into one (3 in the paper).")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Steps of the next training; by default those of the run.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Languages that began to over-fit early in a first run enter late in the next (step-based).
+    """Let languages that over-fitted early in a first run enter late in the next run (step-based).
 
     Example: hf-moe-expand curriculum derive qwen-el-1 --bins 5 --merge-first 3 --out curriculum.json
     """
@@ -43,16 +41,16 @@ def curriculum_derive(
 @curriculum_app.command("counts")
 def curriculum_counts(
     out: Out,
-    steps: Annotated[int, typer.Option(help="Steps of the training that the curriculum is for.")],
+    steps: Annotated[int, typer.Option(help="Steps of the training.")],
     counts: Annotated[str, typer.Option(help="Examples of each language, e.g. el=6000000,tr=900000.")] = "",
     data: Annotated[
         list[str] | None, typer.Option("--data", help="LANGUAGE=FILE whose documents are counted; repeat.")
     ] = None,
-    thresholds: Annotated[str, typer.Option(help="Least examples of each bin but the last.")] = "5e6,8e5",
-    shares: Annotated[str, typer.Option(help="The part of the training that each bin takes part in.")] = "1,0.4,0.2",
+    thresholds: Annotated[str, typer.Option(help="Minimum of examples for each bin but the last.")] = "5e6,8e5",
+    shares: Annotated[str, typer.Option(help="Share of the training steps in which each bin trains.")] = "1,0.4,0.2",
     overwrite: Overwrite = False,
 ) -> None:
-    """Languages with little text enter late (count-based).
+    """Let languages with little text enter late (count-based).
 
     Example: hf-moe-expand curriculum counts --data el=el.jsonl --data hi=hi.jsonl --thresholds 1000,100 --steps 2000
     --out curriculum.json
@@ -80,7 +78,7 @@ def _counts(argument: str) -> dict[str, float]:
     for part in codes(argument):
         language, _, number = part.partition("=")
         if language in found:
-            raise InputError(f"--counts: {language!r} is given twice.")
+            raise InputError(f"--counts: language {language!r} is given twice; give it once.")
         found[language] = _numbers(number, f"--counts {part}")[0]
     return found
 
@@ -89,7 +87,7 @@ def _numbers(argument: str, what: str) -> list[float]:
     try:
         return [float(part) for part in argument.split(",")]
     except ValueError:
-        raise InputError(f"{what}: {argument!r} is not a number, or several with commas between.") from None
+        raise InputError(f"{what}: {argument!r} is not a number or a list of numbers with commas.") from None
 
 
 def _write(curriculum: "Curriculum", out: Path, what: str, known: "Mapping[str, float]") -> None:

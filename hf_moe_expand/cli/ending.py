@@ -1,4 +1,4 @@
-"""How a command ends that does not end well: interrupted, or by an error that nobody foresaw."""
+"""Ends commands that were interrupted or failed with an unexpected error."""
 
 import os
 import shlex
@@ -14,23 +14,23 @@ from types import FrameType
 
 from ..errors import first_line
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
+INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 UNFORESEEN = 70  # EX_SOFTWARE of sysexits.h
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @contextmanager
 def orderly_stops() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that what cleans up after Ctrl-C cleans up after
-    them; yields the signals that came. A signal that is ignored, as under nohup, stays so."""
+    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that all three clean up in the same way;
+    yields the received signals. An ignored signal, as under nohup, stays ignored."""
     came: list[int] = []
     process, before = os.getpid(), {}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != process:  # a worker that was forked: it ends as it would without us
+        if os.getpid() != process:  # a forked worker: it ends as it would without this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif not came or number == signal.SIGINT:  # a second one must not break off the cleaning up
+        elif not came or number == signal.SIGINT:  # a second signal must not stop the clean-up
             came.append(number)
             raise KeyboardInterrupt
 
@@ -38,7 +38,7 @@ def orderly_stops() -> Iterator[list[int]]:
         for number in _SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, stop)
-    except ValueError:  # not in the main thread, which alone may set handlers
+    except ValueError:  # only the main thread may set handlers
         pass
     try:
         yield came
@@ -48,13 +48,13 @@ def orderly_stops() -> Iterator[list[int]]:
 
 
 def tell_interrupted(came: list[int]) -> int:
-    """Prints what was interrupted, once for all ranks; returns the exit code."""
+    """Prints the interrupted command, once for all ranks; returns the exit code."""
     number = came[0] if came else signal.SIGINT
     by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     if os.environ.get("RANK", "0") == "0":
         print(
-            f"interrupted{by}: hf-moe-expand {shlex.join(_verb())}. Run the same command again: it goes on, or starts "
-            "anew where nothing was kept.",
+            f"interrupted{by}: hf-moe-expand {shlex.join(_verb())}. Run the same command again: it continues, or "
+            "starts from the beginning if no progress was saved.",
             file=sys.stderr,
         )
     return 128 + number
@@ -70,13 +70,13 @@ def tell_unforeseen(error: BaseException) -> int:
         try:
             file = folder() / name
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
-            where = f"; the traceback is in {file}"
+            where = f" The traceback is in {file}."
             break
         except OSError:
             continue
     kind, said = type(error).__name__, first_line(error)
     said = said if said.startswith(kind) else f"{kind}: {said}"
-    print(f"error: {said}. That was not foreseen{where}.", file=sys.stderr)
+    print(f"error: {said}. This error was not expected.{where}", file=sys.stderr)
     return UNFORESEEN
 
 

@@ -1,4 +1,4 @@
-"""`evaluate` and `evaluate-translation`."""
+"""The verbs `evaluate` and `evaluate-translation`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,9 +17,7 @@ from .options import (
     Overwrite,
 )
 
-Models = Annotated[
-    list[str], typer.Argument(help="Folders or hub ids; the first is what the others are compared with.")
-]
+Models = Annotated[list[str], typer.Argument(help="Folders or hub ids; the others are compared with the first.")]
 
 
 @app.command()
@@ -31,23 +29,23 @@ def evaluate(
     new: NewCodes = "",
     block_size: BlockSize = 1024,
     batch_size: BatchSize = 8,
-    max_tokens: Annotated[int | None, typer.Option(help="Score this many tokens of a language at most.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum of tokens to score of each language.")] = None,
     ensemble: Annotated[
         int | None,
-        typer.Option(help="Score all models together, too: mix this many at each token, those that fit the text best."),
+        typer.Option(help="Also score the models' ensemble: mix the N that fit the text best at each token."),
     ] = None,
     tasks: Annotated[
         str,
         typer.Option(help="Tasks of lm-evaluation-harness with their numbers of examples, e.g. arc_hu@25,m_mmlu_hu@5."),
     ] = "",
     num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples for tasks that name no number; by default each task's own.")
+        int | None, typer.Option(help="Examples for tasks given without @N; by default each task's own number.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Score this many documents of a task at most.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum of documents to score of each task.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with tasks of your own for the harness.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Perplexity and bits per byte on each language, and tasks of lm-evaluation-harness; several models side by side.
+    """Compare models: perplexity and bits per byte on each language, and tasks of lm-evaluation-harness.
 
     Example: hf-moe-expand evaluate Qwen/Qwen2.5-0.5B qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out eval.json
     """
@@ -62,7 +60,7 @@ def evaluate(
     if ensemble is not None and not sources:
         raise InputError("--ensemble scores text: give it with --data.")
     if ensemble is not None and not 1 <= ensemble <= len(models):
-        raise InputError(f"--ensemble {ensemble}: mixes 1 to {len(models)} of the {len(models)} models given.")
+        raise InputError(f"--ensemble is {ensemble}: must be from 1 to {len(models)}, the number of models given.")
     harness_tasks = None
     if tasks:
         from ..evaluation.harness import HarnessTasks
@@ -83,15 +81,15 @@ def evaluate_translation(
     out: Out,
     pair: Annotated[
         list[str] | None,
-        typer.Option(help="Directions such as en-el; repeat. Else the first language with each other, both ways."),
+        typer.Option(help="Direction such as en-el; repeat. By default, the first language to and from each other."),
     ] = None,
-    shots: Annotated[int, typer.Option(help="The first so many lines are examples in each prompt, not scored.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Score this many sentences at most.")] = None,
+    shots: Annotated[int, typer.Option(help="Number of first lines that are examples in each prompt, not scored.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="Maximum of sentences to score.")] = None,
     batch_size: Annotated[int, typer.Option(help="Sentences translated at once.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a translation at most.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum of tokens in a translation.")] = 256,
     overwrite: Overwrite = False,
 ) -> None:
-    """chrF++ of greedy translations of parallel text, such as FLORES; several models side by side.
+    """Compare models by the chrF++ of their greedy translations of parallel text, such as FLORES.
 
     Example: hf-moe-expand evaluate-translation qwen-el-2 --data en=flores/en.jsonl --data el=flores/el.jsonl
     --pair en-el --shots 8 --out translation.json
@@ -110,7 +108,7 @@ def evaluate_translation(
     check_sizes(shots, limit, batch_size, max_new_tokens)
     sources = text_sources(data)
     pairs = parse_pairs(pair or [], list(sources))
-    chrf_plus_plus()  # says so now if it is not installed
+    chrf_plus_plus()  # fails now, before any work, if it is not installed
     texts = load_parallel(sources)
     scores: dict = {}
     for name in models:
@@ -125,8 +123,8 @@ def evaluate_translation(
 
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:
-    """The evaluated languages in groups, the old ones first: as told, else as the longest history of the models says,
-    a group for each expansion."""
+    """The evaluated languages in groups, the old ones first: as given, else one group for each expansion in the longest
+    history of the models."""
     from ..checkpoint.source import languages_by_expansion, resolve_checkpoint
 
     if old or new:
@@ -135,7 +133,5 @@ def _language_groups(models: list[str], languages: list[str], old: list[str], ne
         histories = [languages_by_expansion(resolve_checkpoint(name, weights=False)) for name in models]
         groups = max(histories, key=len) or [languages, []]
     if unknown := sorted(set(languages).difference(*groups)):
-        raise InputError(
-            f"{', '.join(unknown)}: neither an old nor a new language of these models; say so with --old, --new."
-        )
+        raise InputError(f"{', '.join(unknown)}: not a known language of these models; name it in --old or in --new.")
     return [[code for code in languages if code in group] for group in groups]

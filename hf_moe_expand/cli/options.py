@@ -18,21 +18,21 @@ NewCodes = Annotated[str, typer.Option("--new", help="Codes of the new languages
 Out = Annotated[Path, typer.Option("--out", help="File to write.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 Config = Annotated[Path | None, typer.Option(help="YAML file with the stage's settings; without it, the defaults.")]
-Layers = Annotated[str | None, typer.Option("--layers", help="Number of layers, or a checkpoint that has them.")]
+Layers = Annotated[str | None, typer.Option("--layers", help="Number of layers, or the checkpoint to count them in.")]
 GrowsFrom = Annotated[
     str | None,
-    typer.Option("--from", help="Expanded checkpoint that the plan is to grow; counts are then of new experts."),
+    typer.Option("--from", help="Expanded checkpoint that the plan grows; numbers of experts then count new ones."),
 ]
 OutFolder = Annotated[Path, typer.Argument(help="Folder to write.")]
-Base = Annotated[str, typer.Option("--base", help="The dense model that both grew from.")]
+Base = Annotated[str, typer.Option("--base", help="The dense model from which both were made.")]
 Instruct = Annotated[str, typer.Option("--instruct", help="A fine-tune of the base.")]
-Scale = Annotated[float, typer.Option(help="How many times the change (instruct - base) is added.")]
+Scale = Annotated[float, typer.Option(help="Factor of the change (instruct - base).")]
 KeepTokenizer = Annotated[
     bool, typer.Option("--keep-tokenizer", help="Keep the model's own tokenizer, chat template and generation config.")
 ]
-ShardSize = Annotated[str, typer.Option(help="Largest weight file.")]
+ShardSize = Annotated[str, typer.Option(help="Size of the largest weight file.")]
 BatchSize = Annotated[int, typer.Option(help="Blocks in a forward pass.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
 Figure = Annotated[Path | None, typer.Option(help="Picture to write as well (.svg, .png, .pdf).")]

@@ -1,4 +1,4 @@
-"""`plan METHOD`: a verb for each registered method, its options and help made from the method's function."""
+"""`plan METHOD`: a verb for each registered method, with options and help from the method's function."""
 
 import inspect
 import types
@@ -15,7 +15,7 @@ from .common import check_figure, check_file, codes
 from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed
 
 _EMPTY = inspect.Parameter.empty
-# The option that takes each analysis's file.
+# The option for the file of each analysis.
 _ANALYSES = {"similarity": "analysis", "deviation": "deviation"}
 
 
@@ -26,7 +26,7 @@ def _verb(method: PlanMethod, name: str) -> None:
         _plan(method, name, given)
 
     parameters = list(_parameters(method))
-    # What typer reads of a function.
+    # Typer reads the signature, the name and the docstring of a function.
     verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     verb.__doc__ = (inspect.getdoc(method.allocate) or "").replace(f"plan {method.name} ", f"plan {name} ")
@@ -34,7 +34,7 @@ def _verb(method: PlanMethod, name: str) -> None:
 
 
 def _parameters(method: PlanMethod) -> list[inspect.Parameter]:
-    """The options of a method, required ones first: its analysis, its keys, and what every plan has."""
+    """The options of a method, required ones first: its analysis, its keys, and the options of every plan."""
     found: dict[str, tuple[Any, Any]] = {}
     if method.needs:
         found[_ANALYSES[method.needs]] = (Annotated[Path, _analysis_option(method.needs, required=True)], _EMPTY)
@@ -65,7 +65,7 @@ def _analysis_option(needs: str, required: bool) -> Any:
 
 
 def _key_options(key: inspect.Parameter) -> dict[str, tuple[Any, Any]]:
-    """The options that give a key: those that its annotation names, or `--key VALUE`."""
+    """The options for a key: those in its annotation, or `--key VALUE`."""
     if options := _options(key):
         return {
             _name(option): (
@@ -83,7 +83,7 @@ def _optional(kind: type) -> Any:
 
 
 def _plain(hint: Any) -> Any:
-    """The type that the command line reads: without bounds, which the settings check."""
+    """The type for the command line, without bounds, which the settings check."""
     if get_origin(hint) is Annotated:
         return _plain(get_args(hint)[0])
     if get_origin(hint) is Literal:
@@ -118,7 +118,7 @@ def _keys_given(method: PlanMethod, given: dict[str, Any]) -> dict[str, Any]:
         values = [(option, given[_name(option)]) for option in options]
         chosen = [option.value(value) for option, value in values if value is not None and value is not False]
         if len(chosen) > 1:
-            raise InputError(f"{' and '.join(flags)}: give one of them at most.")
+            raise InputError(f"{' and '.join(flags)}: give only one of them.")
         if chosen:
             keys[name] = chosen[0]
         elif key.default is _EMPTY:
@@ -146,11 +146,11 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
         counts, known = grown_from(given["grows_from"])
         old = old or known
         if again := [code for code in new if code in known]:
-            raise InputError(f"{', '.join(again)}: {given['grows_from']} knows it already; leave it out of --new.")
+            raise InputError(f"{', '.join(again)}: already a language of {given['grows_from']}; leave it out of --new.")
     measured = similarity.similarity if similarity else deviation.deviation if deviation else []
     num_layers = _num_layers(given["layers"]) if given.get("layers") else len(counts) or len(measured)
     if not num_layers:
-        raise InputError("How many layers? Give --layers, a number or the checkpoint; or --from to grow one.")
+        raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
     plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts)
     plan.save(out)
     for expert, group in enumerate(plan.groups):
@@ -167,7 +167,7 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
 
 
 def _num_layers(given: str) -> int:
-    """A number, or that of a checkpoint."""
+    """The number of layers, given or that of the given checkpoint."""
     try:
         number = int(given)
     except ValueError:

@@ -22,7 +22,7 @@ def card(
     model: Model,
     evaluation: Evaluated = None,
     evaluated_as: EvaluatedAs = None,
-    repo_id: Annotated[str | None, typer.Option(help="Where it will be published: namespace/name.")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Repository of the published checkpoint: namespace/name.")] = None,
     license: License = None,
     base: BaseId = None,
     out: Annotated[Path | None, typer.Option(help="File to write, such as README.md in the checkpoint.")] = None,
@@ -52,15 +52,15 @@ def push(
     revision: Annotated[str | None, typer.Option(help="Branch to push to; main by default.")] = None,
     evaluation: Evaluated = None,
     evaluated_as: EvaluatedAs = None,
-    include: Annotated[list[str] | None, typer.Option(help="Other file of the folder to publish; repeat.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Further file of the folder to publish; repeat.")] = None,
     license: License = None,
     base: BaseId = None,
     expansion_only: Annotated[
-        bool, typer.Option("--expansion-only", help="Publish what the expansion added; the base is fetched at loading.")
+        bool, typer.Option("--expansion-only", help="Publish only the added tensors; loading fetches the base model.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print files and card; send nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print files and card without uploading.")] = False,
 ) -> None:
-    """Publish a checkpoint on the hub. Run again after a broken upload, it goes on; unchanged, it sends nothing.
+    """Publish a checkpoint on the hub. A second run continues a broken upload, and sends only files that changed.
 
     Example: hf-moe-expand push qwen-el-2 me/qwen-el --evaluation evaluation.json
     """

@@ -12,13 +12,13 @@ from .options import Overwrite
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder that `run` made: the recipe's `output`.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run: the recipe's `output`.")],
     out: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder by default.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """A run as one HTML page: languages before and after, plan, losses, routing, what was frozen. Loads no weights.
+    """Write a run's HTML page: languages before and after, plan, losses, routing, frozen tensors. Loads no weights.
 
-    For routing heat maps, save `analyze routing MODEL --out RUN_DIR/routing.json` first.
+    For routing heat maps, run `analyze routing MODEL --out RUN_DIR/routing.json` first.
 
     Example: hf-moe-expand report runs/qwen-el
     """

@@ -1,4 +1,4 @@
-"""The whole way: validate, run, demo."""
+"""Verbs for recipes: validate, run, demo and `recipes ...`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,19 +6,20 @@ from typing import Annotated
 import typer
 
 from .apps import app, recipes_app
-from .options import Seed
+from .common import check_file
+from .options import Overwrite, Seed
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name of `recipes ls`.")]
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
 
 
 @app.command()
 def validate(
     recipe: RecipeName,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Use no network: check what can be checked without the base model.")
+        bool, typer.Option("--offline", help="Use no network; skip checks of files that are not on this machine.")
     ] = False,
 ) -> None:
-    """Check everything in a recipe that can be checked before the first GPU hour.
+    """Check a recipe as far as possible before anything runs.
 
     Example: hf-moe-expand validate recipe.yaml
     """
@@ -33,7 +34,7 @@ def validate(
 
 @app.command()
 def run(recipe: RecipeName) -> None:
-    """The whole way: analyse, plan, expand, post-pretrain, review, evaluate. Run again to go on after an interruption.
+    """Run all steps of a recipe: analyse, plan, expand, train each stage, evaluate. A second run resumes the first.
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
@@ -46,13 +47,13 @@ def run(recipe: RecipeName) -> None:
 
 @recipes_app.command("ls")
 def recipes_ls() -> None:
-    """The recipes that come with the package: name, method, base model, and what each is.
+    """List the recipes that come with the package: name, method, base model and description.
 
     Example: hf-moe-expand recipes ls
     """
     from ..recipes import packaged_recipes
 
-    # Plain columns: a table would break long names where the output is no terminal.
+    # Plain columns: a table would break long names if the output is not a terminal.
     rows = [(recipe.name, recipe.method, recipe.base, recipe.about) for recipe in packaged_recipes()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     for *columns, about in rows:
@@ -60,8 +61,8 @@ def recipes_ls() -> None:
 
 
 @recipes_app.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="A name of `recipes ls`.")]) -> None:
-    """Print a recipe, to read it or to start one's own from.
+def recipes_show(name: Annotated[str, typer.Argument(help="A name from `recipes ls`.")]) -> None:
+    """Print a recipe, to read it or to start your own from it.
 
     Example: hf-moe-expand recipes show layermoe-qwen1.5-1.8b-g1 > recipe.yaml
     """
@@ -73,8 +74,9 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A name of `recipes ls
 @recipes_app.command("schema")
 def recipes_schema(
     out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
-    """The JSON schema of a recipe: editors complete and check keys with it.
+    """Write the JSON schema of a recipe, with which editors complete and check keys.
 
     In VS Code, put `# yaml-language-server: $schema=recipe.schema.json` into a recipe's first line.
 
@@ -84,28 +86,29 @@ def recipes_schema(
 
     from ..recipe import recipe_schema
 
-    _print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out)
+    _print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out, overwrite)
 
 
 @recipes_app.command("settings")
 def recipes_settings(
     out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Every key of a recipe and of a stage's file, its default and what it means, in Markdown.
+    """Write every key of a recipe and of a stage's file, with its default and its meaning, in Markdown.
 
     Example: hf-moe-expand recipes settings --out settings.md
     """
     from ..settings_page import settings_page
 
-    _print_or_write(settings_page(), out)
+    _print_or_write(settings_page(), out, overwrite)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything that the demo makes.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for all files of the demo.")] = Path("runs/demo"),
     seed: Seed = 0,
 ) -> None:
-    """The whole way on a tiny model that is made on the spot, on a CPU, in a few minutes.
+    """Run all steps with a tiny model, which the demo makes itself, on a CPU in a few minutes.
 
     Example: hf-moe-expand demo
     """
@@ -114,14 +117,15 @@ def demo(
 
     from ..demo.run import run_demo
 
-    disable_progress_bars()  # what reads and writes takes no time here
+    disable_progress_bars()  # reading and writing take no time here
     disable_progress_bar()
     run_demo(out, seed)
 
 
-def _print_or_write(text: str, out: Path | None) -> None:
+def _print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
     if out is None:
         print(text, end="")
     else:
+        check_file(out, overwrite)
         out.write_text(text, encoding="utf-8")
         print(f"wrote {out}")

@@ -1,4 +1,4 @@
-"""Verbs that make one checkpoint of others, and look into them."""
+"""Verbs that make a checkpoint from others, compare checkpoints and inspect them."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def expand(
         str, typer.Option(help="New experts: copy of the original FFN, or random weights.")
     ] = "copy",
     conditional_routing: Annotated[
-        bool, typer.Option("--conditional-routing", help="Expert 0 is shared; a gate says what the others add (CMR).")
+        bool, typer.Option("--conditional-routing", help="Expert 0 is shared; a gate weighs the other experts (CMR).")
     ] = False,
     expert_kind: Annotated[
         str, typer.Option(help="New experts: ffn, or lora, expert 0 with low-rank updates (MoLA, LoRAMoE).")
@@ -46,7 +46,7 @@ def expand(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the expanded checkpoint. Needs little memory, whatever the model's size.
+    """Write the expanded checkpoint of a dense one. Needs little memory, whatever the model's size.
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
     """
@@ -59,7 +59,7 @@ def expand(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if report.left_out:
-        print(f"left out, as the backbone does not use them: {', '.join(report.left_out)}")
+        print(f"left out, since the backbone does not use them: {', '.join(report.left_out)}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
 
 
@@ -69,10 +69,10 @@ def grow(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     plan: Annotated[Path, typer.Option(help="plan.json of `plan ... --from MODEL`.")],
     keep_routers: Annotated[
-        bool, typer.Option("--keep-routers", help="Store today's routers, so that `shrink` can bring them back.")
+        bool, typer.Option("--keep-routers", help="Store the present routers, so that `shrink` can restore them.")
     ] = False,
     copy_from: Annotated[
-        str, typer.Option(help="What new experts copy: an expert's number, or nearest: what --data is routed to most.")
+        str, typer.Option(help="Expert that new experts copy: a number, or nearest: the one that --data uses most.")
     ] = "0",
     data: Annotated[
         list[str] | None, typer.Option("--data", help="LANGUAGE=FILE of a new language, for nearest; repeat.")
@@ -84,7 +84,7 @@ def grow(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """A further expansion of an expanded model, for more languages; what is there stays byte for byte.
+    """Expand an expanded model further, for more languages; existing weights stay byte for byte.
 
     Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
     """
@@ -98,9 +98,9 @@ def grow(
         check_growth(model, growth)
         origin = _nearest_experts(model, growth.new, data or [], seed, tokens, block_size, batch_size)
     elif data:
-        raise InputError("--data: is for --copy-from nearest alone.")
+        raise InputError("--data belongs to --copy-from nearest, which is not given.")
     elif not copy_from.isdecimal():
-        raise InputError(f"--copy-from {copy_from}: neither an expert's number nor `nearest`.")
+        raise InputError(f"--copy-from is {copy_from!r}: must be an expert's number or `nearest`.")
     else:
         origin = dict.fromkeys(range(len(growth.experts_per_layer)), int(copy_from))
     grow_checkpoint(
@@ -113,12 +113,12 @@ def grow(
 def _nearest_experts(
     model: str, new: list[str], data: list[str], seed: int, tokens: int, block_size: int, batch_size: int
 ) -> dict[int, int]:
-    """For each layer the expert that the new languages' text is routed to most; prints them."""
+    """Finds and prints, for each layer, the expert to which the new languages' text is routed most."""
     sources = text_sources(data)
     if unknown := [code for code in sources if code not in new]:
         raise InputError(f"--data: {', '.join(unknown)}: not a new language of the plan ({', '.join(new)}).")
     if missing := [f"--data {code}=FILE" for code in new if code not in sources]:
-        raise InputError(f"--copy-from nearest: measures text of the plan's new languages: give {' '.join(missing)}.")
+        raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {' '.join(missing)}.")
     for source in sources.values():
         source.files()
     from ..analysis.routing import nearest_experts
@@ -138,7 +138,7 @@ def shrink(
     to: Annotated[int, typer.Option(help="Expansion to go back to; 1 is the first.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Go back to an earlier expansion: the experts that came later are left out.
+    """Return to an earlier expansion, without the experts that were added later.
 
     Example: hf-moe-expand shrink qwen-el-hi qwen-el --to 1
     """
@@ -146,24 +146,24 @@ def shrink(
 
     report = shrink_checkpoint(model, out, to, overwrite=overwrite)
     if report.routers_restored:
-        print("routers and classifiers: as they were then")
+        print("routers and classifiers: restored byte for byte")
     else:
         print("routers and classifiers: cut to that expansion, but later stages retrained them (no --keep-routers)")
     if report.classifiers_lost:
-        print(f"classifiers of layers {', '.join(map(str, report.classifiers_lost))}: gone; those layers have none")
+        print(f"classifiers of layers {', '.join(map(str, report.classifiers_lost))}: lost; these layers have none")
     print(f"wrote {out}")
 
 
 @app.command("expand-branches")
 def expand_branches_(
-    branches: Annotated[list[str], typer.Argument(help="Dense models fine-tuned from one base, one a language group.")],
+    branches: Annotated[list[str], typer.Argument(help="Dense fine-tunes of one base, one for each language group.")],
     plan: Annotated[Path, typer.Option(help="plan.json of `plan dmoe`.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
     seed: Seed = 0,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Make dense models the experts of one (Branch-Train-Mix); all but their FFNs is averaged. Then `train normal`.
+    """Make dense models the experts of one model, averaging all other weights (Branch-Train-Mix). Then `train joint`.
 
     Example: hf-moe-expand expand-branches qwen-el qwen-tr --plan plan.json --out qwen-mix
     """
@@ -178,18 +178,18 @@ def expand_branches_(
 def expand_depth_(
     base: Model,
     out: OutFolder,
-    blocks: Annotated[int, typer.Option(help="How many blocks to insert.")],
+    blocks: Annotated[int, typer.Option(help="Number of blocks to insert.")],
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Insert copied blocks that at first do nothing (LLaMA-Pro). Then `train dense --only-new-blocks`.
+    """Insert copied blocks that at first have no effect (LLaMA-Pro). Then `train dense --only-new-blocks`.
 
     Example: hf-moe-expand expand-depth Qwen/Qwen2.5-0.5B qwen-pro --blocks 8
     """
     from ..baselines.depth import expand_depth
 
     new = expand_depth(base, out, blocks, max_shard_size=max_shard_size, overwrite=overwrite)
-    print(f"wrote {out}: new are layers {', '.join(map(str, new))}")
+    print(f"wrote {out}: layers {', '.join(map(str, new))} are new")
 
 
 @app.command()
@@ -203,7 +203,7 @@ def graft(
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Add what fine-tuning changed in the base to an expanded model, every expert included (DeltaMoE).
+    """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
 
     Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
     """
@@ -227,7 +227,7 @@ def merge_delta_(
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Add what fine-tuning changed in the base to a dense model (Dense-FT-Delta), or to LLaMA-Pro's old blocks.
+    """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
 
     Example: hf-moe-expand merge delta qwen-ft qwen-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
     """
@@ -243,19 +243,19 @@ def merge_delta_(
 @merge_app.command("average")
 def merge_average(
     models: Annotated[
-        list[str], typer.Argument(help="Two or more checkpoints; with an expanded one first, dense ones too.")
+        list[str], typer.Argument(help="Two or more checkpoints; dense ones may follow an expanded first one.")
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
     weight: Annotated[
         list[float] | None,
-        typer.Option(help="Weight of the first of two; or repeat, one for each, with the sum 1. Equal by default."),
+        typer.Option(help="Weight of the first of two checkpoints, or one for each, with the sum 1; equal by default."),
     ] = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Average checkpoints (Dense-FT-Avg); an expanded one and a dense one in each expert (MoE-CPT-Avg).
+    """Average checkpoints (Dense-FT-Avg); a dense one joins the average of each expert (MoE-CPT-Avg).
 
-    Configuration and tokenizer are the first one's.
+    Configuration and tokenizer are those of the first checkpoint.
 
     Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
     """
@@ -271,11 +271,11 @@ def merge_average(
 def export(
     model: Model,
     out: OutFolder,
-    expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert alone.")] = None,
+    expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert as its FFNs.")] = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write an expanded model as an architecture of transformers' own, or as a dense model with one of its experts.
+    """Write an expanded model as a native architecture of transformers, or as a dense model with one of its experts.
 
     Example: hf-moe-expand export qwen-el-1 qwen-el-moe
     """
@@ -295,7 +295,7 @@ def diff(
     all_names: Annotated[bool, typer.Option("--all", help="Name every tensor that differs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all names.")] = False,
 ) -> None:
-    """Which tensors differ between two checkpoints. Exit status 0: none; 1: some; 2: an error.
+    """Show which tensors differ between two checkpoints. Exit status 0: none differ; 1: some differ; 2: an error.
 
     Example: hf-moe-expand diff qwen-el qwen-el-1
     """
@@ -319,13 +319,13 @@ def diff(
 def inspect(
     model: Model,
     plan: Annotated[
-        Path | None, typer.Option(help="plan.json for the dense MODEL: what it would cost, before anything runs.")
+        Path | None, typer.Option(help="plan.json for the dense MODEL: forecast its costs before anything runs.")
     ] = None,
     tokens: Annotated[float | None, typer.Option(help="With --plan: tokens to train on, for hours of one GPU.")] = None,
-    tflops: Annotated[float, typer.Option(help="What the GPU reaches in practice, 10^12 operations a second.")] = 200.0,
+    tflops: Annotated[float, typer.Option(help="Speed of the GPU in practice, 10^12 operations a second.")] = 200.0,
     revision: Revision = None,
 ) -> None:
-    """Layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
+    """Show layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
 
     Example: hf-moe-expand inspect qwen-el-2
 

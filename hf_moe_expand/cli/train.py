@@ -1,4 +1,4 @@
-"""Verbs that train one stage: one for each stage's file."""
+"""Verbs that train one stage, one verb for each stage."""
 
 import os
 import warnings
@@ -18,7 +18,7 @@ _FORMER = {"joint": "normal"}
 
 
 def _verb(key: str) -> Callable[..., None]:
-    """The verb of a stage that trains an expanded model."""
+    """The verb for a stage that trains an expanded model."""
 
     def train(
         model: Model,
@@ -45,7 +45,7 @@ def _former_verb(key: str, former: str) -> Callable[..., None]:
         seed: Seed = 0,
         overwrite: Overwrite = False,
     ) -> None:
-        message = f"`train {former}` is now `train {key}`; the next release has the new name only."
+        message = f"`train {former}` is now `train {key}`; the next release will have only the new name."
         warnings.warn(message, FutureWarning, stacklevel=2)
         _train(key, model, out, data, config, validation, seed, overwrite)
 
@@ -53,7 +53,7 @@ def _former_verb(key: str, former: str) -> Callable[..., None]:
 
 
 for _key in ROAD:
-    if _key != "graft":  # a verb of its own: it trains nothing
+    if _key != "graft":  # grafting does not train; it is a verb of its own
         train_app.command(_key.replace("_", "-"))(_verb(_key))
     if _key in _FORMER:
         train_app.command(_FORMER[_key], hidden=True)(_former_verb(_key, _FORMER[_key]))
@@ -96,7 +96,8 @@ def train_dense(
     data: Data,
     config: Config = None,
     only_new_blocks: Annotated[
-        bool, typer.Option("--only-new-blocks", help="Train what `expand-depth` inserted (`method: new-blocks`).")
+        bool,
+        typer.Option("--only-new-blocks", help="Train only the blocks of `expand-depth` (`method: new-blocks`)."),
     ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -106,7 +107,7 @@ def train_dense(
     settings: Any = _settings("dense", config)
     if only_new_blocks:
         if "method" in settings.model_fields_set and settings.method != "new-blocks":
-            raise InputError(f"{config}: method is {settings.method!r}, but --only-new-blocks was given.")
+            raise InputError(f"{config}: method is {settings.method!r}, but --only-new-blocks was given; drop one.")
         settings = changed(settings, method="new-blocks")
     from ..stages.dense import check_old_blocks
     from ..stages.run import train_stage
@@ -120,7 +121,7 @@ def train_dense(
 
 
 def _settings(key: str, config: Path | None) -> Any:
-    """The settings of a stage in a file; its defaults without one."""
+    """The settings of a stage from its file; the defaults without a file."""
     from ..schema import read
     from ..stages import stage_of
     from ..yamlfile import read_yaml

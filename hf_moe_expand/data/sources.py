@@ -123,8 +123,8 @@ class LanguageText:
 
     def _load_file(self, path: Path) -> Dataset:
         stat = path.stat()
-        # Size and time are part of the cache key: an edited file is read anew.
-        stamp = (stat.st_size, stat.st_mtime_ns)
+        # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
+        stamp = (str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
         return _generated(read_documents, path=str(path), language=self.language, stamp=stamp)
 
 

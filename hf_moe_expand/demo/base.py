@@ -26,7 +26,7 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class BaseSettings:
-    """Size of the model (Qwen2 architecture) and of its pre-training."""
+    """Sizes of the model (Qwen2 architecture) and of its pre-training."""
 
     vocab_size: int = 8192
     hidden_size: int = 256
@@ -60,7 +60,8 @@ def make_base(
 ) -> None:
     """Trains a tokenizer and a model on texts mixed by `shares`, and saves both.
 
-    Like the tokenizers of real bases, it knows the words of the languages with large shares, and spells the others.
+    Like the tokenizers of real bases, the tokenizer has whole words of the languages with large shares, and spells out
+    words of the others.
 
     Args:
         texts: documents of each language (column `text`).
@@ -86,7 +87,7 @@ def make_base(
         num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_heads,
         max_position_embeddings=2 * settings.block_size,
-        # With the usual 0.02 the rows of rarely seen tokens stay alike, and a frozen head could never tell them apart.
+        # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
         initializer_range=settings.hidden_size**-0.5,
         tie_word_embeddings=True,
         bos_token_id=None,

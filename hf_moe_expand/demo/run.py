@@ -1,4 +1,4 @@
-"""`hf-moe-expand demo`: the whole way on a tiny model, from making a base to loading the expanded checkpoint."""
+"""`hf-moe-expand demo`: all steps with a tiny model, from training a base to loading the expanded checkpoint."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from .base import BaseSettings, make_base
 from .sentences import NEW, OLD, documents
 
 TRAIN_DOCUMENTS, TEST_DOCUMENTS = 1000, 60
-# Real bases have seen a little of most languages: 3 % of this one's blocks are of the new ones.
+# Real bases have seen a little text in most languages: 3 % of this base's blocks are in the new ones.
 SHARES = {**dict.fromkeys(OLD, 0.97 / len(OLD)), **dict.fromkeys(NEW, 0.03 / len(NEW))}
 BASE = BaseSettings(
     vocab_size=1024,
@@ -31,7 +31,7 @@ BASE = BaseSettings(
 )
 
 RECIPE = """\
-# What the demo runs. Keys that are left out have their defaults.
+# The demo's recipe. Keys that are left out have their defaults.
 base: {out}/base
 output: {out}/run
 seed: {seed}
@@ -40,9 +40,9 @@ new: {{{new}}}
 test: {{{test}}}
 analysis: {{tokens: 20000, block_size: 128, batch_size: 32}}
 plan:
-  method: layer-moe          # fewer experts where languages are more alike
+  method: layer-moe          # fewer experts in layers where languages are more similar
   total_experts: 12          # the parameters of 3 experts in each of the 4 layers
-  classifier_layers: 2       # in the 2 layers where old and new languages are most alike
+  classifier_layers: 2       # in the 2 layers where old and new languages are most similar
 post_pretrain:               # stage 1: new experts and routers, new languages only
   block_size: 128
   training: {{max_steps: 300, per_device_train_batch_size: 16, learning_rate: 5e-3, bf16: true, logging_steps: 50,
@@ -61,19 +61,19 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
     print(
-        f"Everything lies in {out}: a little text in six languages; a small model made from it, mostly in "
-        f"{', '.join(OLD)}; and a run that teaches that model {', '.join(NEW)}."
+        f"The demo writes to {out}: a little text in six languages; a small base model, trained mostly on "
+        f"{', '.join(OLD)}; and a run that teaches it {', '.join(NEW)}."
     )
     sources: dict[str, dict[str, Path]] = {"train": {}, "test": {}}
     for code in (*OLD, *NEW):
         for split, count in (("train", TRAIN_DOCUMENTS), ("test", TEST_DOCUMENTS)):
             path = sources[split][code] = data / f"{code}.{split}.jsonl"
             if not path.exists():
-                # Another seed for the test split: its documents combine what training saw in ways it did not see.
+                # Another seed for the test split: its documents combine the same words in ways that training never saw.
                 lines = documents(code, count, seed * 2 + (split == "test"))
                 path.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in lines), "utf-8")
     if not (out / "base").exists():
-        print(f"making the base model in {out / 'base'}, {BASE.steps} training steps ...")
+        print(f"training the base model in {out / 'base'}, {BASE.steps} steps ...")
         texts = {code: LanguageText(code, str(path)).load() for code, path in sources["train"].items()}
         make_base(out / "base", texts, SHARES, BASE, seed)
     recipe = out / "recipe.yaml"
@@ -91,7 +91,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
     try:
         final = run_recipe(Recipe.load(recipe))
     except InputError as error:
-        raise InputError(f"{error} (The demo lies in {out}; --out gives it another folder.)") from None
+        raise InputError(f"{error} (The demo's folder is {out}; --out sets another one.)") from None
     plan = Plan.load(out / "run" / "plan.json")
     picture = out / "plan.png"
     plot_allocation(
@@ -100,7 +100,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
     print(f"picture: {picture}")
     model: Any = AutoModelForCausalLM.from_pretrained(final, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(final)
-    print(f"loaded back as {type(model).__name__}; it goes on with four prompts:")
+    print(f"loaded as {type(model).__name__}; it continues four prompts:")
     for prompt in ("It is raining. Anna goes", "Βρέχει. Η Μαρία πηγαίνει", "Esik az eső. Péter", "Kar yağıyor. Elif"):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         output = model.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.pad_token_id)

@@ -1,7 +1,7 @@
 """The demo's text: our own sentences, written from templates in six languages.
 
-Every template exists in every language. A document is a few sentences about one day of one person; the fillers vary,
-so there is enough of it to train a tiny model, and held-out documents use combinations that training never saw.
+Every template exists in every language. A document is a few sentences about one day of one person. The fillers vary,
+which gives enough text to train a tiny model, and held-out documents use combinations that training never saw.
 """
 
 import random
@@ -138,7 +138,7 @@ _SENTENCES = {
 
 
 def documents(language: str, count: int, seed: int) -> list[str]:
-    """`count` documents of six sentences, drawn by `seed`."""
+    """`count` documents of six sentences, drawn with `seed`."""
     draw = random.Random(f"{language}-{seed}")
     return [_document(language, draw) for _ in range(count)]
 

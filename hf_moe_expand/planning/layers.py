@@ -25,7 +25,7 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
         raise InputError("The deviations must be finite numbers, one a layer.")
     if ratio is not None and threshold is None:
         if not 0 < ratio <= 1:
-            raise InputError(f"The ratio of layers is {ratio:g}; it must be above 0 and at most 1.")
+            raise InputError(f"The ratio of layers is {ratio:g}: must be above 0 and at most 1.")
         count = floor(round(ratio * len(deviation), 9))  # 0.29 * 100 is 28.999999999999996
         if count == 0:
             raise InputError(f"A ratio of {ratio:g} selects no layer: {ratio:g} of {len(deviation)} layers is below 1.")

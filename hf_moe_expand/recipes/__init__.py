@@ -1,4 +1,4 @@
-"""Recipes of published settings, one YAML file each; the first line says `# METHOD: what it is`."""
+"""Recipes of published settings, one YAML file each; its first line is `# METHOD: description`."""
 
 import difflib
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class PackagedRecipe:
     """A recipe that comes with the package.
 
     Attributes:
-        name: of its file, without `.yaml`.
-        method, about: from its first line.
+        name: name of its file, without `.yaml`.
+        method, about: method and description, from its first line.
         base: hub id of the base model.
     """
 
@@ -25,12 +25,12 @@ class PackagedRecipe:
 
 
 def packaged_files() -> dict[str, Path]:
-    """Name to file, in alphabetical order."""
+    """The recipes' files by name, in alphabetical order."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def packaged_recipes() -> list[PackagedRecipe]:
-    """What `recipes ls` shows."""
+    """The packaged recipes, for `recipes ls`."""
     found = []
     for name, path in packaged_files().items():
         method, _, about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(": ")
@@ -42,7 +42,7 @@ def find_recipe(name: str) -> Path:
     """The file of a recipe: a file of that name, or else a packaged recipe.
 
     Raises:
-        InputError: it is neither; names the nearest packaged one.
+        InputError: `name` is neither; the message suggests the nearest packaged recipe.
     """
     files = packaged_files()
     if Path(name).is_file():

@@ -8,12 +8,11 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import jinja2
-import torch
 import yaml
 from markupsafe import Markup
-from transformers import AutoModelForCausalLM
 
 from ..checkpoint.source import load_expanded_config
+from ..checkpoint.stored import network_of
 from ..errors import InputError
 from ..evaluation.report import Evaluation
 from ..evaluation.validation import VALIDATION, ValidationCurves
@@ -437,8 +436,7 @@ def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
     report = None
     if entry is not None and trained is not None:
         config = load_expanded_config(folder)
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config)
+        network = network_of(config)
         report = freeze(network, trained, entry.stage)
     found = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
     return {"title": _name(part, name), "report": report, "checked": found}

@@ -1,12 +1,12 @@
 """What can be known of a training stage's settings before anything runs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, at
 from ..evaluation.validation import validation_sources
 from ..recipe_paths import unset_variable
 from ..trainers.masking import check_gates
@@ -25,7 +25,8 @@ def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> li
     settings = _on_this_machine(settings, situation)
     settings.config(situation.output, situation.seed, situation.key)
     languages = list(dict.fromkeys(stage.languages(settings, situation.old, situation.new)))
-    named(situation.key, stage.check_text, settings, languages, list(situation.old), list(situation.new))
+    with at(situation.key):
+        stage.check_text(settings, languages, list(situation.old), list(situation.new))
     check_gates(stage.masking(settings), situation.has_gates, situation.at("masking"))
     if situation.longest is not None and settings.block_size > situation.longest:
         raise InputError(
@@ -54,7 +55,8 @@ def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
     prefix = f"{where}." if where else ""
     validation = getattr(settings, "validation", None)
     for code, source in validation_sources(validation).items() if validation is not None else ():
-        named(f"{prefix}validation.texts.{code}", source.check)
+        with at(f"{prefix}validation.texts.{code}"):
+            source.check()
     temperature = getattr(settings, "temperature", 1.0)
     if not temperature > 0:
         raise InputError(f"{prefix}temperature is {temperature:g}: must be larger than 0; 1 leaves the data as it is.")
@@ -77,14 +79,6 @@ def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
             f"{settings.curriculum} is for {curriculum.steps} steps, but {prefix}training sets another length: leave "
             "max_steps and num_train_epochs out, or make the curriculum again with --steps."
         )
-
-
-def named(key: str, check: Callable[..., object], *arguments: Any) -> None:
-    """Runs a check whose refusal says under which key the mistake is."""
-    try:
-        check(*arguments)
-    except InputError as error:
-        raise InputError(f"{key}: {error}" if key else str(error)) from None
 
 
 def _given(settings: Any) -> Mapping[str, Any]:

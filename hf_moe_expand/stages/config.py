@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from transformers import TrainingArguments
 
-from ..errors import InputError
+from ..errors import InputError, at
 from ..schema import Count, Declared, Text, Whole, read, settings
 from .arguments import accepted_arguments, check_training_arguments, refused_by_the_library
 
@@ -59,7 +59,7 @@ class StageConfig(TrainingArguments):
 
     logging_steps: float = 10
     save_total_limit: int | None = 1
-    report_to: str | list[str] | None = "none"
+    report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser reads this order alone)
     seed: int = 0
     distributed_config: dict | str | None = field(
         default=None,
@@ -91,7 +91,8 @@ class StageConfig(TrainingArguments):
 
     def _was_given(self, name: str) -> bool:
         value, default = getattr(self, name), _default(name)
-        return value != default and bool(value or default)
+        # The library's "no" is false: HfArgumentParser passes it so.
+        return value != default and any(said and said != "no" for said in (value, default))
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`: JSON, the stage's own fields too."""
@@ -124,10 +125,8 @@ class StageSettings(Declared):
         prefix = f"{where}." if where else ""
         training = check_training_arguments(self.training, f"{prefix}training")
         own = {name: getattr(self, name) for name in own_fields(self.config_class)}
-        try:
+        with at(where):
             config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
-        except InputError as error:
-            raise InputError(f"{where}: {error}" if where else str(error)) from None
         config.given = dict(self.training)
         return config
 
@@ -136,7 +135,15 @@ def own_fields(cls: type[StageConfig]) -> dict[str, Any]:
     """The fields that a stage adds to `TrainingArguments`, and their types."""
     library = {f.name for f in fields(TrainingArguments)} | {"distributed_config"}
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in fields(cls) if f.name not in library}
+    return {f.name: _without_json(hints[f.name]) for f in fields(cls) if f.name not in library}
+
+
+def _without_json(hint: Any) -> Any:
+    """The type of a field without the text that a command line's JSON is; `_from_json` has read it."""
+    options = typing.get_args(hint)
+    if any(isinstance(option, type) and is_dataclass(option) for option in options):
+        return typing.Union[tuple(option for option in options if option is not str)]  # noqa: UP007
+    return hint
 
 
 def settings_of(cls: type[StageConfig]) -> type[StageSettings]:

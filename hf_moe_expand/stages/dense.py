@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from ..checkpoint.stored import layer_list
+from ..checkpoint.stored import layer_list, network_of
 from ..data.packing import PackedText, collate_without_languages, pack_texts
 from ..errors import InputError
 from ..schema import Count, Number, Text, settings
@@ -95,8 +95,7 @@ def check_old_blocks(before: str | os.PathLike, after: str | os.PathLike) -> int
     """
     folder = resolve_checkpoint(before)
     config: Any = load_base_config(folder)
-    with torch.device("meta"):
-        layers = layer_list(AutoModelForCausalLM.from_config(config))
+    layers = layer_list(network_of(config))
     new = tuple(f"{layers}.{layer}." for layer in config.new_layers)
     found = compare_checkpoints(folder, after)
     wrong = [name for name in found.changed if not name.startswith(new)] + found.added + found.removed

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..data.curriculum import Curriculum
 from ..data.packing import PackedText
-from ..errors import InputError
+from ..errors import at
 from ..schema import Count, Number, Text
 from ..trainers.curriculum_sampler import LanguageMix
 from .base import TrainingStage
@@ -40,10 +40,8 @@ def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
     if getattr(config, "curriculum", None) is None:
         return None
     curriculum = Curriculum.load(config.curriculum)
-    try:
+    with at(config.curriculum):
         curriculum.check_languages(languages)
-    except InputError as error:
-        raise InputError(f"{config.curriculum}: {error}") from None
     return curriculum
 
 

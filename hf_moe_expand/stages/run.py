@@ -14,7 +14,7 @@ from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.folder import copy_companions
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-from ..checkpoint.stored import check_complete
+from ..checkpoint.stored import check_complete, network_of
 from ..checkpoint.writer import check_output, new_folder
 from ..data.sources import LanguageText
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
@@ -148,8 +148,7 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
     """
     before = resolve_checkpoint(before)
     config = load_expanded_config(before)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = network_of(config)
     trained = trained_in(stage)
     freeze(network, trained, stage)
     moving = {name for name, parameter in network.named_parameters() if parameter.requires_grad}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..data.sources import LanguageText
-from ..errors import InputError
 from ..recipe import Expansion, Recipe
 
 
@@ -30,6 +29,7 @@ class Checks:
         counts: experts of each layer after the expansions so far; which layers have more is not known before the
             analysis, only how many do.
         least: experts that every layer is sure to have.
+        copyable: those of them that the expansion at hand may copy: it had them before.
         counted: tokens of each language that are known to be there.
     """
 
@@ -39,6 +39,7 @@ class Checks:
     found: list[str] = field(default_factory=list)
     counts: Sequence[int] = ()
     least: int = 0
+    copyable: int = 0
     counted: dict[str, int] = field(default_factory=dict)
 
 
@@ -123,11 +124,3 @@ class Step(ABC):
 def contents(sources: dict[str, LanguageText]) -> dict[str, Any]:
     """Source and hashes of each text, for a fingerprint."""
     return {code: [text.source, *text.digests()] for code, text in sources.items()}
-
-
-def named(key: str, check: Any, *arguments: Any) -> None:
-    """Runs a check whose refusal says under which key of the recipe the mistake is."""
-    try:
-        check(*arguments)
-    except InputError as error:
-        raise InputError(f"{key}: {error}") from None

@@ -7,12 +7,12 @@ from ..analysis.routing import nearest_experts
 from ..checkpoint.expand import check_kinds, expand_checkpoint
 from ..checkpoint.grow import grow_checkpoint
 from ..checkpoint.writer import check_shard_size
-from ..errors import InputError
+from ..errors import InputError, at
 from ..models import load_for_inference
 from ..planning.plan import Plan
 from ..schema import plain
 from .analyze import check_tokens
-from .base import Checks, Done, Round, Step, named
+from .base import Checks, Done, Round, Step
 
 
 @dataclass
@@ -36,13 +36,19 @@ class Expand(Step):
 
     def check(self, checks: Checks) -> None:
         settings = self.round.expansion.expand
-        named("expand", check_kinds, settings.expert_init, settings.expert_kind)
-        named("expand", check_shard_size, settings.max_shard_size)
+        with at("expand"):
+            check_kinds(settings.expert_init, settings.expert_kind)
+            check_shard_size(settings.max_shard_size)
         copied = settings.copy_from
-        if self.round.number > 1 and isinstance(copied, int) and checks.config is not None and copied >= checks.least:
+        if (
+            self.round.number > 1
+            and isinstance(copied, int)
+            and checks.config is not None
+            and copied >= checks.copyable
+        ):
             raise InputError(
                 f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have experts "
-                f"0..{checks.least - 1} only."
+                f"0..{checks.copyable - 1} only."
             )
         if self._copies_nearest:
             check_tokens(self.round, checks)

@@ -37,6 +37,7 @@ class MakePlan(Step):
             grows_from=checks.counts,
         )  # fmt: skip
         grown = plan.experts_per_layer
+        checks.copyable = checks.least
         if settings.planner.fixed_counts:
             checks.least = min(grown)
         else:

@@ -1,5 +1,6 @@
 """The steps that work on an expanded checkpoint: a training stage, or a graft."""
 
+from abc import ABC
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from .base import Checks, Done, Round, Step, contents
 
 
 @dataclass
-class StageStep(Step):
+class StageStep(Step, ABC):
     """A stage on the checkpoint `before`."""
 
     round: Round
@@ -46,9 +47,6 @@ class StageStep(Step):
     def check(self, checks: Checks) -> None:
         situation = self._situation(checks)
         checks.found += self.stage.check(self.settings, situation) + situation.skipped
-
-    def work(self) -> Done:
-        raise NotImplementedError
 
 
 class TrainStep(StageStep):

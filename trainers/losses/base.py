@@ -121,7 +121,7 @@ class RouterLoss(ABC):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coef) and self.coef >= 0):
-            raise InputError(f"{type(self).__name__}: coef is {self.coef}; it must be a number of at least 0.")
+            raise InputError(f"{type(self).__name__}: coef is {self.coef}: must be a number of at least 0.")
 
     @abstractmethod
     def __call__(self, batch: LossBatch) -> torch.Tensor:

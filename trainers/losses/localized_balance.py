@@ -75,7 +75,7 @@ class LocalizedBalanceLoss(LayerLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.delta < 1:
-            raise InputError(f"LocalizedBalanceLoss: delta is {self.delta}; it must be at least 0 and less than 1.")
+            raise InputError(f"LocalizedBalanceLoss: delta is {self.delta}: must be at least 0 and less than 1.")
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
         logits_TN, old_T, new_T = batch.routing[layer].router_logits, batch.tokens.old_T, batch.tokens.new_T

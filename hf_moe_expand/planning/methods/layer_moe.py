@@ -51,7 +51,7 @@ def allocate_experts(
     """
     if floor is not None:
         if floor <= 0:
-            raise InputError(f"The similarity floor is {floor}; it must be positive.")
+            raise InputError(f"The similarity floor is {floor}: must be positive.")
         similarity = [max(value, floor) for value in similarity]
     for layer, value in enumerate(similarity):
         if not value > 0:

@@ -1,0 +1,109 @@
+"""Imports go one way: no module of the package imports, when it is loaded, one of a later room, and none a cycle.
+
+Imports inside functions, which wait until a verb needs them, and those for type checkers alone do not count.
+"""
+
+import ast
+import os
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
+# From the leaves to the command line. Each line may import the lines above it.
+ROOMS = (
+    ("_auto_classes", "errors"),
+    ("",),
+    ("extra", "jsonfile", "languages", "recipe_paths", "records", "schema", "yamlfile"),
+    ("recipes", "results", "settings"),
+    ("modeling",),
+    ("planning",),
+    ("data",),
+    ("checkpoint",),
+    ("models", "distributed"),
+    ("trainers",),
+    ("evaluation",),
+    ("analysis", "baselines"),
+    ("stages",),
+    ("inspection", "recipe"),
+    ("forecast", "steps"),
+    ("pipeline",),
+    ("hub_files", "load_check"),
+    ("card", "report"),
+    ("hub", "demo", "settings_page"),
+    ("cli", "model_cards"),
+)
+
+
+def modules() -> dict[str, tuple[Path, bool]]:
+    """Dotted name inside the package, `` for the package itself, to the file and whether it is an `__init__`."""
+    found = {}
+    for folder, folders, names in os.walk(PACKAGE, followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            if name.endswith(".py"):
+                parts = (Path(folder) / name).relative_to(PACKAGE).with_suffix("").parts
+                whole = parts[-1] == "__init__"
+                found[".".join(parts[:-1] if whole else parts)] = (Path(folder) / name, whole)
+    return found
+
+
+def run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is loaded."""
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from run_at_import(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            yield from run_at_import([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+            for handler in getattr(node, "handlers", ()):
+                yield from run_at_import(handler.body)
+
+
+def imported(name: str, known: dict[str, tuple[Path, bool]]) -> set[str]:
+    """Modules of the package that a module imports when it is loaded."""
+    path, whole = known[name]
+    here = name.split(".") if name else []
+    package = here if whole else here[:-1]
+    found = set()
+    for node in run_at_import(ast.parse(path.read_text("utf-8")).body):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "hf_moe_expand" for alias in node.names), path
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if not node.level:
+            assert (node.module or "").split(".")[0] != "hf_moe_expand", f"{path}: imports are relative"
+            continue
+        above = package[: len(package) - node.level + 1]
+        source = ".".join([*above, *([node.module] if node.module else [])])
+        for alias in node.names:
+            inner = f"{source}.{alias.name}".strip(".")
+            found.add(inner if inner in known else source)
+    return found - {name}
+
+
+def test_imports_go_from_later_rooms_to_earlier_ones():
+    known = modules()
+    place = {room: number for number, line in enumerate(ROOMS) for room in line}
+    assert {name.split(".")[0] for name in known} == set(place)
+    backwards = []
+    for name in known:
+        room = name.split(".")[0]
+        for other in imported(name, known):
+            there = other.split(".")[0]
+            if there != room and place[there] >= place[room]:
+                backwards.append(f"{name} imports {other}")
+    assert backwards == []
+
+
+def test_modules_import_one_another_in_no_circle():
+    known = modules()
+    list(TopologicalSorter({name: imported(name, known) for name in known}).static_order())  # raises CycleError
+
+
+def test_the_checks_see_what_is_imported():
+    known = modules()
+    assert len(known) > 150
+    assert {"errors", "stages", "stages.base", "trainers.freezing"} <= imported("stages.run", known)
+    assert "modeling.routing" in imported("trainers.masking", known)
+    assert imported("errors", known) == set()

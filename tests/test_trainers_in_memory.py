@@ -1,0 +1,233 @@
+"""The stages' trainers on a loaded model and a data set in memory give the weights and the history of `train_stage`;
+their configurations are arguments of a command line."""
+
+import pytest
+import torch
+from conftest import byte_tokenizer, save_dense, write_texts
+from datasets import Dataset, concatenate_datasets
+from transformers import AutoModelForCausalLM, HfArgumentParser, TrainingArguments
+
+from hf_moe_expand import (
+    GroupConfig,
+    GroupTrainer,
+    Masking,
+    Plan,
+    PostPretrainConfig,
+    PostPretrainTrainer,
+    ReviewConfig,
+    ReviewTrainer,
+    expand_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.records import History
+
+WORDS = {"en": "the cat sat ", "el": "η γάτα κά", "tr": "kedi otur"}
+QUICK = {
+    "block_size": 16, "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "disable_tqdm": True,
+    "seed": 5,
+}  # fmt: skip
+# A folder of checkpoints: of one new language, of two, and of two groups.
+PLANS = {
+    "one": Plan("moe-lpr", [2, 1, 3], [2], old=["en"], new=["el"]),
+    "two": Plan("moe-lpr", [2, 1, 3], [2], old=["en"], new=["el", "tr"]),
+    "dmoe": Plan("dmoe", [3, 1, 3], groups=[["en"], ["tr"], ["el"]]),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("in memory")
+    for code in WORDS:
+        write_texts(root / f"{code}.jsonl", texts(code))
+    save_dense(root / "dense")
+    for name, plan in PLANS.items():
+        expand_checkpoint(root / "dense", root / name, plan)
+    return root
+
+
+def texts(code):
+    return [f"{WORDS[code]} {i} {WORDS[code]}" for i in range(20)]
+
+
+def tagged(*codes, order=None):
+    """Texts of several languages in one data set, in any order of languages."""
+    rows = [{"text": text, "language": code} for code in codes for text in texts(code)]
+    if order is not None:
+        rows = [rows[i] for i in order]
+    return Dataset.from_list(rows)
+
+
+def interleaved(*codes):
+    """As `tagged`, a row of each language in turn; the rows of one language stay in order."""
+    count = len(texts(codes[0]))
+    return tagged(*codes, order=[code * count + row for row in range(count) for code in range(len(codes))])
+
+
+def trained(root, name, kind, config, data):
+    """The model after training in memory, and the trainer."""
+    model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
+    trainer = kind(model, config, train_dataset=data, processing_class=byte_tokenizer())
+    trainer.train()
+    return model, trainer
+
+
+def same(model, folder, record):
+    """The weights bit for bit, and the history."""
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = model.state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
+    assert model.config.expansions == expected.config.expansions
+    assert History.of(model.config).last.stages[-1] == record
+
+
+CASES = {
+    "post-pretraining, one language": (
+        "one", PostPretrainTrainer, PostPretrainConfig, {"balance_coef": 0.02}, ["el"], None
+    ),
+    "post-pretraining, columns text and language": (
+        "two", PostPretrainTrainer, PostPretrainConfig, {"masking": Masking(expert_output=0.1)}, ["el", "tr"],
+        interleaved("tr", "el"),
+    ),
+    "post-pretraining by temperature": (
+        "two", PostPretrainTrainer, PostPretrainConfig, {"temperature": 2.0}, ["el", "tr"], interleaved("tr", "el")
+    ),
+    "review": (
+        "one", ReviewTrainer, ReviewConfig, {"language_prior_coef": 0.3, "old_documents": 8}, ["en", "el"],
+        interleaved("el", "en"),
+    ),
+    "group": ("dmoe", GroupTrainer, GroupConfig, {}, ["en", "el", "tr"], interleaved("el", "en", "tr")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_training_in_memory_is_train_stage(root, tmp_path, case):
+    name, kind, config_class, own, codes, data = case
+    options = {**QUICK, **own}
+    sources = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in codes}
+    record = train_stage(root / name, tmp_path / "stage", sources, config_class(**options))
+    assert compare_checkpoints(root / name, tmp_path / "stage").changed
+    data = Dataset.from_dict({"text": texts(codes[0])}) if data is None else data
+    arguments = config_class(str(tmp_path / "run"), save_strategy="no", **options)
+    arguments.given.pop("save_strategy")  # the one setting that differs, since nothing is to be left behind
+    model, trainer = trained(root, name, kind, arguments, data)
+    assert trainer.record == record
+    same(model, tmp_path / "stage", record)
+
+
+def test_a_model_saved_after_it_goes_on_as_a_checkpoint(root, tmp_path):
+    config = PostPretrainConfig(str(tmp_path / "run"), **QUICK)
+    data = Dataset.from_dict({"text": texts("el")})
+    model, trainer = trained(root, "one", PostPretrainTrainer, config, data)
+    trainer.save_model(tmp_path / "trainer's")
+    model.save_pretrained(tmp_path / "model's")
+    byte_tokenizer().save_pretrained(tmp_path / "model's")
+    for folder in (tmp_path / "trainer's", tmp_path / "model's"):
+        (expansion,) = inspect_checkpoint(folder).expansions
+        assert [stage.stage for stage in expansion.stages] == ["post-pretrain"]
+        sources = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "el")}
+        out = folder.with_name(f"{folder.name} reviewed")
+        train_stage(folder, out, sources, ReviewConfig(**{**QUICK, "max_steps": 1}))
+        assert [stage.stage for stage in History.of(AutoModelForCausalLM.from_pretrained(out).config).stages] == [
+            "post-pretrain", "review"
+        ]  # fmt: skip
+        changed = compare_checkpoints(folder, out).changed
+        assert changed
+        assert all("router" in name or "classifier" in name for name in changed)
+    # Nothing of the trainer's own run differs between the two.
+    assert compare_checkpoints(tmp_path / "trainer's reviewed", tmp_path / "model's reviewed").same
+
+
+def test_packed_blocks_train_without_a_tokenizer(root, tmp_path):
+    """Rows of `input_ids` and `language_ids`, which are numbered old languages first."""
+    blocks = Dataset.from_dict({"input_ids": [list(range(16))] * 4, "language_ids": [[0] * 8 + [1] * 8] * 4})
+    model = AutoModelForCausalLM.from_pretrained(root / "one")
+    config = ReviewConfig(str(tmp_path), save_strategy="no", logging_steps=1, **{**QUICK, "max_steps": 1})
+    trainer = ReviewTrainer(model, config, train_dataset=blocks)
+    trainer.train()
+    assert trainer._language_classes.tolist() == [0, 1]
+    (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert {"language_prior_loss", "classifier_loss"} <= log.keys()
+    assert History.of(model.config).last.stages == [trainer.record]
+    assert (trainer.record.stage, trainer.record.tokens) == ("review", {})
+
+
+WRONG = {
+    "unknown language": (tagged("el", "tr"), True, True, "has the language tr, but this model knows en, el"),
+    "no tokenizer": (tagged("el"), True, False, "and the tokenizer as processing_class"),
+    "no configuration": (tagged("el"), False, True, r"pass PostPretrainConfig\(...\) as args"),
+    "an old language": (tagged("en", "el"), True, True, "set `replay: true` to train on old ones too"),
+    "no text of the new one": (tagged("en"), True, True, "el: no text was given for a language that this expansion"),
+    "a row without a language": (
+        concatenate_datasets([tagged("el"), Dataset.from_dict({"text": ["x"], "language": [None]})]), True, True,
+        "has the language None",
+    ),
+    "too little text": (tagged("el").select([]), True, True, "el: no text was given"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
+def test_wrong_data_sets_are_named(root, tmp_path, case):
+    data, has_config, has_tokenizer, message = case
+    kind = PostPretrainConfig if has_config else TrainingArguments
+    arguments = kind(str(tmp_path), **({**QUICK} if has_config else {"use_cpu": True, "report_to": "none"}))
+    model = AutoModelForCausalLM.from_pretrained(root / "one")
+    with pytest.raises(InputError, match=message):
+        PostPretrainTrainer(
+            model, arguments, train_dataset=data, processing_class=byte_tokenizer() if has_tokenizer else None
+        )
+
+
+def test_text_without_languages_is_refused_where_two_are_new(root, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(root / "two")
+    data = Dataset.from_dict({"text": texts("el")})
+    with pytest.raises(InputError, match="no column `language`, but this expansion adds el, tr"):
+        PostPretrainTrainer(
+            model, PostPretrainConfig(str(tmp_path), **QUICK), train_dataset=data, processing_class=byte_tokenizer()
+        )
+
+
+# --- arguments of a command line -------------------------------------------------------------------------------------
+
+
+def parsed(*arguments, kind=PostPretrainConfig):
+    (config,) = HfArgumentParser(kind).parse_args_into_dataclasses(list(arguments))
+    return config
+
+
+def test_configurations_are_arguments_of_a_command_line():
+    config = parsed("--balance_coef", "0.02", "--masking", '{"expert_output": 0.1}', "--max_steps", "3")
+    assert (config.balance_coef, config.max_steps) == (0.02, 3)
+    assert config.masking == Masking(expert_output=0.1)
+    found = config.recorded()
+    assert found["balance_coef"] == 0.02
+    assert found["masking"]["expert_output"] == 0.1
+    assert found["training"] == {"max_steps": 3}
+    assert found == PostPretrainConfig(
+        balance_coef=0.02, masking=Masking(expert_output=0.1), max_steps=3
+    ).recorded()  # fmt: skip
+    assert parsed().recorded() == PostPretrainConfig().recorded()
+    assert parsed("--old_documents", "7", kind=ReviewConfig).old_documents == 7
+    assert parsed("--replay", "--block_size", "64").replay
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--balance_coef", "-1"), "balance_coef is -1.0: must be at least 0"),
+        (("--masking", '{"expert_output": 2}'), "expert_output is 2"),
+        (("--masking", '{"export_output": 0.1}'), "unknown key `export_output`; did you mean `expert_output`"),
+        (("--masking", '{"expert_output": '), "not a JSON object"),
+        (("--masking", "all"), "masking: expected `key: value` lines"),
+        (("--block_size", "1"), "block_size is 1: must be at least 2"),
+        (("--learning_rate", "0"), "learning_rate is 0: must be above 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(InputError, match=message):
+        parsed(*arguments)
