@@ -41,8 +41,8 @@ class Expand(Step):
         copied = settings.copy_from
         if self.round.number > 1 and isinstance(copied, int) and checks.config is not None and copied >= checks.least:
             raise InputError(
-                f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have experts "
-                f"0..{checks.least - 1} only."
+                f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have only experts "
+                f"0..{checks.least - 1}: give one of these."
             )
         if self._copies_nearest:
             check_tokens(self.round, checks)
