@@ -37,9 +37,10 @@ class _Record:
             if f.metadata.get("required") and name not in value:
                 raise InputError(f"{where}: `{name}` is missing.")
         for name, item in value.items():
-            check = known[name].metadata.get("check") if name in known else None
-            if check is not None and (item is not None or known[name].metadata.get("required")) and not check(item):
-                raise InputError(f"{where}.{name}: {known[name].metadata['wanted']} is needed, found {item!r:.60}.")
+            metadata = known[name].metadata if name in known else {}
+            check, may_be_null = metadata.get("check"), not metadata.get("required")
+            if check is not None and not (item is None and may_be_null) and not check(item):
+                raise InputError(f"{where}.{name}: {metadata['wanted']} is needed, found {item!r:.60}.")
         other = {name: item for name, item in value.items() if name not in known}
         return cls(**{name: item for name, item in value.items() if name in known}, other=other)  # type: ignore[call-arg]
 

@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_moe_expand import cli
+from hf_moe_expand import Plan, cli
 from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
@@ -152,9 +155,52 @@ COMMON_BACKBONES = ("bloom", "gemma3_text", "gpt_neox", "llama", "qwen2")
 WIDE_BACKBONES = tuple(name for name in SUPPORTED_BACKBONES if name not in COMMON_BACKBONES)
 
 
-@pytest.fixture(params=[*COMMON_BACKBONES, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE_BACKBONES)])
+BACKBONES = [*COMMON_BACKBONES, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE_BACKBONES)]
+
+
+@pytest.fixture(params=BACKBONES)
 def backbone(request) -> str:
     return request.param
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to expand the three layers of a tiny backbone: a plan, and what else `expand_checkpoint` is told."""
+
+    name: str
+    plan: Plan
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+_OLD_AND_NEW: dict[str, Any] = {"old": ["en"], "new": ["el"]}
+# Each stands in the matrix of test_behaviour.py with every backbone. `layer-moe` is the one that the other files use.
+CONFIGURATIONS = (
+    Configuration("layer-moe", Plan("layer-moe", [3, 1, 2], [2], **_OLD_AND_NEW)),
+    Configuration("uniform", Plan("uniform", [3, 3, 3], **_OLD_AND_NEW)),
+    Configuration("random", Plan("uniform", [2, 1, 3], **_OLD_AND_NEW), {"expert_init": "random"}),
+    Configuration("conditional", Plan("layer-moe", [3, 1, 4], [2], **_OLD_AND_NEW), {"conditional_routing": True}),
+    Configuration(
+        "lora", Plan("mola", [3, 1, 4], [2], **_OLD_AND_NEW),
+        {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0},
+    ),
+    Configuration(
+        "conditional-lora", Plan("mola", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
+        {"expert_kind": "lora", "lora_rank": 2, "lora_alpha": 4.0, "conditional_routing": True},
+    ),
+    Configuration("dmoe", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr", "hu"]])),
+)  # fmt: skip
+
+
+def matrix(
+    common: Iterable[Configuration] = CONFIGURATIONS, wide: Iterable[Configuration] = CONFIGURATIONS
+) -> pytest.MarkDecorator:
+    """Runs a test with the `common` configurations on each common backbone, and with the `wide` ones on the others."""
+    cases = [(configuration, name, ()) for configuration in common for name in COMMON_BACKBONES]
+    cases += [(configuration, name, pytest.mark.wide) for configuration in wide for name in WIDE_BACKBONES]
+    return pytest.mark.parametrize(
+        ("configuration", "backbone"),
+        [pytest.param(one, name, marks=marks, id=f"{one.name}-{name}") for one, name, marks in cases],
+    )
 
 
 @pytest.fixture

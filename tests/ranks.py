@@ -4,7 +4,9 @@ the checkpoints that it saved beside it. One launch runs many checks, since star
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.distributed import leave_ranks
+from hf_moe_expand.stages import config as stage_config
 from hf_moe_expand.stages.base import TrainingStage
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
 
@@ -265,6 +268,8 @@ def on_this_machine():
     """Makes accelerate treat this machine's CPU as it treats GPUs, but for the backend."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda self, *rest: ("gloo", DistributedType.MULTI_GPU)
+    # Without an accelerator a stage sets `use_cpu`, and accelerate then shards nothing.
+    stage_config.torch = SimpleNamespace(accelerator=SimpleNamespace(is_available=lambda: True))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         import deepspeed
 
@@ -276,12 +281,13 @@ def stage_accelerate(folder):
     """`train_stage` under accelerate's FSDP2 or DeepSpeed, interrupted and gone on with. ZeRO-3 would wait for ever if
     a rank fetched only the experts that its own tokens use, as `DifferentTokens` has them do."""
     found = {}
-    config = post_pretraining(1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)
+    # Each training has a configuration of its own: DeepSpeed's part of it belongs to one training.
+    config = partial(post_pretraining, 1, gradient_accumulation_steps=2, save_steps=2, use_cpu=False)
     for start in ("ffn", "lora"):
         out, tokens = f"trained {start}", DifferentTokens()
-        stage(folder, out, config, StopAt(3), start)
+        stage(folder, out, config(), StopAt(3), start)
         left = sorted(os.listdir(folder / f"{out}.training"))
-        stage(folder, out, config, tokens, start)
+        stage(folder, out, config(), tokens, start)
         found[start] = {"left": left, "logits": tokens.logits}
     for method in ("full", "lora"):
         dense(folder, f"dense {method}", method, 1, gradient_accumulation_steps=2, use_cpu=False)

@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from itertools import pairwise
 
 import pytest
 from conftest import byte_tokenizer, write_texts
@@ -236,6 +237,18 @@ def test_blocks_can_mix_languages():
     assert any(set(row) == {0, 1} for row in rows)
 
 
+def test_languages_are_mixed_from_the_first_block_to_the_last():
+    data = texts(en=["ab"] * 100, el=["γ"] * 100)  # three tokens a document, the end included
+    rows = pack_texts(data, byte_tokenizer(), 30, 0).dataset["language_ids"]
+    shares = [sum(row) / 30 for row in rows]
+    assert len(shares) == 20
+    assert sum(shares) / len(shares) == 0.5
+    assert all(0 < share < 1 for share in shares)
+    order = [row[place] for row in rows for place in range(0, 30, 3)]
+    switches = sum(one != other for one, other in pairwise(order))
+    assert 70 < switches < 130  # 99.5 on average
+
+
 def test_tokens_per_language_takes_whole_documents_and_refuses_more_than_there_are():
     encoded = tokenize(texts(el=["abc"] * 10)["el"], byte_tokenizer(), 0)
     taken, total = take_tokens(encoded, 9, "el")
@@ -259,6 +272,28 @@ def test_review_mixes_one_old_to_two_new_documents():
     assert review_documents(available, ["en"], ["el"], old_documents=10) == {"en": 10, "el": 20}
     with pytest.raises(InputError, match=r"'el' has 300 documents, but the mix asks for 400.*150 or fewer"):
         review_documents(available, ["en"], ["el"], old_documents=200)
+
+
+@pytest.mark.parametrize(
+    ("available", "old_documents", "new_per_old", "wanted"),
+    [
+        (100, 10, 0.27, (10, 3)),  # 2.7 documents are 3
+        (100, 10, 0.23, (10, 2)),
+        (100, 2, 0.1, (2, 1)),  # at least one
+        (100, None, 3.0, (33, 99)),
+        (100, None, 0.7, (100, 70)),
+        (7, None, 1.5, (4, 6)),
+        (1, None, 0.2, (1, 1)),
+    ],
+)
+def test_new_documents_for_each_old_one(available, old_documents, new_per_old, wanted):
+    found = review_documents({"en": available, "el": available}, ["en"], ["el"], old_documents, new_per_old)
+    assert (found["en"], found["el"]) == wanted
+
+
+def test_one_document_is_the_least_that_a_mix_asks_for():
+    with pytest.raises(InputError, match="'el' has 1 documents, but the mix asks for 2"):
+        review_documents({"en": 5, "el": 1}, ["en"], ["el"])
 
 
 def test_collated_batches():

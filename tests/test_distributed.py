@@ -148,7 +148,7 @@ def under_accelerate(request, root, tmp_path_factory):
 def test_a_stage_under_the_packaged_configurations(under_accelerate, one_process, start):
     folder, found = under_accelerate
     out = folder / f"trained {start}"
-    assert found[start]["left"][0] == "checkpoint-2"  # it went on from there, and ends as one process does
+    assert "checkpoint-2" in found[start]["left"]  # it went on from there, and ends as one process does
     same_checkpoint(out, one_process(start))
     assert not any("q_proj" in name or "experts.0" in name for name in compare_checkpoints(folder / start, out).changed)
     model = LayerMoEForCausalLM.from_pretrained(out, dtype=torch.float32)

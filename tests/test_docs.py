@@ -27,6 +27,7 @@ from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
 from hf_moe_expand.stages.arguments import check_training_arguments
+from hf_moe_expand.yamlfile import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -93,6 +94,13 @@ def commands(guide: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if line.startswith("hf-moe-expand")]
 
 
+def parsed(text: str) -> dict:
+    """A block of YAML as the package reads it."""
+    path = Path("block.yaml")
+    path.write_text(text, "utf-8")
+    return read_yaml(path)
+
+
 def small(settings: dict, steps: int = 1) -> dict:
     """A stage's settings at the size of a test."""
     training = {**settings["training"], "max_steps": steps, "per_device_train_batch_size": 2, "disable_tqdm": True}
@@ -105,7 +113,7 @@ def small(settings: dict, steps: int = 1) -> dict:
 
 
 def small_file(text: str, steps: int = 1) -> dict:
-    settings = yaml.safe_load(text)
+    settings = parsed(text)
     if "base" not in settings:
         return small(settings, steps)
     for part in (settings, *settings.get("expansions", ())):
@@ -313,7 +321,7 @@ def test_the_distributed_guide(workplace):
         asked = launch_command_parser().parse_args([*shlex.split(options), "script"])
         assert asked.config_file is None or (ROOT / "hf_moe_expand/accelerate_configs" / asked.config_file).is_file()
     for text in blocks("distributed.md", "yaml"):
-        check_training_arguments(yaml.safe_load(text)["training"], "training")
+        check_training_arguments(parsed(text)["training"], "training")
     said = run("distributed.md")
     assert "final checkpoint: runs/qwen-el/review" in said["run recipe.yaml"]
 

@@ -69,6 +69,9 @@ def test_begin_of_text_is_the_separator_where_the_tokenizer_adds_one():
 def test_max_tokens_takes_whole_documents():
     ids, _, size = scored_stream(["abc", "defg", "h"], byte_tokenizer(), max_tokens=9)
     assert (len(ids), size) == (9, 7)
+    # It ends at the first document that does not fit: a shorter one behind it is not taken.
+    ids, _, size = scored_stream(["abc", "defghij", "k"], byte_tokenizer(), max_tokens=9)
+    assert (len(ids), size) == (4, 3)
     with pytest.raises(InputError, match="'en': no text to score"):
         evaluate_model(tiny_dense("qwen2"), byte_tokenizer(), TEXTS, max_tokens=3)
 

@@ -79,6 +79,7 @@ def test_checkpoints_are_overwritten(made, tmp_path):
     with new_folder(folder, overwrite=True) as partial:
         fill(partial)
     assert [file.name for file in folder.iterdir()] == ["config.json"]
+    assert list(tmp_path.iterdir()) == [folder]  # the folder that was replaced is gone
 
 
 @pytest.mark.parametrize(

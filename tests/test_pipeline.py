@@ -459,7 +459,7 @@ def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_pa
 
 
 def test_what_a_further_expansion_copies(recipe):
-    first, second = (Expansion(new={code: source}) for code, source in recipe.new.items())
+    first, second = (Expansion(new={code: source}, plan=recipe.plan) for code, source in recipe.new.items())
 
     def with_copies(*copied):
         rounds = [
@@ -472,5 +472,5 @@ def test_what_a_further_expansion_copies(recipe):
     with pytest.raises(InputError, match=r"copy_from is 2: the first expansion can copy only expert 0"):
         with_copies(2, 0)
     for wrong in ("next", -1):
-        with pytest.raises(InputError, match=f"expansion 2: expand.copy_from: '?{wrong}'? is neither"):
+        with pytest.raises(InputError, match=f"copy_from: '?{wrong}'? is neither"):
             with_copies(0, wrong)

@@ -180,8 +180,8 @@ def test_after_two_expansions_there_are_three_classes():
     fields = {"earlier_experts_per_layer": [[2, 1, 2, 3]], "classifier_layers": [0, 3]}
     model = constant_inputs(build("bloom", **fields))
     model.config.expansions = [
-        {"old_languages": ["en"], "new_languages": ["el"]},
-        {"old_languages": ["en", "el"], "new_languages": ["hu"]},
+        {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]},
+        {"method": "moe-lpr", "old_languages": ["en", "el"], "new_languages": ["hu"]},
     ]
     ffns = model.expanded_ffns()
     say(ffns[0].classifier, [0.0, 1.0, 0.0])
@@ -195,7 +195,7 @@ def test_after_two_expansions_there_are_three_classes():
 
 def test_a_dmoe_models_experts_are_its_groups():
     model = build("qwen2", DMoEConfig, (2, 1, 1, 2), language_groups=[["en"], ["el", "hu"]])
-    model.config.expansions = [{"old_languages": [], "new_languages": ["en", "el", "hu"]}]
+    model.config.expansions = [{"method": "dmoe", "old_languages": [], "new_languages": ["en", "el", "hu"]}]
     result = measure_routing(model, byte_tokenizer(), TEXTS, tokens=60, block_size=16, batch_size=2)
     assert result.classes == {"en": 1, "el": 1, "hu": 1}
     assert result.classifier_accuracy["en"] == [None, None]
@@ -294,10 +294,10 @@ def test_perplexity_under_random_routing():
 
 def test_the_models_provenance_says_which_languages_are_old():
     class Config:
-        expansions = (
-            {"old_languages": ["en"], "new_languages": ["el"]},
-            {"old_languages": ["en", "el"], "new_languages": ["hu"]},
-        )
+        expansions = [  # noqa: RUF012
+            {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]},
+            {"method": "moe-lpr", "old_languages": ["en", "el"], "new_languages": ["hu"]},
+        ]
 
     assert language_classes(Config, ["hu", "en", "el"], [], []) == {"hu": 2, "en": 0, "el": 1}
     assert language_classes(Config, ["hu", "de", "tr"], ["de"], ["tr"]) == {"hu": 2, "de": 0, "tr": 2}

@@ -114,6 +114,13 @@ def test_resumed_from_the_last_step_it_trains_no_more_and_writes_the_same(root, 
     assert not (tmp_path / "out.training").exists()
 
 
+def test_the_callers_configuration_stays_as_it_is(root, data, tmp_path):
+    chosen = config(max_steps=1)
+    before = chosen.to_dict()
+    assert train_stage(root / "expanded", tmp_path / "out", data, chosen, seed=7).seed == 7
+    assert chosen.to_dict() == before
+
+
 # --- divergence ------------------------------------------------------------------------------------------------------
 
 

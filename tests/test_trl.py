@@ -252,8 +252,8 @@ def test_languages_are_those_that_the_checkpoint_records(tmp_path, expanded):
     }  # fmt: skip
     # A grown model: class g is what expansion g brought.
     model.config.expansions = [
-        {"old_languages": ["en"], "new_languages": ["el"]},
-        {"old_languages": ["en", "el"], "new_languages": ["tr"]},
+        {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]},
+        {"method": "moe-lpr", "old_languages": ["en", "el"], "new_languages": ["tr"]},
     ]
     grown = MoESFTTrainer(model, settings(tmp_path), train_dataset=data, router_losses=[LanguagePriorLoss(0.1)])
     ids, languages = collated(grown)

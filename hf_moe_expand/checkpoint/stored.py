@@ -2,7 +2,8 @@
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.integrations import deepspeed
 
 from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, decoder_ffns
@@ -116,6 +118,17 @@ def check_size(config: Any, reader: CheckpointReader) -> None:
             )
 
 
+@contextmanager
+def built_whole() -> Iterator[None]:
+    """Inside, models are built and loaded whole, where a training's ZeRO-3 would split them over the ranks."""
+    zero3 = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = zero3
+
+
 def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
     """The model that a configuration describes, on the meta device; `reader` holds its tensors.
 
@@ -125,7 +138,7 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
     if reader is not None:
         check_size(config, reader)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), built_whole():
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     except Exception as error:  # modules raise many types for wrong values
         where = reader.folder if reader is not None else config.name_or_path or config.model_type

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from ..checkpoint.expand import versions
 from ..checkpoint.grow import add_experts
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+from ..checkpoint.stored import built_whole
 from ..checkpoint.writer import check_output
 from ..data.sources import LanguageText
 from ..distributed import launched
@@ -139,7 +140,8 @@ def adapt_language(
     state = launched()
     found: list[float] = []
     if state.is_main_process:
-        network, tokenizer = load_for_inference(folder)
+        with built_whole():
+            network, tokenizer = load_for_inference(folder)
         texts = source.load().shuffle(seed=seed)["text"]
         found = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
         del network

@@ -61,6 +61,7 @@ class StageConfig(TrainingArguments):
     save_total_limit: int | None = 1
     report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser reads this order alone)
     seed: int = 0
+    use_cpu: bool | None = None  # type: ignore[assignment]  # where no accelerator is available
     distributed_config: dict | str | None = field(
         default=None,
         metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"},
@@ -78,8 +79,8 @@ class StageConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 2**32:
                 raise InputError(f"{name} is {value}: must be at least 0 and below 2 ** 32.")
-        if not torch.accelerator.is_available():
-            self.use_cpu = True
+        if self.use_cpu is None:
+            self.use_cpu = not torch.accelerator.is_available()
         if self.data_seed is None:
             self.data_seed = self.seed
         if self.distributed_config is not None and "save_strategy" not in self.given:

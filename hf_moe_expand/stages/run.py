@@ -1,5 +1,6 @@
 """One training stage from a checkpoint folder to a checkpoint folder."""
 
+import copy
 import os
 import shutil
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ def train_stage(
     Raises:
         InputError: the data does not fit the checkpoint's languages, a setting is wrong, or the training diverged.
     """
-    stage = stage_for(config)
+    stage, config = stage_for(config), copy.copy(config)  # the caller's stays as it is
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = stage.load_config(folder)

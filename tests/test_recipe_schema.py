@@ -1,0 +1,100 @@
+"""The JSON schema of a recipe knows what `Recipe.load` knows, and takes the recipes that come with the repository."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import invoke
+
+from hf_moe_expand.planning.methods import METHODS, PlanSettings
+from hf_moe_expand.recipe import Recipe, recipe_schema
+from hf_moe_expand.recipes import packaged_files
+from hf_moe_expand.schema import keys_of, settings_in
+from hf_moe_expand.yamlfile import read_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = {**packaged_files(), **{path.name: path for path in (ROOT / "benchmarks").glob("*.yaml")}}
+
+
+def options(node, schema):
+    """The schemas that a node may be, without references and `anyOf`."""
+    if "$ref" in node:
+        yield from options(schema["$defs"][node["$ref"].rpartition("/")[2]], schema)
+    elif inner := node.get("anyOf") or node.get("oneOf") or node.get("allOf"):
+        for part in inner:
+            yield from options(part, schema)
+    else:
+        yield node
+
+
+def compare(cls, node, schema, path=""):
+    """Checks that every settings class below `cls` has its keys, and no others, in the schema."""
+    (mapping,) = [part for part in options(node, schema) if "properties" in part]
+    keys = keys_of(cls)
+    assert set(mapping["properties"]) == set(keys), path
+    assert mapping["additionalProperties"] is False, path
+    compared = 1
+    for key, hint in keys.items():
+        inner = mapping["properties"][key]
+        assert any("description" in part for part in (inner, *options(inner, schema))), f"{path}.{key}"
+        for found in settings_in(hint):
+            if found is PlanSettings:
+                continue
+            compared += compare(found, inner, schema, f"{path}.{key}")
+    return compared
+
+
+def test_the_schema_knows_every_key_that_a_recipe_may_have():
+    schema = recipe_schema()
+    assert compare(Recipe, schema, schema) >= 12
+    items = schema["properties"]["expansions"]["items"]
+    (expansion,) = options(items, schema)
+    top = set(schema["properties"]) - {"base", "output", "old", "test", "revision", "seed", "expansions", "evaluation"}
+    assert set(expansion["properties"]) == top
+    plans = {}
+    for part in options(schema["properties"]["plan"], schema):
+        for name in part.get("properties", {}).get("method", {}).get("enum", ()) or [
+            part.get("properties", {}).get("method", {}).get("const")
+        ]:
+            plans[name] = set(part.get("properties", ()))
+    for method in METHODS.values():
+        for name in method.names:
+            assert plans[name] == {"method", *method.keys}, name
+
+
+def test_the_command_prints_it(tmp_path):
+    printed = invoke("recipes", "schema")
+    assert json.loads(printed) == json.loads(json.dumps(recipe_schema()))
+    assert f"wrote {tmp_path / 'schema.json'}" in invoke("recipes", "schema", "--out", tmp_path / "schema.json")
+    assert (tmp_path / "schema.json").read_text("utf-8") == printed
+
+
+@pytest.fixture(scope="module")
+def validator():
+    jsonschema = pytest.importorskip("jsonschema")
+    kind = jsonschema.Draft202012Validator
+    kind.check_schema(recipe_schema())
+    return kind(recipe_schema())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_recipes_of_the_repository_pass_it(validator, name):
+    assert [error.message for error in validator.iter_errors(read_yaml(FILES[name]))] == []
+
+
+def test_the_readmes_recipe_passes_it_and_mistakes_do_not(validator, tmp_path):
+    (text,) = re.findall(r"```yaml\n# recipe.yaml\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "recipe.yaml").write_text(text)
+    mapping = read_yaml(tmp_path / "recipe.yaml")
+    assert validator.is_valid(mapping)
+    for changes in (
+        {"bsae": "x"},
+        {"seed": -1},
+        {"plan": {"method": "layer-moe", "total_expert": 3}},
+        {"review": {"balance_coef": "much"}},
+        {"post_pretrain": None},
+        {"analysis": {"tokens": 0}},
+    ):
+        assert not validator.is_valid({**mapping, **changes}), changes
+    assert validator.is_valid({**mapping, "review": None})

@@ -1,0 +1,177 @@
+"""The history in config.json: every kind of entry round-trips, damaged ones are named; languages and their classes."""
+
+import json
+import re
+
+import pytest
+import torch
+from conftest import save_dense, write_texts
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import (
+    AdaptConfig,
+    JointConfig,
+    Plan,
+    PostPretrainConfig,
+    adapt_language,
+    expand_checkpoint,
+    graft_delta,
+    grow_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.baselines.branches import expand_branches
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
+from hf_moe_expand.stages import stage_of, training_stages
+
+QUICK = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+EXPANSION = {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]}
+# As `to_dict` orders its keys; the last two of each are none that this release knows.
+FULL = {
+    "method": "dmoe-adapt", "old_languages": ["en", "el"], "new_languages": ["tr"], "base_model": "me/base",
+    "base_revision": None, "experts_per_layer": [3, 1, 3], "classifier_layers": [2], "seed": 0,
+    "expert_init": "branches", "branches": ["a", "b"], "copied_expert": 1, "copied_experts": {"0": 2, "2": 0},
+    "base_parameters": 10, "parameters": 20, "versions": {"torch": "2.13"},
+    "stages": [
+        {
+            "stage": "review", "steps": 3, "documents": {"en": 5}, "tokens": {"en": 70}, "seed": 1,
+            "settings": {"block_size": 16, "training": {}}, "later": [1, None], "and": {"more": "text"},
+        },
+        {"stage": "graft", "settings": {"instruct": "b"}},
+    ],
+    "later": {"key": [1.5, None]}, "and": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint after each kind of step."""
+    root = tmp_path_factory.mktemp("records")
+    data = {}
+    for code, words in {"en": "the cat ", "el": "η γάτα ", "hi": "बिल्ली "}.items():
+        data[code] = LanguageText(code, str(write_texts(root / f"{code}.jsonl", [f"{words} {i}" for i in range(30)])))
+    base = save_dense(root / "base")
+    other = save_dense(root / "other", seed=1)
+    expand_checkpoint(base, root / "expand", Plan("moe-lpr", [2, 2, 2], [2], old=["en"], new=["el"]))
+    train_stage(root / "expand", root / "stage", {"el": data["el"]}, PostPretrainConfig(**QUICK))
+    second = Plan("moe-lpr", [3, 3, 3], [2], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    grow_checkpoint(root / "stage", root / "grow", second, copy_from={0: 1}, keep_routers=True)
+    with pytest.warns(UserWarning, match="look unrelated"):
+        graft_delta(root / "stage", root / "graft", base, other)
+    average_checkpoints([root / "stage", root / "graft"], root / "average")
+    groups = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
+    expand_checkpoint(base, root / "dmoe", groups)
+    train_stage(root / "dmoe", root / "joint", {code: data[code] for code in ("en", "el")}, JointConfig(**QUICK))
+    adapt_language(root / "joint", root / "adapt", data["hi"], AdaptConfig(sample_tokens=100, **QUICK))
+    expand_branches([base, other], root / "branches", groups)
+    return root
+
+
+def in_config_json(value):
+    return json.dumps(value, sort_keys=True)  # as transformers writes it
+
+
+@pytest.mark.parametrize("kind", ["expand", "stage", "grow", "graft", "average", "dmoe", "joint", "adapt", "branches"])
+def test_what_a_step_writes_comes_back_to_the_byte(folders, kind):
+    written = json.loads((folders / kind / "config.json").read_text())["expansions"]
+    history = History.of({"expansions": written})
+    assert not any(record.other for record in (*history.expansions, *history.stages))
+    assert in_config_json([record.to_dict() for record in history.expansions]) == in_config_json(written)
+    # Through the model's own configuration, as a tool saves it that knows nothing of histories.
+    config = AutoModelForCausalLM.from_pretrained(folders / kind, dtype=torch.float32).config
+    History.of(config).write(config)
+    assert in_config_json(config.expansions) == in_config_json(written)
+
+
+def test_the_steps_are_in_the_history(folders):
+    def stages(kind):
+        history = History.of(json.loads((folders / kind / "config.json").read_text()))
+        return [[stage.stage for stage in expansion.stages] for expansion in history.expansions]
+
+    assert stages("grow") == [["post-pretrain"], []]
+    assert stages("average") == [["post-pretrain", "average"]]
+    assert stages("graft") == [["post-pretrain", "graft"]]
+    assert stages("adapt") == [["joint"], ["adapt"]]
+    assert stages("branches") == [[]]
+
+
+@pytest.mark.parametrize("entry", [EXPANSION, FULL], ids=["least", "all keys"])
+def test_unknown_keys_are_kept(entry):
+    record = ExpansionRecord.from_dict(entry)
+    written = record.to_dict()
+    assert {name: written[name] for name in entry} == entry
+    assert ExpansionRecord.from_dict(written) == record
+    if entry is FULL:
+        assert json.dumps(written) == json.dumps(FULL)
+        assert set(record.other) == set(record.stages[0].other) == {"later", "and"}
+
+
+def test_a_step_is_added_to_the_last_expansion_and_leaves_the_others():
+    class Config:
+        expansions = None
+
+    config = Config()
+    config.expansions = [json.loads(json.dumps(FULL)), dict(EXPANSION)]
+    step = StageRecord("review", 3, seed=0)
+    add_stage(config, step)
+    assert config.expansions[0] == FULL
+    assert config.expansions[1]["stages"] == [{"stage": "review", "steps": 3, "seed": 0}]
+    assert History.of(config).stages[-1] == step
+    dense = Config()
+    add_stage(dense, step)
+    add_stage(dense, step)
+    assert dense.history == [step.to_dict()] * 2
+    assert dense.expansions is None
+
+
+def test_languages_and_their_classes():
+    second = {"method": "moe-lpr", "old_languages": ["en", "de", "el"], "new_languages": ["tr", "hu"]}
+    history = History.of({"expansions": [{**EXPANSION, "old_languages": ["en", "de"]}, second]})
+    assert history.languages == ["en", "de", "el", "tr", "hu"]
+    assert history.classes == {"en": 0, "de": 0, "el": 1, "tr": 2, "hu": 2}
+    assert history.by_expansion == [["en", "de"], ["el"], ["tr", "hu"]]
+    assert (history.first.new_languages, history.last.new_languages) == (["el"], ["tr", "hu"])
+    for empty in ({}, {"expansions": None}, {"expansions": []}):
+        history = History.of(empty)
+        assert (len(history), history.languages, history.classes, history.stages) == (0, [], {}, [])
+
+
+@pytest.mark.parametrize(
+    ("expansions", "message"),
+    [
+        ("x", "expansions: a list is needed, found str"),
+        ({"method": "moe-lpr"}, "expansions: a list is needed, found dict"),
+        (["x"], "expansions[0]: must be an object, found str"),
+        ([EXPANSION, {}], "expansions[1]: `method` is missing"),
+        ([{**EXPANSION, "method": None}], "expansions[0].method: text is needed, found None"),
+        ([{**EXPANSION, "old_languages": None}], "expansions[0].old_languages: a list of texts is needed, found None"),
+        ([{**EXPANSION, "old_languages": "en"}], "expansions[0].old_languages: a list of texts is needed, found 'en'"),
+        ([{**EXPANSION, "new_languages": [1]}], "expansions[0].new_languages: a list of texts is needed, found [1]"),
+        ([{**EXPANSION, "experts_per_layer": [True]}], "expansions[0].experts_per_layer: a list of integers is needed"),
+        ([{**EXPANSION, "seed": -1}], "expansions[0].seed: an integer of at least 0 is needed, found -1"),
+        ([{**EXPANSION, "versions": []}], "expansions[0].versions: an object is needed, found []"),
+        ([{**EXPANSION, "stages": {}}], "expansions[0].stages: a list is needed, found dict"),
+        ([EXPANSION, {**EXPANSION, "stages": [7]}], "expansions[1].stages[0]: must be an object, found int"),
+        ([{**EXPANSION, "stages": [{"stage": "review"}, {}]}], "expansions[0].stages[1]: `stage` is missing"),
+        ([{**EXPANSION, "stages": [{"stage": None}]}], "expansions[0].stages[0].stage: text is needed, found None"),
+        ([{**EXPANSION, "stages": [{"stage": "review", "steps": "3"}]}], "expansions[0].stages[0].steps: an integer"),
+    ],
+)
+def test_damaged_histories_name_the_entry(expansions, message):
+    with pytest.raises(InputError, match=re.escape(f"config.json: {message}")):
+        History.of({"expansions": expansions})
+
+
+def test_every_stage_that_trains_everything_is_known_to_change_everything():
+    everything = [stage for stage in training_stages() if stage.trains.everything]
+    assert {"group", "joint"} <= {stage.name for stage in everything}
+    for stage in everything:
+        assert {stage.name, *stage.former} <= CHANGES_EVERYTHING
+        assert StageRecord(stage.name).changes_everything
+    name, trained = stage_of("post_pretrain").trained(PostPretrainConfig(everything=True))
+    assert trained.everything
+    assert name in CHANGES_EVERYTHING
+    for stage in training_stages():
+        assert stage.trains.everything or not StageRecord(stage.name).changes_everything

@@ -1,0 +1,133 @@
+"""A run's steps: what each was made from, what it found, and that `validate` asks each of them."""
+
+import json
+import os
+from itertools import pairwise
+
+import pytest
+from conftest import save_dense, write_texts
+
+from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.pipeline import steps_of
+from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.schema import changed
+from hf_moe_expand.settings import EvaluationSettings
+from hf_moe_expand.stages.config import settings_of
+from hf_moe_expand.stages.run import check_frozen
+from hf_moe_expand.steps.analyze import AnalyzeSimilarity
+from hf_moe_expand.steps.evaluate import Evaluate
+from hf_moe_expand.steps.expand import Expand
+from hf_moe_expand.steps.plan import MakePlan
+from hf_moe_expand.steps.stage import TrainStep
+
+TRAINING = {"max_steps": 1, "per_device_train_batch_size": 1, "disable_tqdm": True}
+WORDS = {"en": "a plain sentence ", "el": "μια απλή πρόταση "}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    save_dense(tmp_path / "base")
+    for code, words in WORDS.items():
+        write_texts(tmp_path / f"{code}.jsonl", [words * 8] * 4)
+        write_texts(tmp_path / f"{code}.test.jsonl", [words])
+    return Recipe(
+        base=str(tmp_path / "base"),
+        output=str(tmp_path / "run"),
+        old={"en": str(tmp_path / "en.jsonl")},
+        new={"el": str(tmp_path / "el.jsonl")},
+        test={code: str(tmp_path / f"{code}.test.jsonl") for code in WORDS},
+        plan=PlanSettings("moe-lpr", experts=2),
+        post_pretrain=settings_of(PostPretrainConfig)(block_size=16, training=TRAINING),
+        review=settings_of(ReviewConfig)(block_size=16, training=TRAINING),
+        evaluation=EvaluationSettings(block_size=16),
+    )
+
+
+def repeated(recipe):
+    """The steps that a further run does again."""
+    said = []
+    run_recipe(recipe, said.append)
+    return [line.partition("] ")[2].removesuffix(" ...") for line in said if line.endswith(" ...")]
+
+
+def test_changed_text_and_a_replaced_base_are_noticed_and_named(recipe, tmp_path):
+    assert repeated(recipe) == ["plan", "expand", "post_pretrain", "review", "evaluate"]
+    # The content counts: the same text, written again a day later, is no change.
+    for code, words in WORDS.items():
+        os.utime(write_texts(tmp_path / f"{code}.jsonl", [words * 8] * 4), (0, 0))
+    assert repeated(recipe) == []
+    write_texts(tmp_path / "el.test.jsonl", ["άλλο κείμενο"])
+    assert repeated(recipe) == ["evaluate"]
+    assert repeated(recipe) == []
+    write_texts(tmp_path / "en.jsonl", ["another sentence " * 8] * 4)  # the review alone reads it
+    with pytest.raises(InputError, match=r"run: review: texts: changed after step `review` had run with it\. Give an"):
+        run_recipe(recipe)
+    write_texts(tmp_path / "el.jsonl", ["άλλη πρόταση " * 8] * 4)
+    with pytest.raises(InputError, match=r"run: post_pretrain: texts: changed after step `post_pretrain` had run"):
+        run_recipe(recipe)
+    for code, words in WORDS.items():
+        write_texts(tmp_path / f"{code}.jsonl", [words * 8] * 4)
+    assert repeated(recipe) == []
+    save_dense(tmp_path / "base", seed=1)
+    with pytest.raises(InputError, match="run: base: changed after step `plan` had run with it"):
+        run_recipe(recipe)
+
+
+def test_changed_settings_are_noticed_by_the_first_step_that_has_them(recipe):
+    run_recipe(recipe, lambda line: None)
+    for changes, message in [
+        ({"seed": 1}, "seed: changed after step `plan`"),
+        ({"expand": changed(recipe.expand, expert_init="random")}, "expand: expand: changed after step `expand`"),
+        ({"review": changed(recipe.review, balance_coef=0.5)}, "review: review: changed after step `review`"),
+        ({"review": None}, None),
+        ({"evaluation": EvaluationSettings(block_size=8)}, None),
+    ]:
+        other = changed(recipe, **changes)
+        if message is None:
+            assert repeated(other) == ["evaluate"]
+        else:
+            with pytest.raises(InputError, match=message):
+                run_recipe(other)
+
+
+def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path):
+    run_recipe(recipe, lambda line: None)
+    run = tmp_path / "run"
+    record = json.loads((run / "steps.json").read_text())
+    names = ["plan", "expand", "post_pretrain", "review", "evaluate"]
+    assert list(record) == names
+    stages = {"post_pretrain": ("expanded", "post-pretrain"), "review": ("post_pretrain", "review")}
+    for name, entry in record.items():
+        assert set(entry) == {"seconds", "summary", "facts", "made_from"}
+        if name in stages:
+            before, stage = stages[name]
+            assert entry["facts"] == {"frozen": check_frozen(run / before, run / name, stage)}
+            assert f"{entry['facts']['frozen']} frozen tensors are byte-identical" in entry["summary"]
+        else:
+            assert entry["facts"] == {}
+    # A step is made from all that the steps before it were.
+    made = [set(record[name]["made_from"].items()) for name in names]
+    assert all(one < next_one for one, next_one in pairwise(made))
+    assert set(record["plan"]["made_from"]) == {"base", "seed", "plan: plan", "plan: old", "plan: new"}
+    assert "evaluate: test" in record["evaluate"]["made_from"]
+    assert str(tmp_path) not in (run / "steps.json").read_text()
+
+
+def test_validate_asks_every_step(recipe, monkeypatch):
+    recipe = changed(recipe, plan=PlanSettings(total_experts=7), analysis=changed(recipe.analysis, tokens=30))
+    asked = []
+    for kind in (AnalyzeSimilarity, MakePlan, Expand, TrainStep, Evaluate):
+        check = kind.check
+        monkeypatch.setattr(
+            kind, "check", lambda step, checks, check=check: (asked.append(step.name), check(step, checks))[1]
+        )
+    validate_recipe(recipe)
+    assert asked == [step.name for step in steps_of(recipe)[0]]
+    assert asked == ["analyze", "plan", "expand", "post_pretrain", "review", "evaluate"]
+    for kind in (AnalyzeSimilarity, MakePlan, Expand, TrainStep, Evaluate):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "check", lambda step, checks: (_ for _ in ()).throw(InputError(step.name)))
+            with pytest.raises(InputError):
+                validate_recipe(recipe)
