@@ -1,9 +1,9 @@
-# `make demo` and `make test` set up all they need: a virtual environment in .venv, the package in it, and for the tests
-# their tools.
+# `make demo` and `make test` first set up a virtual environment in .venv, with the package and, for the tests, their
+# tools.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Less memory traffic with the system: twice as fast on a CPU.
+# Keeps freed memory in the process: twice as fast on a CPU.
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "wide or not wide"
 
-# The suite with the oldest transformers that passes it: the floor in pyproject.toml.
+# Runs the suite with the oldest transformers that passes it, the lower bound in pyproject.toml.
 oldest: $(VENV)-oldest/.installed
 	$(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
 
