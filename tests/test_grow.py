@@ -237,7 +237,7 @@ def test_grow_copies_what_it_is_told(first, text, tmp_path):
 
     data = ("--data", f"tr={text['tr'].source}")
     nearest = ("--copy-from", "nearest")
-    refused("nearest: measures text of the plan's new languages: give --data tr=FILE", *nearest)
+    refused("nearest measures text in the plan's new languages: give --data tr=FILE", *nearest)
     refused(r"--data: el: not a new language of the plan \(tr\)", *nearest, *data, "--data", f"el={text['el'].source}")
     refused("--data belongs to --copy-from nearest", *data)
     refused("--copy-from is 'next': must be an expert's number", "--copy-from", "next")

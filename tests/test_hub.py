@@ -448,8 +448,8 @@ def test_keys_and_links_do_not_go_along_with_the_tokenizer(folder, tmp_path):
     ("name", "change", "message"),
     [
         ("expanded_ffn.py", lambda text: text + "\n", r"expanded_ffn\.py differs from this package's"),
-        ("own.py", lambda _: "", r"own\.py is no code of this package"),
-        ("custom_generate/generate.py", lambda _: "", r"custom_generate/generate\.py is no code of this package"),
+        ("own.py", lambda _: "", r"own\.py is not code of this package"),
+        ("custom_generate/generate.py", lambda _: "", r"custom_generate/generate\.py is not code of this package"),
         ("config.json", lambda text: text.replace('"modeling_layer_moe.', '"other/repo--modeling_layer_moe.'),
          r"config\.json names code that is not this package's"),
         ("tokenizer_config.json", lambda text: text.replace("{", '{"auto_map": {"AutoTokenizer": ["x.X", null]},', 1),

@@ -251,7 +251,7 @@ def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
 
     refused(new | {"hu": texts["el"]}, PostPretrainSettings(), "hu: not a language of this expansion")
     refused({"el": texts["el"]}, PostPretrainSettings(), "tr: no text was given")
-    refused(texts, PostPretrainSettings(), "en, zh: post-pretraining sees new languages only; set `replay: true`")
+    refused(texts, PostPretrainSettings(), "en, zh: post-pretraining reads only new languages; set `replay: true`")
     refused(new, PostPretrainSettings(language_prior=0.1), "language_prior in post-pretraining needs old-language text")
     refused(new, ReviewSettings(), "en, zh: review needs text")
     refused(new, PostPretrainSettings(tokens_per_language=10**6), "tokens, but 1,000,000 were asked for")

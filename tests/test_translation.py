@@ -104,7 +104,7 @@ def test_prompts():
     assert translation_prompt(("el", "en"), "Δύο.", [("Ένα.", "One."), ("Μηδέν.", "Nil.")]) == (
         "Greek: Ένα. → English: One.\nGreek: Μηδέν. → English: Nil.\nGreek: Δύο. → English:"
     )
-    with pytest.raises(InputError, match="'qx' is no language code"):
+    with pytest.raises(InputError, match="'qx' is not a language code"):
         language_name("qx")
 
 
