@@ -117,7 +117,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("plan:", "expand: {expert_init: cpoy}\nplan:", "expand: expert_init is 'cpoy'; known: copy"),
         ("plan:", "expand: {expert_kind: lroa}\nplan:", "expand: expert_kind is 'lroa'; known: ffn, lora"),
         ("plan:", "expand: {max_shard_size: 5 gigs}\nplan:", "expand: max_shard_size is '5 gigs'"),
-        ("post_pretrain: {", "post_pretrain: {masking: {conditional_routing: 0.2}, ", "masks a gate, and"),
+        ("post_pretrain: {", "post_pretrain: {masking: {conditional_routing: 0.2}, ", "masks a gate, but"),
         ("post_pretrain: {", "post_pretrain: {language_prior: 0.1, ", "needs old-language text: set `replay: true`"),
         (
             "learning_rate: 5e-5",
