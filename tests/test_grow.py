@@ -313,5 +313,5 @@ def test_wrong_growth_is_refused(first, tmp_path):
         Plan("layer-moe", [2, 2, 2], grows_from=[3, 2, 2])
     config = json.loads((first / "config.json").read_text())
     config["earlier_experts_per_layer"] = [[4, 2, 2]]
-    with pytest.raises(ValueError, match="a layer never loses any"):
+    with pytest.raises(ValueError, match="a layer must not lose experts"):
         LayerMoEConfig.from_dict(config)
