@@ -234,7 +234,7 @@ def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
         drawn.append(str(yaml.safe_load((tmp_path / "c.json").read_text())["groups"]))
     assert len(set(drawn)) > 1
     for arguments, message in [
-        (["--groups", 5], "error: 5 groups were asked for, but there are 4 languages."),
+        (["--groups", 5], "error: groups is 5: must be from 1 to 4, the number of languages."),
         (["--groups", 2, "--threshold", 1.5], "error: A threshold of 1.5 selects no layer"),
         (["--groups", 2, "--ratio", 0], "error: ratio is 0.0: must be larger than 0."),
         (["--groups", 2, "--ratio", 0.4, "--threshold", 0.6], "give exactly one of the two"),

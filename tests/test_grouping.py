@@ -114,7 +114,7 @@ def test_128_languages_in_16_groups_find_planted_families():
 @pytest.mark.parametrize(
     ("matrix", "names", "number", "message"),
     [
-        ([[1, 0], [0, 1]], ["a", "b"], 3, "3 groups were asked for, but there are 2 languages"),
+        ([[1, 0], [0, 1]], ["a", "b"], 3, "groups is 3: must be from 1 to 2"),
         ([[1, 0], [0, 1]], ["a", "b"], 0, "0 groups"),
         ([[1, 0], [0, 1]], ["a", "a"], 1, "a is named twice"),
         ([[1, 0], [0, 1]], ["a", "b", "c"], 1, r"shape \[2, 2\], but 3 languages need \[3, 3\]"),
@@ -288,7 +288,7 @@ def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": 5}, "5 groups were asked for, but there are 4 languages"),
+        ({"groups": 5}, "groups is 5: must be from 1 to 4"),
         ({"groups": 1}, "at least 2 experts"),
         ({}, "`groups` is missing"),
         ({"groups": 0}, "groups is 0: must be at least 1"),
