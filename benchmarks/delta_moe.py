@@ -1,12 +1,11 @@
-"""DeltaMoE on real text: what instruction tuning changed in a small base, grafted onto it after it grew new languages.
+"""DeltaMoE on real text: grafts the change of an instruction-tuned small base onto its expansion with new languages.
 
     python benchmarks/delta_moe.py --data DIR --base runs/real_text/base --out runs/delta_moe --table table.md
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr; the base is the one that
-benchmarks/real_text.py makes, and data and settings are those of benchmarks/real_text.yaml. The instructions
-(benchmarks/instructions.py) are in English, about English text; they are tested on text of the new languages too.
-Beside DeltaMoE stand the paper's comparisons, all with the same number of steps on the same new-language text.
-Finished parts are kept: run it again to go on.
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr; benchmarks/real_text.py makes the base,
+and benchmarks/real_text.yaml sets data and settings. The instructions (benchmarks/instructions.py) are in English,
+about English text; they are tested on text of the new languages too. The paper's comparisons run as well, all with the
+same number of steps on the same new-language text. Finished parts are kept: run it again to continue.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from hf_moe_expand.schema import changed
 from hf_moe_expand.stages.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
-# A third of the rate that made the base: a dense model has nothing frozen to come back to.
+# A third of the base's learning rate: a dense model has no frozen weights that keep its languages.
 DENSE_LEARNING_RATE = 1e-3
 SFT_LEARNING_RATE = 5e-4
 SFT_BATCH = 32
@@ -54,10 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/delta_moe"))
     parser.add_argument("--table", type=Path, help="also write the table here")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=200, help="of each continued pre-training")
-    parser.add_argument("--sft-steps", type=int, default=200, help="of instruction tuning")
-    parser.add_argument("--review-steps", type=int, default=60, help="of router tuning")
-    parser.add_argument("--test-tokens", type=int, default=30_000, help="scored in each language's test split")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each continued pre-training")
+    parser.add_argument("--sft-steps", type=int, default=200, help="steps of instruction tuning")
+    parser.add_argument("--review-steps", type=int, default=60, help="steps of router tuning")
+    parser.add_argument("--test-tokens", type=int, default=30_000, help="tokens to score in each language's test split")
     options = parser.parse_args(arguments)
     os.environ |= {"DATA": str(options.data), "BASE": str(options.base), "OUT": str(options.out)}
     recipe = Recipe.load(Path(__file__).with_name("real_text.yaml"))
@@ -70,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """Makes the models in `options.out`, each once."""
+    """Makes each model in `options.out` once."""
 
     options: Any
     recipe: Recipe
@@ -153,7 +152,7 @@ class Work:
             tokenizer.save_pretrained(partial)
 
     def tests(self) -> dict[str, list[Example]]:
-        """Instructions about text that no model saw, none of them among those that were trained."""
+        """Instructions about text that no model saw, different from the trained instructions."""
         options = self.options
         train = make_examples(load(options.data, "en", "train")["text"], options.sft_steps * SFT_BATCH, options.seed)
         seen = {example.prompt for example in train}
@@ -163,7 +162,7 @@ class Work:
         }
 
     def scored(self, name: str, path: Path, tests: Mapping[str, list[Example]], chat: Path) -> dict[str, Any]:
-        """A model's answers and bits per byte, kept in `results`; `chat` is whose chat template asks."""
+        """A model's answers and bits per byte, kept in `results`; `chat` is the model with the chat template."""
         kept = self.options.out / "results" / f"{name}.json"
         if not kept.exists():
             print(f"scoring {name} ...", flush=True)
@@ -182,7 +181,7 @@ class Work:
 
 @torch.inference_mode()
 def answers(model: Any, tokenizer: Any, examples: list[Example], batch_size: int = 50) -> list[dict[str, Any]]:
-    """Greedy answers, with room for the longest true answer and 8 tokens more."""
+    """Greedy answers, with room for the longest correct answer and 8 more tokens."""
     tokenizer.padding_side = "left"
     end = tokenizer.eos_token_id
     room = max(len(tokenizer(example.answer).input_ids) for example in examples) + 8
@@ -212,7 +211,7 @@ def answers(model: Any, tokenizer: Any, examples: list[Example], batch_size: int
 
 
 def render(results: Mapping[str, dict[str, Any]], options: Any, stage: Any) -> str:
-    """Three tables, a row a model in each: what counts, bits per byte by language, right answers by format."""
+    """Three tables with one row for each model: the main scores, bits per byte by language, right answers by format."""
 
     def share(result: dict[str, Any], codes: tuple[str, ...], what: str, kind: str | None = None) -> str:
         rows = [row for code in codes for row in result["answers"][code] if kind in (None, row["kind"])]

@@ -2,8 +2,8 @@
 
     python benchmarks/dmoe.py --data DIR --base runs/real_text/base --out runs/dmoe --table docs/dmoe_table.md
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr hi; the base is the one that
-benchmarks/real_text.py makes. Settings: benchmarks/dmoe.yaml. Finished parts are kept: run it again to go on.
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr hi; benchmarks/real_text.py makes the
+base, and benchmarks/dmoe.yaml has the settings. Finished parts are kept: run it again to continue.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Expanding a checkpoint, against copying the output's bytes, and against transformers doing the same in memory.
+"""Compares expanding a checkpoint with copying the output's bytes, and with expanding in memory by transformers.
 
     python benchmarks/expand_io.py --gib 4 --scratch /tmp --out expand_io.md
 
@@ -6,13 +6,13 @@ Makes a dense bfloat16 checkpoint in shards whose expansion has `--gib` GiB (wit
 in turn, each in a process of its own:
 
 - `expand_checkpoint`;
-- `cp -r` of what it wrote;
+- `cp -r` of its output;
 - transformers: load the dense model, copy its FFNs, `save_pretrained`.
 
 Each reads from a cold page cache (its input was dropped from it), and ends when its output is flushed to the disk
 (fsync of every file, counted for all three). Imports are not counted. Peak memory is resident memory above that of the
-process before, which has only imported the modules. The run stops if transformers' tensors differ from ours (but for
-the routers, which are drawn). Needs about four times `--gib` of disk. Linux only.
+parent process, which has only imported the modules. The run stops if transformers' tensors differ from ours (except
+for the routers, which are random). Needs about four times `--gib` of disk. Linux only.
 """
 
 import argparse
@@ -37,7 +37,7 @@ OURS, COPY, TRANSFORMERS = "expand_checkpoint", "cp", "transformers"
 
 
 def layers_for(options: argparse.Namespace) -> int:
-    """How many layers make an expansion of about `--gib` GiB in bfloat16."""
+    """The number of layers whose expansion has about `--gib` GiB in bfloat16."""
     one, two = (_expanded_parameters(options, layers) for layers in (1, 2))
     return max(1, round((options.gib * 2**30 / 2 - (2 * one - two)) / (two - one)))
 
@@ -76,7 +76,7 @@ WAYS: dict[str, Callable[[Path, Path, argparse.Namespace, int], None]] = {
 
 
 def measured(name: str, source: Path, out: Path, options: argparse.Namespace, layers: int) -> tuple[float, int]:
-    """Seconds until the output is on the disk, and peak bytes; to be run in a process of its own."""
+    """Seconds until the output is on the disk, and peak bytes; run it in a process of its own."""
     imports = resident_bytes()
     reset_peak()
     start = perf_counter()
@@ -97,7 +97,7 @@ def flush(folder: Path, drop: bool = False) -> None:
 
 
 def check_same(ours: Path, other: Path) -> None:
-    """Raises RuntimeError where two checkpoints differ."""
+    """Raises RuntimeError if two checkpoints differ."""
     found = compare_checkpoints(ours, other)
     wrong = found.changed + found.added + found.removed
     if wrong:
@@ -108,8 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     options_parser = parser(__doc__, repeats=3, on_device=False)
     add_model_options(options_parser, hidden=2048, vocabulary=32000)
     options_parser.add_argument("--gib", type=float, default=4.0, help="size of the expansion (%(default)s)")
-    options_parser.add_argument("--shard", default="1GB", help="largest weight file (%(default)s)")
-    options_parser.add_argument("--scratch", type=Path, help="folder on the disk to measure; left as it was")
+    options_parser.add_argument("--shard", default="1GB", help="size of the largest weight file (%(default)s)")
+    options_parser.add_argument("--scratch", type=Path, help="folder on the disk to measure; its files stay unchanged")
     options = options_parser.parse_args(arguments)
     layers = layers_for(options)
     with TemporaryDirectory(dir=options.scratch, prefix="expand_io-") as name:
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
                 os.sync()
     rows = []
     for way in WAYS:
-        # What cp itself holds is not in the measured process.
+        # The memory of cp itself is outside the measured process.
         peak = "–" if way == COPY else f"{max(peaks[way]) / 2**20:,.0f}"
         rows.append([way, f"{median(times[way]):.2f}", f"{ratio(times, way, COPY):.2f}", peak])
     title = f"Expansion of {layers} layers of {options.hidden} in {files} files to {options.experts} experts, "

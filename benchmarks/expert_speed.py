@@ -6,16 +6,16 @@ A gated FFN of `2.75 h` (rounded to 64) is expanded; 2 experts a token, evenly d
 
 - `forward`: evaluation, no gradients;
 - `forward+backward`: all experts train;
-- `expert 0 frozen`: the same, as in training the real thing, against a dense FFN that trains whole;
-- `old tokens`: `forward` behind a classifier that finds every token old.
+- `expert 0 frozen`: the same with a frozen expert 0, as in stage 1, against a dense FFN whose weights all train;
+- `old tokens`: `forward` behind a classifier that classifies every token as old.
 
 `dense ms` is one dense FFN of the width of 2 experts, hence of equal active FLOPs; in `old tokens`, of one. The other
 columns are multiples of it: ours; Mixtral's block of transformers with its `eager` and its `grouped_mm` experts; a
-plain loop (masks, `torch.where`, `index_add_`), as research code has it. They share weights and routing, and the run
-stops if their outputs or gradients disagree. `autocast` is bfloat16 autocast over float32 weights; transformers'
-grouped_mm does not take part in it and computes in float32.
+plain loop (masks, `torch.where`, `index_add_`), as in research code. They share weights and routing, and the run
+stops if their outputs or gradients disagree. `autocast` is bfloat16 autocast over float32 weights, which transformers'
+grouped_mm ignores: it computes in float32.
 
-Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 100000000000 on a CPU, or allocation is what is measured.
+Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 100000000000 on a CPU, or allocation dominates the times.
 """
 
 import argparse
@@ -49,7 +49,7 @@ TOLERANCE = {"fp32": 3e-5, "bf16": 3e-2, "autocast": 3e-2}
 
 
 class LoopFFN(nn.Module):
-    """An expert after the other, its tokens found by a mask, results added in the model's dtype."""
+    """Runs one expert after the other on the tokens that a mask selects, and adds results in the model's dtype."""
 
     def __init__(self, router_weight: nn.Parameter, experts: nn.ModuleList) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def gated_ffn(hidden: int, intermediate: int) -> Qwen2MLP:
 
 
 def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """The dense FFN of equal active FLOPs, and all implementations of one and the same expanded FFN."""
+    """The dense FFN with equal active FLOPs, and all implementations of the same expanded FFN."""
     torch.manual_seed(seed)
     size, dtype = ffn_size(hidden), DTYPES[mode]
     ours = ExpandedFFN(gated_ffn(hidden, size), hidden, experts, TOP_K, 0, False, RoutingControl())
@@ -112,8 +112,8 @@ def _stacked(ours: ExpandedFFN) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def draw_tokens(tokens: int, hidden: int, experts: int, mode: str, device: str, seed: int) -> torch.Tensor:
-    """`[1, T, h]`. The first N features are the router logits (its weights are an identity): multiples of 1/2, all
-    different, so that every implementation sees the same ones whatever it computes in. The next one is 1."""
+    """`[1, T, h]`. The first N features are the router logits (its weights are an identity): distinct multiples of 1/2,
+    which are exact in every implementation's dtype. The next feature is 1."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, tokens, hidden, generator=generator)
     x[..., :experts] = torch.rand(1, tokens, experts, generator=generator).argsort(-1) / 2
@@ -132,7 +132,7 @@ def forward_pass(module: nn.Module, x: torch.Tensor, mode: str) -> Callable[[], 
 
 
 def training_pass(module: nn.Module, x: torch.Tensor, mode: str, seed: int) -> Callable[[], list[torch.Tensor]]:
-    """Output, then the gradients of the input and of all that trains."""
+    """Output, then the gradients of the input and of all trained parameters."""
     module.train()
     x = x.detach().requires_grad_()
     gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
@@ -151,7 +151,7 @@ def _precision(mode: str, x: torch.Tensor) -> Any:
 
 
 def check_agreement(found: dict[str, torch.Tensor], what: str, tolerance: float) -> None:
-    """Raises RuntimeError where an implementation's result is not that of ours."""
+    """Raises RuntimeError if an implementation's result differs from ours."""
     ours = found[OURS].float()
     for name, other in found.items():
         error = ((other.float() - ours).abs().max() / ours.abs().max()).item()
@@ -160,7 +160,7 @@ def check_agreement(found: dict[str, torch.Tensor], what: str, tolerance: float)
 
 
 def measure(options: argparse.Namespace, hidden: int, experts: int, tokens: int, mode: str) -> Iterator[list[str]]:
-    """A row for each pass."""
+    """Yields one row for each pass."""
     dense, found = build(hidden, experts, mode, options.device, options.seed)
     x = draw_tokens(tokens, hidden, experts, mode, options.device, options.seed)
     ours: Any = found[OURS]
@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace, hidden: int, experts: int, tokens: int,
     del outputs, gradients
     yield row("forward+backward", dense, list(found), training_pass, options.seed)
     ours.experts[0].requires_grad_(False)
-    # Mixtral's experts are one parameter: a part of it cannot be frozen.
+    # Mixtral's experts are one parameter, of which no part can be frozen.
     yield row("expert 0 frozen", dense, [OURS, LOOP], training_pass, options.seed)
     ours.classifier = Classifier(hidden, 2).to(x)
     with torch.no_grad():

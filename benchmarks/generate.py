@@ -1,10 +1,10 @@
-"""Greedy generation with the cache on: tokens a second, against the dense base.
+"""Compares greedy generation with the cache on, in tokens a second, with the dense base.
 
     python benchmarks/generate.py --out generate.md
 
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
-"classifiers" are in the last third of the layers (`--classifiers` of them); the row says what they find in every token.
-The second row is what that many active FLOPs cost in a dense model.
+"classifiers" are in the last third of the layers (or in `--classifiers` layers); the row names the class that they give
+every token. The second row is a dense model with as many active FLOPs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def make_models(options: argparse.Namespace) -> dict[str, Any]:
-    """All but the wide one compute the same."""
+    """The models of the rows; all but the wide one give the same outputs."""
     config, dtype = dense_config(options, options.layers), DTYPES[options.dtype]
     found = {BASE: dense_model(config, options.seed, dtype)}
     found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype)
@@ -40,7 +40,7 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
     return {name: model.to(options.device).eval() for name, model in found.items()}
 
 
-# A classifier without a bias cannot find one class in all inputs by its weights alone.
+# A classifier without a bias cannot give all inputs one class by its weights alone.
 def _decide_old(module: nn.Module, inputs: Any, logits_TC: torch.Tensor) -> torch.Tensor:
     return logits_TC * 0 + torch.tensor([1.0, 0.0], device=logits_TC.device)
 
@@ -55,7 +55,7 @@ def make_prompts(options: argparse.Namespace, batch: int) -> torch.Tensor:
 
 
 def generation(model: Any, prompts: torch.Tensor, tokens: int) -> Callable[[], torch.Tensor]:
-    """A call that returns prompts and `tokens` more of each."""
+    """A call that returns the prompts, each continued by `tokens` tokens."""
     mask = torch.ones_like(prompts)
 
     def call() -> torch.Tensor:
@@ -67,7 +67,7 @@ def generation(model: Any, prompts: torch.Tensor, tokens: int) -> Callable[[], t
 
 
 def check_agreement(models: dict[str, Any], prompts: torch.Tensor, tolerance: float) -> None:
-    """Raises RuntimeError where an expanded model's logits are not the base's."""
+    """Raises RuntimeError if an expanded model's logits differ from the base's."""
     with torch.no_grad():
         logits = {name: model(prompts).logits.float() for name, model in models.items() if name != WIDE}
     for name, other in logits.items():

@@ -1,10 +1,10 @@
-"""Broken and hostile checkpoints, by the thousand: every verb must succeed or refuse in one sentence, and never hang.
+"""Thousands of broken and hostile checkpoints: every verb must succeed or refuse in one sentence, and never hang.
 
     python benchmarks/hostile.py --cases 10000 --seed 0
 
 Each case copies a tiny checkpoint, damages one or two of its files, and runs a verb on it in this process. The exit
-status is 1 where a case ended in any other error than `InputError`, or took longer than `--limit` seconds. A case
-depends on its number and the seed alone: `--only NUMBER` runs it again and shows the traceback.
+status is 1 if a case ended in another error than `InputError`, or took longer than `--limit` seconds. A case depends
+only on its number and the seed: `--only NUMBER` runs it again and shows the traceback.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from hf_moe_expand.errors import InputError
 
 STARTS = ("base", "expanded", "sharded")
 VERBS = ("inspect", "evaluate", "expand", "grow", "merge average", "diff")
-# What a field may be replaced with.
+# Values that replace a field.
 POOL = (
     None, True, False, -1, 0, 1, 2, 3, 7, 2.5, -0.0, 1e300, 10**9, 2**63, 10**30, "", "x", "../x", "/etc/passwd", "nan",
     "float8_e4m3fn", "qwen2", [], {}, [1], [None], ["x"], [[]], {"x": 1}, [2, 1], [2.0, 1.0], {"0": 0}, [[1, 2]], "é\n",
@@ -44,12 +44,12 @@ POOL = (
 
 
 class Hang(BaseException):
-    """A case took too long; not an Exception, so that nothing catches it on the way."""
+    """A case took too long; not an Exception, so that no code under test catches it."""
 
 
 @dataclass
 class Found:
-    """How the cases ended, and the number, verb and damage of each that ended badly."""
+    """The results of the cases, and the number, verb and damage of each that ended badly."""
 
     counts: Counter = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Found:
 
 
 def make(folder: Path) -> None:
-    """A dense checkpoint, an expanded one, one in shards, plans and text."""
+    """Makes a dense checkpoint, an expanded one, one in shards, plans and text."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model(
@@ -81,13 +81,13 @@ def make(folder: Path) -> None:
     (folder / "el.jsonl").write_text('{"text": "a tiny text"}\n')
 
 
-# Damage. Each function changes a file of `folder` and says how.
+# Damage. Each function changes a file of `folder`, and returns a description of the damage.
 
 Damage = Callable[[random.Random, Path], str]
 
 
 def header(rng: random.Random, folder: Path) -> str:
-    """One entry of a weight file's header."""
+    """Changes one entry of a weight file's header."""
     file = rng.choice(sorted(folder.glob("model*.safetensors")))
     entries, data = read_weights(file)
     name = rng.choice(sorted(set(entries) - {"__metadata__"}))
@@ -117,7 +117,7 @@ def header(rng: random.Random, folder: Path) -> str:
 
 
 def weights(rng: random.Random, folder: Path) -> str:
-    """A weight file's bytes."""
+    """Changes a weight file's bytes."""
     file = rng.choice(sorted(folder.glob("model*.safetensors")))
     content = bytearray(file.read_bytes())
     what = rng.choice(("truncated", "longer", "flipped", "length", "empty", "not finite", "gone", "folder"))
@@ -143,7 +143,7 @@ def weights(rng: random.Random, folder: Path) -> str:
 
 
 def index(rng: random.Random, folder: Path) -> str:
-    """The index of the shards; one is made where there is none."""
+    """Changes the index of the shards, which is written first if it is missing."""
     file = folder / "model.safetensors.index.json"
     if not file.is_file():
         entries, _ = read_weights(folder / "model.safetensors")
@@ -163,7 +163,7 @@ def index(rng: random.Random, folder: Path) -> str:
 
 
 def fields(rng: random.Random, folder: Path) -> str:
-    """One or more values of a JSON file."""
+    """Changes one or more values of a JSON file."""
     names = ["config.json"] * 6 + ["tokenizer_config.json", "tokenizer.json", "generation_config.json"]
     file = folder / rng.choice(names)
     value = json.loads(file.read_text())
@@ -173,7 +173,7 @@ def fields(rng: random.Random, folder: Path) -> str:
 
 
 def history(rng: random.Random, folder: Path) -> str:
-    """The history of an expanded checkpoint."""
+    """Changes the history of an expanded checkpoint."""
     file = folder / "config.json"
     value = json.loads(file.read_text())
     expansions = value.setdefault("expansions", [{"method": "layer-moe", "stages": []}])
@@ -185,7 +185,7 @@ def history(rng: random.Random, folder: Path) -> str:
 
 
 def size(rng: random.Random, folder: Path) -> str:
-    """How large the model says it is, and of what kind."""
+    """Changes the sizes and types in the configuration."""
     file = folder / "config.json"
     value = json.loads(file.read_text())
     number = rng.choice((0, 1, 3, 17, 4000, 10**6, 10**9, 2**31, 2**62, 10**25, -5, 2.0, "2", None))
@@ -212,7 +212,7 @@ def size(rng: random.Random, folder: Path) -> str:
 
 
 def text(rng: random.Random, folder: Path) -> str:
-    """The text of a JSON file."""
+    """Changes the text of a JSON file."""
     file = folder / rng.choice(("config.json", "config.json", "tokenizer.json", "tokenizer_config.json"))
     content = file.read_text()
     what = rng.choice(("truncated", "deep", "constant", "digits", "twice", "surrogate", "bytes", "BOM", "list", "gone"))
@@ -231,7 +231,7 @@ def text(rng: random.Random, folder: Path) -> str:
     return f"{file.name}: {what}"
 
 
-# What damaging something that is damaged may raise.
+# Errors from damaging a damaged file.
 _DAMAGED_ALREADY = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, struct.error)
 DAMAGES: tuple[Damage, ...] = (header, weights, index, fields, fields, history, size, size, text)
 
@@ -263,7 +263,7 @@ def read_weights(file: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def write_weights(file: Path, entries: Any, data: bytes) -> None:
-    """A weight file with this header, whatever it says."""
+    """Writes a weight file with this header, valid or not."""
     encoded = json.dumps(entries).encode()
     file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
 
@@ -285,7 +285,7 @@ def arguments(verb: str, start: str, made: Path, case: Path) -> list[str]:
 
 
 def run_case(number: int, seed: int, made: Path, limit: float, verbose: bool = False) -> tuple[str, str, str]:
-    """One case: how it ended (`ok`, `refused`, `traceback` or `hang`), the case in words, and the reason."""
+    """Runs one case: returns its result (`ok`, `refused`, `traceback` or `hang`), the case in words, and the reason."""
     rng = random.Random(f"{seed}-{number}")
     verb = VERBS[number % len(VERBS)]
     starts = {"inspect": STARTS[1:], "expand": STARTS[:1] * 3 + STARTS[1:], "grow": STARTS[1:]}.get(verb, STARTS)
@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--limit", type=float, default=20, help="seconds that a case may take")
-    parser.add_argument("--only", type=int, help="run this case alone, and show its traceback")
+    parser.add_argument("--only", type=int, help="run only this case, and show its traceback")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()

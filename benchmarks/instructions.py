@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}{{ eos_token }}{% endif %}"
     "{% endfor %}"
 )
-# Words of letters alone in running text, so that what a word is leaves no doubt.
+# Words that consist only of letters, in running text, so that words are unambiguous.
 _WORD = r"[^\W\d_]+"
 _PHRASE = re.compile(rf"(?<!\S){_WORD}(?: {_WORD}){{3,}}(?=[\s.,;:]|$)")
 _SHORTEST, _LONGEST, _MOST_LINES = 4, 6, 3
@@ -36,9 +36,9 @@ class Format:
     """One kind of instruction.
 
     Attributes:
-        question: stands on a line before the text.
-        frame: a regular expression for any answer, whatever it says.
-        answer: of a text.
+        question: the question, on a line before the text.
+        frame: a regular expression for all answers, right or wrong.
+        answer: computes the right answer for a text.
     """
 
     question: str
@@ -78,11 +78,11 @@ def _counted(lines: int) -> str:
 
 
 def make_examples(documents: Iterable[str], count: int, seed: int, exclude: Collection[str] = ()) -> list[Example]:
-    """`count` examples, the formats in turn, each with a phrase of its own and a prompt that no other has.
+    """`count` examples, with the formats in turn, each with its own phrase and a unique prompt.
 
     Args:
         documents: text with words between spaces.
-        exclude: prompts that may not be made.
+        exclude: prompts to avoid.
 
     Raises:
         ValueError: the text has too few phrases.
@@ -106,7 +106,7 @@ def make_examples(documents: Iterable[str], count: int, seed: int, exclude: Coll
 
 
 def _varied(words: list[str], capitals: bool, rng: random.Random) -> str:
-    """The first words, half of the times with a number and with a stop, on some lines, and perhaps in capitals."""
+    """The first words, half of the time with a number and with a full stop, on several lines, perhaps in capitals."""
     words = words[: rng.randint(_SHORTEST, _LONGEST)]
     if rng.random() < 0.5:
         words.insert(rng.randint(0, len(words)), str(rng.randint(1, 99)))

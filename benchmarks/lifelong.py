@@ -1,10 +1,10 @@
-"""Two expansions, one after the other: in both orders, with uniform counts, and against one with all languages.
+"""Two successive expansions, in both orders and with uniform counts, compared with one expansion for all languages.
 
     python benchmarks/lifelong.py --data DIR --base runs/real_text/base --out runs/lifelong --table table.md
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr hi; the base is the one that
-benchmarks/real_text.py makes. All variants end with the same number of experts and have trained the same number of
-steps. Settings: benchmarks/lifelong.yaml. Finished parts are kept: run it again to go on.
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr hi; benchmarks/real_text.py makes the
+base, and benchmarks/lifelong.yaml has the settings. All variants end with the same number of experts and train the same
+number of steps. Finished parts are kept: run it again to continue.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def variants(expansions: list[Expansion], layers: int) -> dict[str, list[Expansi
 
 
 def uniform(plan: PlanSettings, layers: int) -> PlanSettings:
-    """As many experts in all, the same number in every layer."""
+    """The same total number of experts, with an equal number in every layer."""
     experts, rest = divmod(plan.total_experts, layers)
     if rest:
         raise SystemExit(f"total_experts is {plan.total_experts}, which {layers} layers cannot share equally.")
@@ -103,12 +103,12 @@ def run(recipe: Recipe, out: Path, expansions: list[Expansion]) -> tuple[Scores,
 def render(
     results: Mapping[str, Scores], groups: Sequence[Sequence[str]], brought: Mapping[str, Sequence[Sequence[str]]]
 ) -> str:
-    """Bits per byte on the test split after each expansion, and what each did to every language.
+    """Bits per byte on the test split after each expansion, and the change of every language.
 
     Args:
-        results: a variant's scores.
-        groups: the languages as the columns group them, the base's first.
-        brought: of each variant, the languages that each of its expansions brought.
+        results: scores of each variant.
+        groups: the languages in the groups of the columns, the base's first.
+        brought: for each variant, the languages that each of its expansions added.
     """
 
     def row(name: str, scores: Mapping[str, LanguageScore]) -> list[str]:

@@ -1,12 +1,12 @@
-"""Over-fitting on a language with little text, and what mends it: Elbayad et al.'s regularisers and curriculum.
+"""Over-fitting on a language with little text, and its remedies: Elbayad et al.'s regularisers and curriculum.
 
     python benchmarks/low_resource.py --data DIR --base runs/real_text/base --out runs/low_resource \
         --table table.md --figure low_resource.svg
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for el and hi; the base is the one that benchmarks/real_text.py
-makes. Stage 1 on Greek and a little Hindi (the first `--low-bytes` of it), equal shares of both: many epochs of Hindi,
-one or two of Greek. Every run has the same steps, and is scored on held-out text as it goes. Masking rates are the
-paper's best ones; the curriculum is derived from the plain run. Finished parts are kept: run it again to go on.
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for el and hi; benchmarks/real_text.py makes the base. Stage 1
+trains on equal shares of Greek and a little Hindi (its first `--low-bytes`): many epochs of Hindi, one or two of Greek.
+Every run has the same steps, and is scored on held-out text during training. Masking rates are the paper's best ones;
+the curriculum is derived from the plain run. Finished parts are kept: run it again to continue.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=30, help="steps between two scores")
-    parser.add_argument("--low-bytes", type=int, default=60_000, help=f"of {LOW} text")
+    parser.add_argument("--low-bytes", type=int, default=60_000, help=f"bytes of {LOW} text")
     parser.add_argument("--runs", nargs="+", choices=list(MASKING), default=list(MASKING))
     options = parser.parse_args(arguments)
     out: Path = options.out
@@ -112,7 +112,7 @@ def first_bytes(source: Path, out: Path, size: int) -> Path:
 
 
 def render(curves: Mapping[str, ValidationCurves]) -> str:
-    """Held-out bits per byte: the best score, its step, the last score, and what was lost between them."""
+    """Held-out bits per byte: the best score, its step, the last score, and their difference."""
     rows = []
     for name, found in curves.items():
         row = [name]
@@ -127,7 +127,7 @@ def render(curves: Mapping[str, ValidationCurves]) -> str:
 
 
 def draw(curves: Mapping[str, ValidationCurves], path: Path) -> None:
-    """Held-out bits per byte by step, a panel a language."""
+    """Draws held-out bits per byte by step, one panel for each language."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for panel, code in zip(figure.subplots(1, 2), (LOW, HIGH), strict=True):
         for (name, found), style in zip(

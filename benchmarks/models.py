@@ -10,10 +10,10 @@ from hf_moe_expand import LayerMoEConfig, Plan
 
 
 def add_model_options(options: argparse.ArgumentParser, hidden: int, vocabulary: int) -> None:
-    """Options of a Qwen2 shape and its expansion."""
+    """Adds the options of a Qwen2 shape and its expansion."""
     options.add_argument("--hidden", type=int, default=hidden, help="hidden size (%(default)s)")
     options.add_argument("--vocabulary", type=int, default=vocabulary, help="vocabulary size (%(default)s)")
-    options.add_argument("--experts", type=int, default=3, help="of each layer, expert 0 counted (%(default)s)")
+    options.add_argument("--experts", type=int, default=3, help="experts of each layer, expert 0 counted (%(default)s)")
 
 
 def ffn_size(hidden: int) -> int:
@@ -22,7 +22,8 @@ def ffn_size(hidden: int) -> int:
 
 
 def dense_config(options: argparse.Namespace, layers: int, ffn_widths: int = 1) -> Qwen2Config:
-    """Heads of 64, or 4 of them in a smaller model; embeddings are tied; the FFN `ffn_widths` times as wide."""
+    """A configuration with heads of 64, or 4 heads in a smaller model, tied embeddings, and an FFN `ffn_widths` times
+    as wide."""
     heads = max(4, options.hidden // 64)
     return Qwen2Config(
         vocab_size=options.vocabulary,
@@ -50,7 +51,7 @@ def uniform_plan(layers: int, experts: int, classifiers: int = 0) -> Plan:
 
 
 def expanded_config(dense: Qwen2Config, plan: Plan) -> Any:
-    """The configuration of a dense model, expanded."""
+    """The configuration of the expanded model."""
     return LayerMoEConfig.from_dense(
         dense,
         num_experts_per_layer=plan.experts_per_layer,

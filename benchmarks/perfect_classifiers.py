@@ -1,4 +1,4 @@
-"""What classifiers that make no mistake would be worth: bits per byte with every token's language told to the layers.
+"""Measures the value of perfect classifiers: bits per byte if the layers are told every token's language.
 
     python benchmarks/perfect_classifiers.py --data DIR --model runs/real_text/LayerMoE-0/review
 
@@ -21,7 +21,7 @@ from hf_moe_expand.models import load_for_inference
 
 
 class Told(nn.Module):
-    """A classifier that calls every token of the text at hand the same."""
+    """A classifier that gives every token the same, given class."""
 
     def __init__(self, old: bool) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", type=Path, required=True)
     arguments.add_argument("--model", type=Path, required=True)
-    arguments.add_argument("--tokens", type=int, default=10_000, help="of each language")
+    arguments.add_argument("--tokens", type=int, default=10_000, help="tokens of each language")
     options = arguments.parse_args()
     model, tokenizer = load_for_inference(options.model)
     old, new = languages_by_expansion(options.model)

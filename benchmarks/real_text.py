@@ -1,10 +1,10 @@
-"""The methods on real text, at the size of a CPU: a small base learns el, hu, tr and keeps en, es, zh.
+"""The methods on real text, at a size for a CPU: a small base learns el, hu, tr and keeps en, es, zh.
 
     python benchmarks/real_text.py --data DIR --out runs/real_text --table docs/real_text_table.md
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl (a `text` an object) for en es zh el hu tr. Makes the base,
-then runs `benchmarks/real_text.yaml` with both plans for each seed, and the baselines for the first. Finished parts
-are kept: run it again to go on.
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl (objects with `text`) for en es zh el hu tr. The script makes the
+base, then runs `benchmarks/real_text.yaml` with both plans for each seed, and the baselines for the first seed.
+Finished parts are kept: run it again to continue.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.schema import changed
 
 OLD, NEW = ("en", "es", "zh"), ("el", "hu", "tr")
-# As real bases, this one has seen a little of the new languages: 3 % of its tokens.
+# Like real bases, this base has seen a little text in the new languages: 3 % of its tokens.
 SHARES = {**dict.fromkeys(OLD, 0.97 / 3), **dict.fromkeys(NEW, 0.01)}
 BASE = BaseSettings(learning_rate=3e-3)
 PLANS = {
@@ -88,7 +88,7 @@ def load(folder: Path, code: str, split: str) -> Dataset:
 
 
 def full_fine_tuning(recipe: Recipe, base: Path, out: Path, seed: int) -> None:
-    """The dense base, all parameters, on the data and schedule of stage 1; learning rate as the base's own."""
+    """Fine-tunes all parameters of the dense base on the data and schedule of stage 1, at the base's learning rate."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
     texts = {code: LanguageText(code, source).load() for code, source in recipe.new.items()}
@@ -104,7 +104,7 @@ def full_fine_tuning(recipe: Recipe, base: Path, out: Path, seed: int) -> None:
 
 
 def scored(path: Path, tests: Mapping[str, list[str]], classifiers: bool = True) -> dict[str, LanguageScore]:
-    """Scores of a checkpoint, kept beside it; with its classifiers or with its routers alone."""
+    """Scores of a checkpoint, kept beside it; with its classifiers or only with its routers."""
     kept = path.with_name(f"{path.name}{'' if classifiers else '-without-classifiers'}.evaluation.json")
     if not kept.exists():
         model, tokenizer = load_for_inference(path)
@@ -120,7 +120,7 @@ def scored(path: Path, tests: Mapping[str, list[str]], classifiers: bool = True)
 def render(
     results: Mapping[str, list[Evaluation]], extra: Mapping[str, dict[str, LanguageScore]], seeds: list[int]
 ) -> str:
-    """Bits per byte on the test split; a row a model."""
+    """Bits per byte on the test split; one row for each model."""
 
     def row(name: str, scores: dict[str, LanguageScore]) -> tuple[str, list[float]]:
         bits = [scores[code].bits_per_byte for code in (*OLD, *NEW)]

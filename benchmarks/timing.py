@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: timing in turn and peak memory in a process of its own."""
+"""Shared by the benchmark scripts: interleaved timing, and peak memory in a separate process."""
 
 import argparse
 import multiprocessing
@@ -21,16 +21,17 @@ Times = Mapping[str, Sequence[float]]
 
 MIN_SECONDS = 0.02
 
-# Imported once, by the server that the measured processes are forked from.
+# Imported once, by the server from which the measured processes are forked.
 _PRELOAD = ["hf_moe_expand.checkpoint.expand", "hf_moe_expand.trainers", "transformers.models.qwen2.modeling_qwen2"]
 
 
 def time_in_turn(
     cases: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu"
 ) -> dict[str, list[float]]:
-    """Seconds a call: `repeats` figures for each case, all cases once a round, each round starting with another one.
+    """Seconds for one call: `repeats` figures for each case. Each round runs all cases once, and starts with another
+    case.
 
-    Short calls are repeated until a figure covers `MIN_SECONDS`. Two calls before that warm up.
+    Short calls are repeated until a figure covers `MIN_SECONDS`, after two calls to warm up.
     """
     calls = {}
     for name, call in cases.items():
@@ -60,12 +61,12 @@ def synchronize(device: str) -> None:
 
 
 def ratio(times: Times, case: str, base: str) -> float:
-    """The median over rounds of `case / base`: both sides of each quotient ran within one round."""
+    """The median over rounds of `case / base`; both sides of each quotient ran in the same round."""
     return median(a / b for a, b in zip(times[case], times[base], strict=True))
 
 
 def in_own_process(function: Callable[..., T], *arguments: Any) -> T:
-    """Runs a module-level function in a fresh process, forked from one that has only imported the libraries."""
+    """Runs a module-level function in a fresh process, forked from a process that has only imported the libraries."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -73,8 +74,8 @@ def in_own_process(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Resident memory of this process now, or the most it ever had (Linux)."""
-    # Not getrusage: its maximum is handed down from the process that started this one.
+    """Resident memory of this process in bytes, now or at its peak (Linux)."""
+    # Not getrusage, whose maximum is inherited from the parent process.
     name = "VmHWM" if peak else "VmRSS"
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found
@@ -82,12 +83,12 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 def reset_peak() -> None:
-    """Lets `resident_bytes(peak=True)` start anew."""
+    """Resets the peak of `resident_bytes(peak=True)`."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def parser(description: str | None, repeats: int, on_device: bool = True) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has; `--device` where the work can run on one."""
+    """A parser with the common options of all benchmarks; with `--device` if `on_device`."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--repeats", type=int, default=repeats, help="rounds; medians are reported (%(default)s)")
     found.add_argument("--seed", type=int, default=0, help="(%(default)s)")

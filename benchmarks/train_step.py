@@ -1,13 +1,13 @@
-"""One training step of each stage, against a full fine-tuning step of the dense base on the same tokens.
+"""Compares a training step of each stage with a full fine-tuning step of the dense base on the same tokens.
 
     python benchmarks/train_step.py --out train_step.md
 
-The base is Qwen2-shaped, 30 M parameters by default; its expansion has classifiers in the last third of the layers. A
-step is the trainer's: forward, losses, backward, clipping and AdamW, as `Trainer`, `PostPretrainTrainer` and
-`ReviewTrainer` run it; weights in float32, computed in bfloat16 autocast (`--dtype fp32`: without).
+The base has Qwen2's shape and 30 M parameters by default; its expansion has classifiers in the last third of the
+layers. A step is the whole step of `Trainer`, `PostPretrainTrainer` or `ReviewTrainer`: forward, losses, backward,
+clipping and AdamW, with float32 weights under bfloat16 autocast (`--dtype fp32`: without).
 
-Peak memory is that of two steps in a process of their own, model included: resident memory above what the imports took,
-or with cuda what torch allocated. Linux only.
+Peak memory is that of the model and two steps in a separate process: resident memory without that of the imports, or
+with cuda the memory that torch allocated. Linux only.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TRAINERS = {BASE: Trainer, "post-pretrain": PostPretrainTrainer, "review": Revie
 
 
 class StepTimer(TrainerCallback):
-    """Seconds of the last step. The first one allocates the optimizer's state: take two."""
+    """Measures the seconds of the last step. The first step allocates the optimizer's state, so run two."""
 
     def __init__(self, device: str) -> None:
         self.device, self.start, self.seconds = device, 0.0, 0.0
@@ -48,7 +48,7 @@ class StepTimer(TrainerCallback):
 
 
 def make_model(case: str, options: argparse.Namespace) -> Any:
-    """The base, or the base expanded."""
+    """The base, or its expansion."""
     dense = dense_model(dense_config(options, options.layers), options.seed)
     if case == BASE:
         return dense
@@ -57,12 +57,12 @@ def make_model(case: str, options: argparse.Namespace) -> Any:
 
 
 def train(case: str, model: Any, options: argparse.Namespace) -> float:
-    """Two steps of a new trainer; seconds of the second one."""
+    """Runs two steps of a new trainer; returns the seconds of the second."""
     generator = torch.Generator().manual_seed(options.seed)
     ids = torch.randint(1, options.vocabulary, (options.batch, options.block), generator=generator)
     languages = torch.randint(0, 2, (options.batch, 1), generator=generator).expand(ids.shape)
     timer = StepTimer(options.device)
-    # The trainers report to stdout, where this script has one table to print.
+    # The trainers print to stdout, where this script prints only its table.
     with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         arguments = TrainingArguments(
             output_dir=folder,
@@ -89,7 +89,7 @@ def train(case: str, model: Any, options: argparse.Namespace) -> float:
 
 
 def peak_bytes(case: str, options: argparse.Namespace) -> int:
-    """Peak memory of two steps; to be run in a process of its own."""
+    """Peak memory in bytes of two steps; run it in a process of its own."""
     imports = resident_bytes()
     model = make_model(case, options)
     reset_peak()
@@ -101,8 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     options_parser = parser(__doc__, repeats=7)
     add_model_options(options_parser, hidden=512, vocabulary=8192)
     options_parser.add_argument("--layers", type=int, default=8, help="decoder layers (%(default)s)")
-    options_parser.add_argument("--batch", type=int, default=8, help="blocks a step (%(default)s)")
-    options_parser.add_argument("--block", type=int, default=256, help="tokens a block (%(default)s)")
+    options_parser.add_argument("--batch", type=int, default=8, help="blocks in a step (%(default)s)")
+    options_parser.add_argument("--block", type=int, default=256, help="tokens in a block (%(default)s)")
     options_parser.add_argument("--dtype", choices=["autocast", "fp32"], default="autocast", help="(%(default)s)")
     options = options_parser.parse_args(arguments)
     memory = {case: in_own_process(peak_bytes, case, options) for case in TRAINERS}

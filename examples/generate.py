@@ -1,4 +1,4 @@
-"""Loads an expanded checkpoint and generates. Needs transformers only: the model's code comes with the checkpoint.
+"""Loads an expanded checkpoint and generates text. Needs only transformers: the checkpoint contains the model's code.
 
 python examples/generate.py me/qwen-el "Η Ελλάδα είναι"
 """

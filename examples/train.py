@@ -1,4 +1,4 @@
-"""The review stage with nothing but `Trainer`: routers and classifiers learn whose token is whose.
+"""The review stage with a plain `Trainer`: routers and classifiers learn to separate old and new languages.
 
     python examples/train.py qwen-el-1 qwen-el-2 --old en=en.jsonl --new el=el.jsonl --steps 500
 
@@ -27,7 +27,7 @@ parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--block-size", type=int, default=512)
 asked = parser.parse_args()
 
-# float32, whatever the checkpoint stores: in bfloat16 a step of 5e-5 would round away.
+# float32, whatever type the checkpoint stores: in bfloat16 a step of 5e-5 would round away.
 model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=True)
 print(freeze(model, "review"))
@@ -40,7 +40,7 @@ trainer = MyTrainer(
     train_dataset=packed.dataset,  # columns input_ids and language_ids
     data_collator=collate_blocks,
     router_losses=[LanguagePriorLoss(0.1), ClassifierLoss(0.1)],
-    language_classes=[0] * len(asked.old) + [1] * len(asked.new),  # of each language id: 0 is old
+    language_classes=[0] * len(asked.old) + [1] * len(asked.new),  # class of each language id: 0 is old
 )
 trainer.train()
 trainer.save_model()

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning with TRL, the balance loss and language-prior routing on.
+"""Supervised fine-tuning with TRL, the load-balancing loss and the language-prior loss.
 
     python examples/train_trl.py qwen-el-2 qwen-el-chat --data chat.jsonl --steps 500
 
-A row of `chat.jsonl` has a `prompt` and a `completion` (or what else TRL takes), and its `language`.
+A row of `chat.jsonl` has a `prompt` and a `completion` (or other columns that TRL takes), and its `language`.
 """
 
 import argparse
@@ -22,13 +22,13 @@ parser.add_argument("--max-length", type=int, default=1024)
 asked = parser.parse_args()
 
 trainer = MoESFTTrainer(
-    asked.model,  # which languages are old and which new is in its config.json
+    asked.model,  # its config.json names old and new languages
     SFTConfig(
         asked.out,
         max_steps=asked.steps,
         max_length=asked.max_length,
         learning_rate=1e-5,
-        trust_remote_code=True,  # the model's code comes with the checkpoint
+        trust_remote_code=True,  # the checkpoint contains the model's code
         use_cpu=not torch.accelerator.is_available(),
         report_to="none",
     ),

@@ -21,7 +21,7 @@ def longest_block(config: Any) -> int | None:
 
 
 def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> tuple[Any, Any]:
-    """A model, in its own dtype, and its tokenizer; on the GPU if there is one. Runs no code of the checkpoint.
+    """A model in its own dtype, on the GPU if available, and its tokenizer. Runs no code of the checkpoint.
 
     Raises:
         InputError: the checkpoint cannot be loaded and run, lacks a tensor of the model, has a weight that is NaN or

@@ -1,1 +1,1 @@
-"""Templates of model cards, one a method; `card.md` is what they share. `hf_moe_expand.card` fills them."""
+"""Templates of model cards, one for each method; all use `card.md`. `hf_moe_expand.card` fills them."""

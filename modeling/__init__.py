@@ -1,4 +1,4 @@
-"""What travels inside every checkpoint. This file does not: it tells the Auto classes of the installed package."""
+"""The code inside every checkpoint, except this file, which registers the installed package with the Auto classes."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ __all__ = [
     "decoder_ffns",
 ]
 
-# Configuration class to its model classes, without and with a language-model head.
+# Each configuration class with its model classes, without and with a language-model head.
 MODEL_CLASSES: dict[Any, tuple[Any, Any]] = {
     LayerMoEConfig: (LayerMoEModel, LayerMoEForCausalLM),
     DMoEConfig: (DMoEModel, DMoEForCausalLM),

@@ -1,5 +1,5 @@
-"""Conditional routing (Elbayad et al. 2022): expert 0 is shared by all tokens, and a gate says for each token how much
-the routed experts 1..N-1 add.
+"""Conditional routing (Elbayad et al. 2022): expert 0 is shared by all tokens, and a gate weighs the routed experts
+1..N-1 for each token.
 
 Shape suffixes as in `routing.py`.
 """
@@ -18,9 +18,9 @@ class ConditionalGate(Scores):
 
 
 def with_shared_expert(logits_TN: torch.Tensor, gate_logits_T: torch.Tensor) -> torch.Tensor:
-    """Router logits of a layer with conditional routing, whose softmax is each expert's share: `1 - g` of expert 0, the
-    shared one, and `g G_i` of the others, with `g = sigmoid(gate_logits)` (Elbayad et al. Eq. 4) and G over the
-    routed experts 1..N-1."""
+    """Router logits of a layer with conditional routing, whose softmax is each expert's share: `1 - g` for expert 0,
+    the shared one, and `g G_i` for the others, with `g = sigmoid(gate_logits)` (Elbayad et al. Eq. 4) and the scores G
+    over the routed experts 1..N-1."""
     shared_T1 = F.logsigmoid(-gate_logits_T).unsqueeze(-1)
     routed_TN = F.logsigmoid(gate_logits_T).unsqueeze(-1) + logits_TN[:, 1:].log_softmax(-1)
     return torch.cat([shared_T1, routed_TN], -1)
@@ -33,7 +33,7 @@ def beside_shared(
 
     Args:
         logits_TN: see `with_shared_expert`.
-        weights_TK, index_TK: of the routed experts alone, numbered from 0.
+        weights_TK, index_TK: weights and indices of the routed experts, numbered from 0.
         closed_T: bool, the tokens whose gate g is 0.
 
     Returns:

@@ -1,18 +1,18 @@
-"""DMoEConfig: what a DMoE checkpoint's config.json holds."""
+"""DMoEConfig: the configuration in a DMoE checkpoint's config.json."""
 
 from .expanded_config import ExpandedConfig
 
 
 class DMoEConfig(ExpandedConfig):
-    """Configuration of a model expanded by DMoE: in the expanded layers one expert for each group of languages.
+    """Configuration of a model expanded by DMoE, with one expert for each group of languages in the expanded layers.
 
     See `ExpandedConfig` for the other fields.
 
     Args:
-        language_groups: the languages of each expert: `language_groups[e]` has expert `e` of every expanded layer.
+        language_groups: the languages of each expert: `language_groups[e]` owns expert `e` of every expanded layer.
 
     Raises:
-        ValueError: an expanded layer has another number of experts than there are groups.
+        ValueError: the number of experts in an expanded layer is not the number of groups.
     """
 
     model_type = "dmoe"
@@ -21,13 +21,13 @@ class DMoEConfig(ExpandedConfig):
     def _check_expansion(self) -> None:
         super()._check_expansion()
         if self.conditional_routing:
-            raise ValueError("conditional_routing shares expert 0 among all tokens; DMoE's is a language group's own.")
+            raise ValueError("conditional_routing shares expert 0, which in DMoE belongs to a group: leave it out.")
         groups = self.language_groups or []
         for layer, count in enumerate(self.num_experts_per_layer or []):
             if groups and count not in (1, len(groups)):
                 raise ValueError(
                     f"num_experts_per_layer[{layer}] is {count}, but language_groups has {len(groups)} groups: an "
-                    "expanded layer has one expert a group."
+                    "expanded layer needs one expert for each group."
                 )
 
 

@@ -1,4 +1,4 @@
-"""LayerMoEConfig: what a LayerMoE (or MoE-LPR) checkpoint's config.json holds."""
+"""LayerMoEConfig: the configuration in a LayerMoE (or MoE-LPR) checkpoint's config.json."""
 
 from itertools import pairwise
 
@@ -6,17 +6,17 @@ from .expanded_config import ExpandedConfig
 
 
 class LayerMoEConfig(ExpandedConfig):
-    """Configuration of a model expanded by MoE-LPR or LayerMoE, which differ in numbers only.
+    """Configuration of a model expanded by MoE-LPR or LayerMoE, which differ only in numbers.
 
-    MoE-LPR has one expert count for all layers and no classifier; LayerMoE has a count for each layer and a
-    classifier in some of them. See `ExpandedConfig` for the other fields.
+    MoE-LPR has one number of experts for all layers and no classifier; LayerMoE has a number for each layer and
+    classifiers in some layers. See `ExpandedConfig` for the other fields.
 
     Args:
         earlier_experts_per_layer: `num_experts_per_layer` after each expansion before the last; empty with one
-            expansion. Expansion g brought the languages of the classifiers' class g.
+            expansion. Expansion g added the languages of the classifiers' class g.
 
     Raises:
-        ValueError: a layer had more experts than it has later.
+        ValueError: a layer has fewer experts than after an earlier expansion.
     """
 
     model_type = "layer_moe"
@@ -28,8 +28,8 @@ class LayerMoEConfig(ExpandedConfig):
         for number, (before, after) in enumerate(pairwise(history), start=1):
             if len(before) != len(after) or any(a > b for a, b in zip(before, after, strict=True)):
                 raise ValueError(
-                    f"earlier_experts_per_layer: after expansion {number} there were {before} experts, and later "
-                    f"{after}: a layer never loses any."
+                    f"earlier_experts_per_layer: the layers had {before} experts after expansion {number}, and later "
+                    f"{after}: a layer must not lose experts."
                 )
 
 

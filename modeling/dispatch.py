@@ -1,8 +1,8 @@
 """Dispatch: runs the experts of one layer on the tokens that were routed to them, and adds up their outputs.
 
-`y = sum_k weight_k * E_index_k(x)`. The sum runs in float32, so that weights that sum to 1 leave equal experts' output
-unchanged in bfloat16 too. Index N means "no expert". BLOOM's FFN takes the residual as a second argument and adds it:
-`takes_residual` gives it zeros, and the caller adds the residual once.
+`y = sum_k weight_k * E_index_k(x)`. The sum is computed in float32, so that weights that sum to 1 leave equal experts'
+output unchanged in bfloat16 too. Index N means "no expert". BLOOM's FFN takes the residual as a second argument and
+adds it: with `takes_residual` it gets zeros, and the caller adds the residual once.
 
 Shape suffixes as in `routing.py`.
 """
@@ -19,7 +19,7 @@ def dispatch(
     takes_residual: bool,
     training: bool,
 ) -> torch.Tensor:
-    """The layer's output, `[T, h]`, in the way that fits: compiled, one token alone, or sorted by expert."""
+    """The layer's output, `[T, h]`, by the suitable method: compiled, for a single token, or sorted by expert."""
     if torch.compiler.is_compiling():
         return dispatch_to_all(experts, x_Th, weights_TK, index_TK, takes_residual)
     if x_Th.shape[0] == 1 and not training:
@@ -35,7 +35,7 @@ def dispatch_sorted(
     takes_residual: bool,
     training: bool,
 ) -> torch.Tensor:
-    """Tokens are sorted by expert, split once, run, and put back."""
+    """Sorts tokens by expert, splits them once, runs the experts, and restores the order."""
     T, K = index_TK.shape
     assigned_A = index_TK.reshape(-1)
     order_A = assigned_A.argsort(stable=True)
@@ -43,7 +43,7 @@ def dispatch_sorted(
     unassigned = counts.pop()
     # `index_select`: on a CPU the gradient of `x[index]` is many times slower.
     inputs = x_Th.index_select(0, order_A[: T * K - unassigned] // K).split(counts)
-    # In training idle experts run on nothing: they stay in the graph, so ranks of a distributed run agree on it.
+    # In training idle experts run on empty batches: they stay in the graph, so that all ranks have the same graph.
     outputs = [
         run_expert(expert, x, takes_residual)
         for expert, x in zip(experts, inputs, strict=True)
@@ -66,7 +66,7 @@ def dispatch_one_token(
     index_1K: torch.Tensor,
     takes_residual: bool,
 ) -> torch.Tensor:
-    """A single token, as in decoding: there is nothing to sort."""
+    """Runs the experts of a single token, as in decoding, without sorting."""
     outputs = [
         (k, run_expert(experts[e], x_1h, takes_residual))
         for k, e in enumerate(index_1K[0].tolist())
@@ -83,8 +83,8 @@ def dispatch_to_all(
     index_TK: torch.Tensor,
     takes_residual: bool,
 ) -> torch.Tensor:
-    """For `torch.compile` and `torch.export`: every expert sees every token, so that no shape depends on the data.
-    Costs N FFNs a token instead of K."""
+    """For `torch.compile` and `torch.export`: every expert runs on every token, so that no shape depends on the data.
+    Costs N FFNs for each token instead of K."""
     N = len(experts)
     weights_TN = weights_TK.new_zeros(x_Th.shape[0], N + 1).scatter(1, index_TK, weights_TK)
     outputs = [run_expert(expert, x_Th, takes_residual) for expert in experts]
@@ -95,10 +95,10 @@ def dispatch_to_all(
 def run_alone(
     experts: nn.ModuleList, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
 ) -> torch.Tensor:
-    """One expert on all tokens, `[..., h] -> [..., h]`, called as the dense layer calls its FFN: the output is that
-    FFN's bit for bit. The residual, if the FFN takes one, is in it."""
+    """One expert on all tokens, `[..., h] -> [..., h]`, called as the dense layer calls its FFN, so that the output is
+    the same bit for bit. The output includes the residual, if the FFN takes one."""
     y = experts[number](hidden_states, *(() if residual is None else (residual,)))
-    if training:  # the others stay in the graph, as in `dispatch_sorted`
+    if training:  # the other experts stay in the graph, as in `dispatch_sorted`
         nothing_0h = hidden_states.flatten(0, -2)[:0]
         idle = [run_expert(other, nothing_0h, residual is not None) for other in experts]
         y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)

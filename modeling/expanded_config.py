@@ -1,7 +1,7 @@
 """The flat configuration of an expanded model: every field of the backbone's own configuration, plus ours.
 
-A configuration instance belongs to a class that is made on the spot and derives from both `ExpandedConfig` and the
-backbone's configuration class. So whatever reads a Qwen2 configuration reads an expanded Qwen2 configuration.
+A configuration's class is created at run time and derives from both `ExpandedConfig` and the backbone's configuration
+class. Hence all code that reads a Qwen2 configuration reads an expanded Qwen2 configuration.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-# Backbones whose behaviour the test matrix covers. Others are refused by name rather than half supported.
+# Backbones whose behaviour the tests cover. Others are refused by name.
 SUPPORTED_BACKBONES = (
     "bloom", "cohere", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gptj", "granite",
     "llama", "mistral", "mpt", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
@@ -27,16 +27,16 @@ class ExpandedConfig(PreTrainedConfig):
 
     Args:
         backbone_model_type: `model_type` of the dense backbone, e.g. `"qwen2"`.
-        num_experts_per_layer: experts in each decoder layer, the frozen original FFN (expert 0) included;
-            1 means that the layer stays dense.
+        num_experts_per_layer: experts in each decoder layer, the original FFN (expert 0) included; a layer with 1 stays
+            dense.
         router_top_k: experts that are active for one token (K in the papers).
         classifier_layers: layers with a routing classifier in front of the router.
-        expansions: provenance, one entry for each expansion in order.
-        conditional_routing: in the expanded layers expert 0 is a shared FFN outside the routed set, and a gate says for
-            each token how much the routed experts add (CMR).
-        expert_kind: what experts 1, 2, ... are: `"ffn"`, FFNs of their own, or `"lora"`, expert 0 with a low-rank
-            update on its linear layers.
-        lora_rank, lora_alpha: of the updates, which are scaled by `lora_alpha / lora_rank`.
+        expansions: history, one entry for each expansion in order.
+        conditional_routing: whether expert 0 of the expanded layers is a shared FFN outside the routed set, beside a
+            gate that weighs the routed experts for each token (CMR).
+        expert_kind: kind of experts 1, 2, ...: `"ffn"`, separate FFNs, or `"lora"`, expert 0 with a low-rank update on
+            its linear layers.
+        lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
 
     Raises:
         ValueError: the backbone is not supported, or the fields contradict each other.
@@ -77,20 +77,20 @@ class ExpandedConfig(PreTrainedConfig):
         if min(counts) < 1:
             layer = min(range(layers), key=lambda i: counts[i])
             raise ValueError(
-                f"num_experts_per_layer[{layer}] is {counts[layer]}: a layer keeps at least its original FFN, "
-                "so the smallest count is 1 (the layer stays dense)."
+                f"num_experts_per_layer[{layer}] is {counts[layer]}: must be at least 1, the original FFN (the layer "
+                "then stays dense)."
             )
         if self.router_top_k < 1:
-            raise ValueError(f"router_top_k is {self.router_top_k}: at least one expert must be active for a token.")
+            raise ValueError(f"router_top_k is {self.router_top_k}: must be at least 1, the active experts of a token.")
         for layer in self.classifier_layers:
             if not 0 <= layer < layers or counts[layer] < 2:
                 raise ValueError(
                     f"classifier_layers names layer {layer}, which is "
                     + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
-                    + ": a classifier needs a router behind it."
+                    + ": a classifier needs a layer with a router."
                 )
         if self.conditional_routing and max(counts) < 2:
-            raise ValueError("conditional_routing needs experts beside expert 0; num_experts_per_layer is all 1.")
+            raise ValueError("conditional_routing needs experts beside expert 0, but num_experts_per_layer is all 1.")
         self._check_expert_kind()
 
     def _check_expert_kind(self) -> None:
@@ -107,7 +107,7 @@ class ExpandedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dense(cls, dense: PreTrainedConfig, **fields: Any) -> "ExpandedConfig":
-        """The configuration of `dense`, expanded; `fields` are this class's own."""
+        """The configuration of the expanded model of `dense`; `fields` are the fields of this class."""
         inherited = {name: value for name, value in dense.to_dict().items() if name not in _NOT_INHERITED}
         return cls(backbone_model_type=dense.model_type, **inherited, **fields)
 
@@ -118,7 +118,7 @@ def static_class(cls: type) -> type:
 
 
 def expanded_config_class(static: type, backbone: str) -> type:
-    """The class of `static`'s configurations over the backbone type `backbone`, made once a process.
+    """The class of `static`'s configurations for the backbone type `backbone`, created once in a process.
 
     Raises:
         ValueError: `backbone` is not supported.
@@ -144,7 +144,7 @@ def expanded_config_class(static: type, backbone: str) -> type:
 
 
 def on_new_config_class(listener: Any) -> None:
-    """Call `listener(config_class)` for every class made from now on."""
+    """Calls `listener(config_class)` for every class that is created from now on."""
     _LISTENERS.append(listener)
 
 

@@ -1,4 +1,4 @@
-"""One expanded layer: decides where each token goes, and runs the experts.
+"""One expanded layer: routes each token, and runs the experts.
 
 Shape suffixes as in `routing.py`.
 """
@@ -19,19 +19,19 @@ class ExpandedFFN(nn.Module):
     """A layer's FFN grown into N experts (`experts[0]` is the original), a router and, optionally, a classifier.
 
     Args:
-        ffn: the backbone's FFN; becomes expert 0 and the template of the others.
+        ffn: the backbone's FFN, which becomes expert 0 and the template of the other experts.
         hidden_size: h.
         num_experts: N >= 2.
         top_k: K.
         layer_index: this layer's number in the decoder.
-        has_classifier: put a routing classifier in front of the router.
+        has_classifier: whether a routing classifier precedes the router.
         control: the model's `RoutingControl`.
-        earlier_counts: experts that the layer had after each expansion before the last.
-        conditional: expert 0 is shared by all tokens, and a gate says how much the routed experts 1..N-1 add.
-        new_expert: makes each further expert from `ffn`.
+        earlier_counts: number of the layer's experts after each expansion before the last.
+        conditional: whether all tokens share expert 0, and a gate weighs the routed experts 1..N-1.
+        new_expert: function that makes each further expert from `ffn`.
 
     Attributes:
-        experts_of_class: experts that existed before any expansion (1), and after each.
+        experts_of_class: number of experts before any expansion (1), and after each expansion.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ExpandedFFN(nn.Module):
         self.control = control
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., h] -> [..., h]`. BLOOM's FFN adds the residual itself: then it is passed, and added once."""
+        """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once."""
         x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
         routing = self.route(x_Th)
         if self.control.capture is not None:
@@ -70,10 +70,10 @@ class ExpandedFFN(nn.Module):
         return y if residual is None else y + residual
 
     def route(self, x_Th: torch.Tensor) -> LayerRouting:
-        """The decision for each token, from its hidden states `[T, h]`.
+        """The routing of each token, from its hidden states `[T, h]`.
 
         Raises:
-            ValueError: every token is to go to an expert that the layer does not have.
+            ValueError: `use_expert` names an expert that the layer does not have.
         """
         logits_TN = self.router(x_Th)
         classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
@@ -94,7 +94,7 @@ class ExpandedFFN(nn.Module):
     def _forced(self, logits_TN: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         if expert >= len(self.experts):
             raise ValueError(
-                f"Expert {expert} was asked for, but layer {self.layer_index} has experts 0..{len(self.experts) - 1}."
+                f"Layer {self.layer_index} has no expert {expert}; give one of 0..{len(self.experts) - 1}."
             )
         ones_T1 = torch.ones_like(logits_TN[:, :1])
         return ones_T1, torch.full_like(ones_T1, expert, dtype=torch.long)

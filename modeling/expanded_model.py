@@ -1,7 +1,8 @@
 """Grows a backbone's own model classes into expanded ones.
 
-`LayerMoEForCausalLM` and the like are static classes that hub checkpoints name. Building one makes an instance of a
-subclass of both it and the backbone's class, whose FFNs are then replaced. All else is the backbone's own.
+`LayerMoEForCausalLM` and its siblings are static classes that hub checkpoints name. Their constructor makes an instance
+of a subclass of both the static class and the backbone's class, and then replaces its FFNs. All other modules are the
+backbone's own.
 """
 
 import os
@@ -32,7 +33,7 @@ def decoder_ffns(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Names and modules of the FFN of each decoder layer, dense or expanded, in layer order.
 
     Raises:
-        ValueError: the model has no list of decoder layers whose FFN is a module of its own.
+        ValueError: the model has no list of decoder layers with an FFN module.
     """
     lists = [
         (name, module)
@@ -59,8 +60,8 @@ def _ffn_name(layer: nn.Module) -> str | None:
 
 
 class ExpandedModelMixin:
-    """What every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers mapping
-    from configuration class to model class) and `_auto_map` (config.json's entry for the Auto classes)."""
+    """The methods that every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers
+    mapping from configuration class to model class) and `_auto_map` (config.json's entry for the Auto classes)."""
 
     _dense_class: type | None = None
     _dense_mapping: Any = None
@@ -74,8 +75,8 @@ class ExpandedModelMixin:
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Loads an expanded checkpoint; see `PreTrainedModel.from_pretrained`.
 
-        One that holds only what an expansion added fetches its base model; `base_model` (a folder or hub id) says where
-        that is, if config.json does not.
+        A checkpoint with only the tensors added by an expansion fetches its base model; `base_model` (a folder or hub
+        id) names the base model if config.json does not.
 
         Raises:
             ValueError: the checkpoint is a dense model's, or the base model is not the one that was expanded.
@@ -102,7 +103,7 @@ class ExpandedModelMixin:
         return _blank_model, (static_class(type(self)), self.config), self.__dict__  # type: ignore[attr-defined]
 
     def post_init(self) -> None:
-        # Before the library's own post_init, so that initialisation, tied keys and sharding plans see the final tree.
+        # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
         config = self.config  # type: ignore[attr-defined]
         control = RoutingControl()
         new_expert: Callable[[nn.Module], nn.Module] = copy_ffn
@@ -123,8 +124,8 @@ class ExpandedModelMixin:
         super().post_init()  # type: ignore[misc]
 
     def init_parallel_plans(self) -> None:
-        # The backbone's tensor-parallel rules for its FFN hold for every expert. Routers and classifiers have no rule:
-        # every rank keeps them whole. A rule that no layer is left for would be warned about.
+        # The backbone's tensor-parallel rules for its FFN apply to every expert. Routers and classifiers have no rule:
+        # every rank keeps them whole. The library would warn of a rule that applies to no layer.
         super().init_parallel_plans()  # type: ignore[misc]
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         prefix = re.sub(r"\.\d+\.", ".*.", ffns[0][0]) + "."
@@ -133,14 +134,14 @@ class ExpandedModelMixin:
         for rule, style in self._tp_plan.items():
             if not rule.startswith(prefix) or not all(expanded):
                 plan[rule] = style
-            # A LoRA expert's update has no rule: of its layers every rank keeps all, expert 0 included.
+            # A LoRA expert's update has no rule: every rank keeps its layers whole, including expert 0.
             if rule.startswith(prefix) and any(expanded) and self.config.expert_kind != "lora":  # type: ignore[attr-defined]
                 plan[f"{prefix}experts.*.{rule.removeprefix(prefix)}"] = style
         self._tp_plan = plan
 
     def initialize_weights(self) -> None:
-        # Ours first: the library hands everything below the inner base model to that model's class, which does not
-        # know them.
+        # Our modules first: the library passes all modules of the inner base model to that model's class, which cannot
+        # initialise them.
         for ffn in self.expanded_ffns().values():
             updates = (module for module in ffn.experts.modules() if isinstance(module, LoraFactor))
             for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *updates):
@@ -159,14 +160,14 @@ class ExpandedModelMixin:
             super()._init_weights(module)  # type: ignore[misc]
 
     def expanded_ffns(self) -> dict[int, ExpandedFFN]:
-        """The expanded layers: layer index to its `ExpandedFFN`."""
+        """The `ExpandedFFN` of each expanded layer, by layer index."""
         return {module.layer_index: module for module in self.modules() if isinstance(module, ExpandedFFN)}  # type: ignore[attr-defined]
 
     @contextmanager
     def capture_routing(self) -> Iterator[Routing]:
-        """Record the routing of a forward pass that runs inside, whoever calls it (a Trainer, a fused head).
+        """Records the routing of a forward pass that runs inside, whoever calls it (a Trainer, a fused head).
 
-        Logits and weights keep their graph. After several passes the last one's routing is there.
+        Logits and weights keep their graph. Of several passes, the last one's routing is kept.
         """
         before = self.routing_control.capture
         self.routing_control.capture = routing = Routing()
@@ -177,7 +178,8 @@ class ExpandedModelMixin:
 
     @contextmanager
     def use_expert(self, expert: int) -> Iterator[None]:
-        """Send every token to one expert alone in every expanded layer; expert 0 gives the base model's output."""
+        """Inside, every token goes only to this expert in every expanded layer; expert 0 gives the base model's
+        output."""
         before = self.routing_control.forced_expert
         self.routing_control.forced_expert = expert
         try:
@@ -187,7 +189,7 @@ class ExpandedModelMixin:
 
     @contextmanager
     def use_expansion(self, expansion: int) -> Iterator[None]:
-        """Route as the model did after an earlier expansion (0: the base model): later experts are out of sight."""
+        """Inside, the model routes as after an earlier expansion (0: the base model), without later experts."""
         before = self.routing_control.expansion
         self.routing_control.expansion = expansion
         try:
@@ -196,17 +198,17 @@ class ExpandedModelMixin:
             self.routing_control.expansion = before
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        # FSDP2 puts a class of its own, from torch's files, over ours: the names and files to save are ours.
+        # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.
         made = type(self)
         ours = next(cls for cls in made.__mro__ if "_static" in vars(cls))
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = dict(self._auto_map)  # type: ignore[attr-defined]
-        vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # all of the model is saved
+        vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # the whole model is saved
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
 def _expanded_class(cls: Any, config: Any) -> type:
-    """The subclass of the static class `cls` over the backbone that `config` names, made once a process."""
+    """The subclass of the static class `cls` for the backbone that `config` names, created once in a process."""
     if cls._dense_class is not None:
         return cls
     backbone = getattr(config, "backbone_model_type", None)
@@ -220,7 +222,7 @@ def _expanded_class(cls: Any, config: Any) -> type:
         dense = cls._dense_mapping[type(config).backbone_config_class]
         namespace = {
             "__module__": cls.__module__,
-            # The library keys registries by qualified name: it must differ between backbones.
+            # The library's registries use the qualified name as a key: it must differ between backbones.
             "__qualname__": f"{cls.__name__}_{backbone}",
             "config_class": type(config),
             "_dense_class": dense,
@@ -232,16 +234,16 @@ def _expanded_class(cls: Any, config: Any) -> type:
 
 
 def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str, Any]) -> None:
-    """Refuses a dense checkpoint, whose missing experts and routers the library would make up."""
+    """Refuses a dense checkpoint, for which the library would initialise experts and routers at random."""
     if not os.path.isdir(path) and str(path) == config.name_or_path:
-        return  # the configuration is this hub repository's own
+        return  # the configuration belongs to this hub repository
     try:
         stored, _ = PreTrainedConfig.get_config_dict(path, **hub_options)
-    except OSError:  # weights alone
+    except OSError:  # the folder holds only weights
         return
     if stored.get("model_type", config.model_type) != config.model_type:
         raise ValueError(
-            f"{path} holds a {stored['model_type']} model, for which {class_name} would make experts and routers up. "
+            f"{path} holds a {stored['model_type']} model, which lacks the experts and routers of {class_name}. "
             "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
             "hf_moe_expand.expand_checkpoint(folder, out, plan)."
         )

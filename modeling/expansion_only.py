@@ -1,8 +1,8 @@
-"""Checkpoints that hold only what an expansion added. The rest is the base model's, fetched and checked at loading.
+"""Loads checkpoints with only the tensors added by an expansion: fetches and checks the base model's tensors.
 
 Such a checkpoint has new experts, routers and classifiers in `expansion.safetensors`, and in `expansion_base.json`, for
-every other tensor, its name in the base checkpoint and the SHA-256 of its bytes. `expansion_base` in config.json says
-which base model that is.
+every other tensor, its name in the base checkpoint and the SHA-256 of its bytes. `expansion_base` in config.json names
+the base model.
 """
 
 import copy
@@ -24,16 +24,17 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 
 
 def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any]) -> Any:
-    """`load(None, ...)` with the state dict that the two checkpoints make together.
+    """Calls `load(None, ...)` with the joint state dict of the two checkpoints.
 
     Args:
         load: `from_pretrained` of the backbone's class.
         path: folder or hub id of the expansion.
         config: its configuration.
-        arguments: of `from_pretrained`. `base_model`, a folder or hub id, takes the place of the recorded base.
+        arguments: arguments of `from_pretrained`. `base_model`, a folder or hub id, replaces the recorded base.
 
     Raises:
-        ValueError: the base differs from the one that was expanded (names the first tensor), or it is not known.
+        ValueError: the base is not known, or differs from the one that was expanded (the message names the first
+            tensor).
     """
     given = arguments.pop("base_model", None)
     hub = {name: arguments.pop(name) for name in HUB_OPTIONS if arguments.get(name) is not None}
@@ -42,7 +43,7 @@ def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any])
     if base is None:
         name = config.expansions[0]["base_model"]
         raise ValueError(
-            f"{path} holds only what an expansion added to {name}, which was a local folder: pass base_model=FOLDER to "
+            f"{path} holds only the tensors added to {name}, which was a local folder: pass base_model=FOLDER to "
             "from_pretrained."
         )
     base_hub = {name: value for name, value in hub.items() if name not in ("revision", "subfolder", "force_download")}
@@ -53,10 +54,10 @@ def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any])
     _check(base_tensors, record, base)
     state = _tensors(path, ADDED, hub) | {name: base_tensors[entry["name"]] for name, entry in record.items()}
     if "generation_config" not in arguments:
-        with suppress(OSError):  # without one, the model makes it from its configuration
+        with suppress(OSError):  # without a generation config, the model makes one from its configuration
             arguments["generation_config"] = GenerationConfig.from_pretrained(path, **hub)
     config = copy.deepcopy(config)
-    del config.expansion_base  # the assembled model is complete, and is saved so
+    del config.expansion_base  # the assembled model is complete, and is saved as a whole
     loaded = load(None, config=config, state_dict=state, **arguments)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.name_or_path = model.config.name_or_path = str(path)
@@ -64,7 +65,7 @@ def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any])
 
 
 def _tensors(path: Any, stem: str, hub: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, mapped into memory, not read."""
+    """A checkpoint's tensors, mapped into memory without reading them."""
     single: Any = cached_file(path, f"{stem}.safetensors", _raise_exceptions_for_missing_entries=False, **hub)
     files = [single]
     if single is None:
@@ -78,7 +79,7 @@ def _check(tensors: dict[str, torch.Tensor], record: dict[str, dict[str, str]], 
     for entry in wanted:
         if entry["name"] not in tensors:
             raise ValueError(f"{base} is not the base model that was expanded: it has no tensor {entry['name']}.")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
         for entry, found in zip(wanted, pool.map(lambda e: _sha256(tensors[e["name"]]), wanted), strict=True):
             if found != entry["sha256"]:
                 pool.shutdown(cancel_futures=True)

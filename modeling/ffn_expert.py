@@ -1,4 +1,4 @@
-"""An expert that is an FFN of its own: a copy of the backbone's."""
+"""An expert that is a separate FFN, copied from the backbone's."""
 
 import copy
 from typing import Any
@@ -17,8 +17,8 @@ def shared_config(ffn: nn.Module) -> dict[int, Any]:
 def copy_ffn(ffn: nn.Module) -> nn.Module:
     """A copy of a backbone's FFN that shares its configuration."""
     memo = shared_config(ffn)
-    # While DeepSpeed's ZeRO-3 loads a model, a parameter is an empty shell (`ds_shape` tells its shape) that
-    # `copy.deepcopy` makes nothing of. Copies are made whole, their values to be loaded later, and handed to ZeRO-3.
+    # While DeepSpeed's ZeRO-3 loads a model, a parameter is an empty shell (`ds_shape` is its shape), which
+    # `copy.deepcopy` cannot copy. Copies are made whole, to be loaded later, and are then passed to ZeRO-3.
     shells: list[Any] = [parameter for parameter in ffn.parameters() if hasattr(parameter, "ds_shape")]
     for shell in shells:
         memo[id(shell)] = nn.Parameter(torch.empty(shell.ds_shape, dtype=shell.dtype, device=shell.device))

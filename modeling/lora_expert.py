@@ -1,12 +1,12 @@
 """An expert that is expert 0 with a low-rank update on its linear layers (LoRA).
 
-LoRA (Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B `[out, r]`, as PEFT names, scales and
-starts them: A Kaiming-uniform, B zero, so that a new expert computes what expert 0 does.
+LoRA (Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B `[out, r]`, named, scaled and initialised
+as in PEFT: A is Kaiming-uniform and B zero, so that a new expert gives the output of expert 0.
 
-MoLA (Gao et al., Findings of NAACL 2025) and LoRAMoE (Dou et al. 2024) make each linear layer a mixture of its own,
-`W x + sum_e w_e B_e A_e x`, with a router each, inside the FFN's non-linearity. Here an expert is a whole FFN as in
-every expansion, `y = sum_e w_e FFN_{W + alpha / r * B_e A_e}(x)`, expert 0 without an update among them, with one
-router for all. Both agree for an FFN that is one linear layer, since the weights sum to 1.
+MoLA (Gao et al., Findings of NAACL 2025) and LoRAMoE (Dou et al. 2024) make each linear layer a separate mixture,
+`W x + sum_e w_e B_e A_e x`, with its own router, inside the FFN's non-linearity. Here an expert is a whole FFN as in
+every expansion, `y = sum_e w_e FFN_{W + alpha / r * B_e A_e}(x)`, including expert 0 without an update, with one router
+for all. Both agree for an FFN that is one linear layer, since the weights sum to 1.
 """
 
 import copy
@@ -41,7 +41,7 @@ class LoraA(LoraFactor):
 
 
 class LoraB(LoraFactor):
-    """`[..., r] -> [..., out]`. Starts at zero: the update is nothing at first."""
+    """`[..., r] -> [..., out]`. Starts at zero, so that the update is zero at first."""
 
 
 def init_lora_a(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
@@ -50,14 +50,14 @@ def init_lora_a(weight: torch.Tensor, generator: torch.Generator | None = None) 
 
 
 class LoraLinear(nn.Module):
-    """A linear layer of another FFN with an update of its own.
+    """A linear layer of another FFN with its own update.
 
-    That layer is looked up by name at each call, so that a layer that took its place (quantised, adapted, offloaded) is
-    used. It is no submodule: its weights are listed, saved and moved once, with the FFN that owns them.
+    The layer is looked up by name at each call, so that a layer that replaced it (quantised, adapted, offloaded) is
+    used. It is not a submodule: its weights are listed, saved and moved once, with the FFN that owns them.
 
     Args:
         ffn: the FFN that owns the layer.
-        name: of the layer in it.
+        name: name of the layer in the FFN.
         rank: r.
         alpha: the update is scaled by `alpha / r`.
     """
@@ -66,7 +66,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         layer: Any = ffn.get_submodule(name)
         inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
-        self.owner = (ffn,)  # in a tuple, so that it is no submodule
+        self.owner = (ffn,)  # in a tuple, so that it is not a submodule
         self.name = name
         self.scaling = alpha / rank
         self.lora_A = LoraA(inputs, rank)
@@ -80,14 +80,16 @@ class LoraLinear(nn.Module):
 
 
 def lora_expert(ffn: nn.Module, rank: int, alpha: float) -> nn.Module:
-    """A module of the FFN's own class, with a `LoraLinear` in the place of each linear layer.
+    """A module of the FFN's own class, with a `LoraLinear` in place of each linear layer.
 
     Raises:
-        ValueError: the FFN has weights outside of linear layers, which an expert would need copies of.
+        ValueError: the FFN has weights outside linear layers, for which LoRA has no update.
     """
     linear = {name: module for name, module in ffn.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     for name, _ in ffn.named_parameters():
         if name.rpartition(".")[0] not in linear:
-            raise ValueError(f"{type(ffn).__name__} has a weight outside of linear layers, {name}: no LoRA expert.")
+            raise ValueError(
+                f"{type(ffn).__name__} has a weight outside linear layers, {name}: use expert_kind 'ffn' instead."
+            )
     memo: dict[int, Any] = {id(layer): LoraLinear(ffn, name, rank, alpha) for name, layer in linear.items()}
     return copy.deepcopy(ffn, memo | shared_config(ffn))

@@ -23,8 +23,8 @@ class DMoEModel(ExpandedModelMixin, PreTrainedModel):
 
 
 class DMoEForCausalLM(ExpandedModelMixin, PreTrainedModel, GenerationMixin):
-    """A language model expanded by DMoE. Everything that the backbone's own `...ForCausalLM` can do, plus
-    `capture_routing()`, `use_expert()` (a language group's expert alone) and `expanded_ffns()`."""
+    """A language model expanded by DMoE. It has the methods of the backbone's own `...ForCausalLM`, and
+    `capture_routing()`, `use_expert()` (only a language group's expert) and `expanded_ffns()`."""
 
     config_class = DMoEConfig
     _dense_mapping = MODEL_FOR_CAUSAL_LM_MAPPING

@@ -23,8 +23,8 @@ class LayerMoEModel(ExpandedModelMixin, PreTrainedModel):
 
 
 class LayerMoEForCausalLM(ExpandedModelMixin, PreTrainedModel, GenerationMixin):
-    """A language model expanded by MoE-LPR or LayerMoE. Everything that the backbone's own `...ForCausalLM` can do,
-    plus `capture_routing()`, `use_expert()` and `expanded_ffns()`."""
+    """A language model expanded by MoE-LPR or LayerMoE. It has the methods of the backbone's own `...ForCausalLM`, and
+    `capture_routing()`, `use_expert()` and `expanded_ffns()`."""
 
     config_class = LayerMoEConfig
     _dense_mapping = MODEL_FOR_CAUSAL_LM_MAPPING

@@ -1,4 +1,4 @@
-"""Routing of one expanded layer: the router, the classifier, and the decision that follows from their logits.
+"""Routing of one expanded layer: the router, the classifier, and the selection of experts from their logits.
 
 Shape suffixes: T tokens of the batch, h hidden size, N experts of this layer, K active experts, A = T * K
 assignments of a token to an expert, C classes of the classifier (0 = old languages).
@@ -15,17 +15,17 @@ from transformers import initialization as init
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """The decision of one expanded layer in one forward pass, in the order of the flattened batch.
+    """The routing of one expanded layer in one forward pass, in the order of the flattened batch.
 
     Attributes:
         router_logits: `[T, N]` float32; the router scores G are their softmax.
         classifier_logits: `[T, C]` float32, or None in a layer without a classifier.
-        top_k: K, active experts a token, at most N.
+        top_k: K, active experts of a token, at most N.
         weights: `[T, K]`, each active expert's factor in the token's output.
         experts: `[T, K]`, indices of the active experts; index N means that no expert runs.
-        allowed: `[T]`, token t may use the first `allowed[t]` experts alone; None where all tokens may use all experts.
-        conditional: expert 0 is outside the routed set (see `with_shared_expert`): `top_k` counts the others, and
-            `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
+        allowed: `[T]`, token t may use only the first `allowed[t]` experts; None if all tokens may use all experts.
+        conditional: whether expert 0 is outside the routed set (see `with_shared_expert`): `top_k` then counts the
+            other experts, and `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
     """
 
     router_logits: torch.Tensor
@@ -38,12 +38,12 @@ class LayerRouting:
 
     @property
     def routed_logits(self) -> torch.Tensor:
-        """Logits of the experts that the router chooses among."""
+        """Logits of the experts among which the router chooses."""
         return self.router_logits[:, 1:] if self.conditional else self.router_logits
 
     @property
     def token_classes(self) -> torch.Tensor | None:
-        """`[T]`, the class that the classifier finds in each token."""
+        """`[T]`, the class that the classifier gives each token; None without a classifier."""
         return None if self.classifier_logits is None else token_classes(self.classifier_logits)
 
     def weight_of_each_expert(self) -> torch.Tensor:
@@ -54,14 +54,14 @@ class LayerRouting:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer chooses among its routed experts, which are numbered from 0 here; without the shared expert of
+    """A layer's choice among its routed experts, which are numbered from 0 here, without the shared expert of
     conditional routing.
 
     Attributes:
         weights: `[T, K]`.
         experts: `[T, K]`, indices; `num_experts` means that no expert runs.
         num_experts: routed experts of the layer.
-        closed: `[T]` bool, the tokens whose gate is closed; None where all gates are open, or there is none.
+        closed: `[T]` bool, the tokens whose gate is closed; None if all gates are open or the layer has no gate.
     """
 
     weights: torch.Tensor
@@ -90,12 +90,12 @@ class Router(Scores):
 
 
 class Classifier(Scores):
-    """`x W_c`, `[T, h] -> [T, C]`. Starts at zero: on a tie the decision is the router's, so an untrained
-    classifier changes nothing."""
+    """`x W_c`, `[T, h] -> [T, C]`. Starts at zero: ties leave the choice to the router, so that an untrained classifier
+    has no effect."""
 
 
 def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """Xavier normal, as MoE-LPR. A zero router would be a trap: all ties, every token to the same experts."""
+    """Xavier normal, as in MoE-LPR. A zero router would give ties only, and send every token to the same experts."""
     init.xavier_normal_(weight_Nh, generator=generator)
 
 
@@ -106,14 +106,13 @@ def select_experts(
 
     Args:
         logits_TN: router logits, float32.
-        top_k: K; all experts where the layer has fewer.
-        allowed_T: token t may use its first `allowed_T[t]` experts only (LayerMoE Eq. 13: 1 sends it to expert 0
-            alone).
+        top_k: K; all experts if the layer has fewer.
+        allowed_T: token t may use only its first `allowed_T[t]` experts (LayerMoE Eq. 13: 1 sends it to expert 0).
 
     Returns:
         weights `[T, K]`, summing to 1, and expert indices `[T, K]`. An assignment beyond a token's limit has weight 0
-        and the index N, at which no expert runs: it costs nothing. At K = 1 the weight's value is 1 and its gradient
-        that of `log G`, so that the router still learns from the language loss.
+        and the index N, at which no expert runs, and so costs nothing. At K = 1 the weight's value is 1, but its
+        gradient is that of `log G`, so that the router still learns from the language loss.
     """
     N = logits_TN.shape[-1]
     if allowed_T is not None:
@@ -127,17 +126,17 @@ def select_experts(
 
 
 def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
-    """Each token's class, `[T]`: that of the highest logit. A tie goes to the later class."""
+    """Each token's class, `[T]`: the one with the highest logit, the later class on a tie."""
     best_TC = classifier_logits_TC == classifier_logits_TC.amax(-1, keepdim=True)
     numbers_C = torch.arange(best_TC.shape[-1], device=best_TC.device)
     return (best_TC * numbers_C).amax(-1)
 
 
 def experts_allowed(classifier_logits_TC: torch.Tensor, experts_of_class: Sequence[int]) -> torch.Tensor:
-    """How many experts each token may use, by its class, `[T]` (LayerMoE Eq. 13).
+    """The number of experts that each token may use, by its class, `[T]` (LayerMoE Eq. 13).
 
-    Class 0 (the base model's languages) may use expert 0 alone, class g those that existed after expansion g, the last
-    class all.
+    Class 0 (the base model's languages) may use only expert 0, class g the experts that existed after expansion g, and
+    the last class all experts.
     """
     class_T = token_classes(classifier_logits_TC)
     allowed_T = torch.full_like(class_T, experts_of_class[-1])

@@ -1,4 +1,4 @@
-"""What the expanded layers of one model share: where their decisions are recorded, and what overrides them.
+"""The object that the expanded layers of one model share: it records their routing, and can override it.
 
 Shape suffixes as in `routing.py`.
 """
@@ -25,19 +25,19 @@ class Routing:
 
 
 class RoutingControl:
-    """Shared by all expanded FFNs of one model: where routing is recorded, and an override of the router.
+    """Records the routing of all expanded FFNs of one model, and can override their routers.
 
-    A plain object instead of hooks: it sees every forward pass, whoever calls it, and recomputation under gradient
-    checkpointing (outside the capture) records nothing twice.
+    A plain object instead of hooks: it takes part in every forward pass, whoever calls it, and a recomputation under
+    gradient checkpointing (outside the capture) is not recorded again.
     """
 
     def __init__(self) -> None:
         self.capture: Routing | None = None
         self.forced_expert: int | None = None
         self.expansion: int | None = None
-        # For analyses: router logits `[T, N]` and K in, the logits to route by out; classifiers then have no say.
+        # For analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses classifiers.
         self.change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-        # For training, in which alone it is called: a layer's index and its choice in, the choice to carry out out.
+        # Called only in training: takes a layer's index and its choice, returns the choice to use.
         self.change_choice: Callable[[int, Choice], Choice] | None = None
 
     def __deepcopy__(self, memo: dict) -> "RoutingControl":

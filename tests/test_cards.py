@@ -268,7 +268,7 @@ def test_language_tags_become_the_codes_that_the_hub_knows(checkpoint, code, wan
 @pytest.mark.parametrize("code", ["xx", "greek", "e", ""])
 def test_an_unknown_language_code_is_refused(checkpoint, code):
     edit(checkpoint, new_languages=["hu", code])
-    message = rf"expansions\[0\]\.new_languages has '{code}', which is no language code of ISO 639"
+    message = rf"expansions\[0\]\.new_languages has '{code}', which is not a language code of ISO 639"
     with pytest.raises(InputError, match=message):
         make_card(checkpoint)
 

@@ -171,7 +171,7 @@ def test_wrong_plans_from_the_command_line_are_one_sentence(error_of):
         (["--experts", 3, "--layers", 4, "--classifier-choice", "first"], "classifier_choice is 'first': must be 'sim"),
         (["--experts", 3, "--layers", 4, "--old", "en", "--new", "el,en"], "en: given as an old and as a new language"),
         (["--experts", 3, "--layers", 4, "--new", "el,el"], "el: given twice among the new languages"),
-        (["--experts", 3, "--layers", 4, "--new", "greek"], "new[0]: 'greek' is no language code of ISO 639"),
+        (["--experts", 3, "--layers", 4, "--new", "greek"], "new[0]: 'greek' is not a language code of ISO 639"),
     ]:
         assert error_of("plan", "moe-lpr", *arguments, "--out", "plan.json").startswith(f"error: {message}")
 
@@ -233,16 +233,16 @@ def test_deviation_to_dmoe_plan(tmp_path, deviation, error_of):
         drawn.append(str(yaml.safe_load((tmp_path / "c.json").read_text())["groups"]))
     assert len(set(drawn)) > 1
     for arguments, message in [
-        (["--groups", 5], "error: 5 groups were asked for, but there are 4 languages."),
+        (["--groups", 5], "error: groups is 5: must be from 1 to 4, the number of languages."),
         (["--groups", 2, "--threshold", 1.5], "error: A threshold of 1.5 selects no layer"),
         (["--groups", 2, "--ratio", 0], "error: ratio is 0.0: must be larger than 0."),
         (["--groups", 2, "--ratio", 0.4, "--threshold", 0.6], "give exactly one of the two"),
-        (["--groups", 2, "--vectors", "v.csv"], "error: v.csv: no vector for tr."),
+        (["--groups", 2, "--vectors", "v.csv"], "error: v.csv: has no vector for tr; add"),
         (["--groups", 2, "--vectors", "v.csv", "--random"], "give only one of them"),
         (["--by-hand", "en,es;el,es"], "es is named twice"),
         (["--groups", 2, *by_hand], "--groups and --by-hand: give only one of them"),
         ([], "error: Give --groups or --by-hand."),
-        ([*by_hand, "--random"], "grouping `random` must be left out"),
+        ([*by_hand, "--random"], "so leave out grouping `random`"),
         (["--groups", 0], "error: groups is 0: must be at least 1."),
         (["--groups", 2, "--figure", "a.png"], "a.png: exists already"),
         (["--groups", 2, "--figure", "a.bmp"], "a.bmp: unknown kind of picture"),

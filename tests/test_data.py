@@ -73,8 +73,8 @@ def test_text_that_is_none_is_named(tmp_path):
     (tmp_path / "half.jsonl").write_text('{"text": "a"}\n{"text": "\\ud83d"}\n')
     for name, message in (
         ("list.parquet", "the column `text` holds"),
-        ("broken.parquet", r"broken\.parquet: not a Parquet file"),
-        ("torn.parquet", r"torn\.parquet: not a Parquet file"),
+        ("broken.parquet", r"broken\.parquet: cannot be read as a Parquet file"),
+        ("torn.parquet", r"torn\.parquet: cannot be read as a Parquet file"),
         ("half.jsonl", r"half\.jsonl:2: not Unicode text \(surrogates not allowed\)"),
     ):
         with pytest.raises(InputError, match=message):
@@ -128,7 +128,7 @@ def test_translations_are_a_document_each_way(tmp_path):
     with pytest.raises(InputError, match='strings by language under "translation"'):
         load(tmp_path / "wrong.jsonl")
     Dataset.from_list([{"translation": {"en": 1, "el": 2}}]).to_parquet(tmp_path / "wrong.parquet")
-    with pytest.raises(InputError, match=r"the column `translation` holds .*, not strings by language"):
+    with pytest.raises(InputError, match=r"the column `translation` holds .*; it must hold strings by language"):
         load(tmp_path / "wrong.parquet")
 
 
@@ -179,7 +179,7 @@ def test_missing_files_and_arguments(tmp_path):
     with pytest.raises(InputError, match=r"no such file \(text for language 'el'\)"):
         load(tmp_path / "none.jsonl")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match=r"the folder holds no \.jsonl"):
+    with pytest.raises(InputError, match=r"the folder holds no file of a known kind; known: \.jsonl"):
         load(tmp_path / "folder")
     with pytest.raises(InputError, match="is not LANGUAGE=FILE"):
         LanguageText.parse("el.jsonl")

@@ -190,7 +190,7 @@ def test_a_work_folder_of_other_work_is_refused(tmp_path):
         ({"seed": 1}, "seed was 0, is 1"),
         ({"layers": [0]}, r"layers was \[0, 1, 2\], is \[0\]"),
         ({"batch_size": 2, "block_size": 8}, "batch_size was 3, is 2; block_size was 12, is 8"),
-        ({"texts": {"en": TEXTS["hu"]}}, "another text of 'en'"),
+        ({"texts": {"en": TEXTS["hu"]}}, "another text in 'en'"),
         ({"model": tiny_dense("qwen2", seed=1)}, "was made with other settings: it was another model"),
     ]:
         arguments = {"model": model, "texts": {"en": TEXTS["en"]}, "steps": 2, **changes}

@@ -196,7 +196,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
         expand_checkpoint(base, base.parent, PLAN, overwrite=True)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "last.tex").touch()
-    with pytest.raises(InputError, match=r"thesis: is no checkpoint .* not overwritten"):
+    with pytest.raises(InputError, match=r"thesis: is not a checkpoint .* not overwritten"):
         expand_checkpoint(base, tmp_path / "thesis", PLAN, overwrite=True)
     (tmp_path / "link").symlink_to(tmp_path / "done")
     with pytest.raises(InputError, match="link: is a link, not a folder"):

@@ -163,7 +163,7 @@ def test_without_a_native_form_it_says_why(tmp_path):
         return tmp_path / name
 
     refused(
-        "computes what an expanded bloom model does: none has .* exist for granite", expanded("b", "bloom", UNIFORM)
+        "is equivalent to an expanded bloom model: none has .* exist for granite", expanded("b", "bloom", UNIFORM)
     )
     refused("gemma3_text model does: Gemma 4's mixture", expanded("g", "gemma3_text", UNIFORM))
     refused("2, 3 experts; .* one number for all layers", expanded("c", "qwen2", Plan("uniform", [2, 3, 3])))

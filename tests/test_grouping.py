@@ -114,11 +114,11 @@ def test_128_languages_in_16_groups_find_planted_families():
 @pytest.mark.parametrize(
     ("matrix", "names", "number", "message"),
     [
-        ([[1, 0], [0, 1]], ["a", "b"], 3, "3 groups were asked for, but there are 2 languages"),
+        ([[1, 0], [0, 1]], ["a", "b"], 3, "groups is 3: must be from 1 to 2"),
         ([[1, 0], [0, 1]], ["a", "b"], 0, "0 groups"),
         ([[1, 0], [0, 1]], ["a", "a"], 1, "a is named twice"),
         ([[1, 0], [0, 1]], ["a", "b", "c"], 1, r"shape \[2, 2\], but 3 languages need \[3, 3\]"),
-        ([[1, 0.5], [0, 1]], ["a", "b"], 1, "not a symmetric matrix"),
+        ([[1, 0.5], [0, 1]], ["a", "b"], 1, "must be a symmetric matrix"),
         ([[1, float("nan")], [float("nan"), 1]], ["a", "b"], 1, "finite"),
     ],
 )
@@ -233,7 +233,7 @@ def test_a_threshold_is_on_the_scaled_deviation(deviation, eighths):
         ([1, 2, 3], {"ratio": 1.5}, "at most 1"),
         ([2, 2, 2], {"threshold": 0.5}, "deviate equally"),
         ([1, float("nan")], {"ratio": 0.5}, "finite"),
-        ([], {"ratio": 0.5}, "one a layer"),
+        ([], {"ratio": 0.5}, "one for each layer"),
     ],
 )
 def test_a_choice_that_selects_nothing_is_refused(deviation, choice, message):
@@ -288,12 +288,12 @@ def test_groups_by_hand_at_random_and_from_vectors(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": 5}, "5 groups were asked for, but there are 4 languages"),
+        ({"groups": 5}, "groups is 5: must be from 1 to 4"),
         ({"groups": 1}, "at least 2 experts"),
         ({}, "`groups` is missing"),
         ({"groups": 0}, "groups is 0: must be at least 1"),
         ({"groups": 2, "ratio": 1.5}, "ratio is 1.5: must be at most 1"),
-        ({"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}, "grouping `random` must be left out"),
+        ({"groups": [["en", "de"], ["el", "tr"]], "grouping": "random"}, "so leave out grouping `random`"),
         ({"groups": 2, "threshold": 2.0}, "selects no layer"),
         ({"groups": [["en", "de"], ["el", "en"]]}, "en is named twice"),
         ({"groups": 2, "grouping": "nowhere.csv"}, "no such file"),

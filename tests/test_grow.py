@@ -247,7 +247,7 @@ def test_grow_copies_what_it_is_told(first, text, tmp_path):
 
     data = ("--data", f"tr={text['tr'].source}")
     nearest = ("--copy-from", "nearest")
-    refused("nearest: measures text of the plan's new languages: give --data tr=FILE", *nearest)
+    refused("nearest measures text in the plan's new languages: give --data tr=FILE", *nearest)
     refused(r"--data: el: not a new language of the plan \(tr\)", *nearest, *data, "--data", f"el={text['el'].source}")
     refused("--data belongs to --copy-from nearest", *data)
     refused("--copy-from is 'next': must be an expert's number", "--copy-from", "next")
@@ -323,5 +323,5 @@ def test_wrong_growth_is_refused(first, tmp_path):
         Plan("layer-moe", [2, 2, 2], grows_from=[3, 2, 2])
     config = json.loads((first / "config.json").read_text())
     config["earlier_experts_per_layer"] = [[4, 2, 2]]
-    with pytest.raises(ValueError, match="a layer never loses any"):
+    with pytest.raises(ValueError, match="a layer must not lose experts"):
         LayerMoEConfig.from_dict(config)

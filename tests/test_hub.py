@@ -416,7 +416,7 @@ def test_foreign_files_are_refused_unless_included(folder):
     (folder / "notes.txt").write_text("x")
     (folder / "old").mkdir()
     (folder / "old" / "weights.pt").write_text("x")
-    with pytest.raises(InputError, match=r"no part of the checkpoint: notes\.txt, old\. Move it away"):
+    with pytest.raises(InputError, match=r"not part of the checkpoint: notes\.txt, old\. Move them away"):
         published_files(folder)
     shutil.rmtree(folder / "old")
     assert set(published_files(folder, ["notes.txt"])) == {*before, "notes.txt"}
@@ -427,7 +427,7 @@ def test_foreign_files_are_refused_unless_included(folder):
 def test_keys_and_links_do_not_go_along_with_the_tokenizer(folder, tmp_path):
     before = published_files(folder)
     (folder / "tokenizer_key.pem").write_text("x")
-    with pytest.raises(InputError, match=r"no part of the checkpoint: tokenizer_key\.pem"):
+    with pytest.raises(InputError, match=r"not part of the checkpoint: tokenizer_key\.pem"):
         published_files(folder)
     (folder / "tokenizer_key.pem").unlink()
     (tmp_path / "secret.json").write_text("{}")
@@ -448,8 +448,8 @@ def test_keys_and_links_do_not_go_along_with_the_tokenizer(folder, tmp_path):
     ("name", "change", "message"),
     [
         ("expanded_ffn.py", lambda text: text + "\n", r"expanded_ffn\.py differs from this package's"),
-        ("own.py", lambda _: "", r"own\.py is no code of this package"),
-        ("custom_generate/generate.py", lambda _: "", r"custom_generate/generate\.py is no code of this package"),
+        ("own.py", lambda _: "", r"own\.py is not code of this package"),
+        ("custom_generate/generate.py", lambda _: "", r"custom_generate/generate\.py is not code of this package"),
         ("config.json", lambda text: text.replace('"modeling_layer_moe.', '"other/repo--modeling_layer_moe.'),
          r"config\.json names code that is not this package's"),
         ("tokenizer_config.json", lambda text: text.replace("{", '{"auto_map": {"AutoTokenizer": ["x.X", null]},', 1),

@@ -178,7 +178,7 @@ def test_a_weight_outside_of_linear_layers_is_refused():
             super().__init__()
             self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
 
-    with pytest.raises(ValueError, match="Scaled has a weight outside of linear layers, scale"):
+    with pytest.raises(ValueError, match="Scaled has a weight outside linear layers, scale"):
         lora_expert(Scaled(), 2, 4)
 
 

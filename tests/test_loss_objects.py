@@ -357,10 +357,10 @@ def test_the_published_coefficients_are_the_defaults():
     [
         (lambda: BalanceLoss(-0.1), "BalanceLoss: coef is -0.1: must be a number of at least 0"),
         (lambda: GroupLoss(math.nan), "GroupLoss: coef is nan"),
-        (lambda: GateBudgetLoss(0.1, budget=80), "budget is 80; a share is at least 0 and at most 1"),
+        (lambda: GateBudgetLoss(0.1, budget=80), "budget is 80: must be at least 0 and at most 1"),
         (lambda: LocalizedBalanceLoss(0.1, delta=1), "delta is 1: must be at least 0 and less than 1"),
-        (lambda: trainer_with(BalanceLoss(0.1)), r"router_losses is BalanceLoss\(coef=0.1\): pass a list"),
-        (lambda: trainer_with([BalanceLoss]), "which is no RouterLoss: pass objects"),
+        (lambda: trainer_with(BalanceLoss(0.1)), r"router_losses is BalanceLoss\(coef=0.1\): must be a list"),
+        (lambda: trainer_with([BalanceLoss]), "which is not a RouterLoss: pass objects"),
         (lambda: trainer_with([BalanceLoss(0.1), BalanceLoss(0.2)]), "two losses that log balance_loss: leave one"),
     ],
 )

@@ -53,7 +53,7 @@ def test_an_output_inside_an_input_is_refused(tmp_path):
 def test_overwriting_deletes_no_foreign_file(tmp_path, name):
     folder = fill(tmp_path / "out", "model.safetensors", name)
     first = re.escape(name.split("/")[0])
-    with pytest.raises(InputError, match=rf"out: holds {first}.*, which is no part of a checkpoint"):
+    with pytest.raises(InputError, match=rf"out: holds {first}.*, which is not part of a checkpoint"):
         check_output(folder, True)
     with pytest.raises(InputError), new_folder(folder, overwrite=True):
         pass

@@ -159,7 +159,7 @@ def test_a_wrapped_routers_lost_gradient_is_noticed(tmp_path):
 
 
 def test_stages_refuse_a_model_with_an_adapter():
-    with pytest.raises(ValueError, match="has a PEFT adapter, which itself says what trains"):
+    with pytest.raises(ValueError, match="has a PEFT adapter, which sets the trained parameters"):
         freeze(get_peft_model(build(), lora(**NEW_EXPERTS)), "review")
 
 

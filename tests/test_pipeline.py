@@ -255,7 +255,7 @@ def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
 
     refused(new | {"hu": texts["el"]}, PostPretrainConfig(), "hu: not a language of this expansion")
     refused({"el": texts["el"]}, PostPretrainConfig(), "tr: no text was given")
-    refused(texts, PostPretrainConfig(), "en, zh: post-pretraining sees new languages only; set `replay: true`")
+    refused(texts, PostPretrainConfig(), "en, zh: post-pretraining reads only new languages; set `replay: true`")
     refused(
         new,
         PostPretrainConfig(language_prior_coef=0.1),

@@ -150,7 +150,7 @@ def test_the_analysis_that_a_plan_needs():
             {"method": "mola", "classifier_choice": "first"},
             "classifier_choice is 'first': must be 'similarity', 'r",
         ),
-        ({"method": "dmoe", "groups": [["en"], ["elvish"]]}, "groups[1][0]: 'elvish' is no language code of ISO 639"),
+        ({"method": "dmoe", "groups": [["en"], ["elvish"]]}, "groups[1][0]: 'elvish' is not a language code"),
         ("layer-moe", "must hold `key: value` lines, found 'layer-moe'."),
     ],
 )

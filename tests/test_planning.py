@@ -172,9 +172,9 @@ def test_plan_round_trip(tmp_path):
         ({"classifer_layers": []}, "unknown key `classifer_layers`; did you mean `classifier_layers`?"),
         ({"old": ["en"], "new": ["el", "en"]}, "en: given as an old and as a new language"),
         ({"old": ["en", "en"]}, "en: given twice among the old languages"),
-        ({"new": ["greek"]}, "plan.json: new[0]: 'greek' is no language code of ISO 639"),
+        ({"new": ["greek"]}, "plan.json: new[0]: 'greek' is not a language code of ISO 639"),
         ({"new": [False]}, "plan.json: new[0]: put language codes in quotes"),
-        ({"groups": [["el"], ["elvish"], ["tr"]]}, "plan.json: groups[1][0]: 'elvish' is no language code"),
+        ({"groups": [["el"], ["elvish"], ["tr"]]}, "plan.json: groups[1][0]: 'elvish' is not a language code"),
     ],
 )
 def test_a_plan_that_is_wrong_is_refused_by_key(tmp_path, changes, message):

@@ -177,7 +177,7 @@ def test_a_users_folder_named_as_the_training_folder_is_neither_used_nor_removed
     (mine / "notes.txt").write_text("mine")
     (mine / "checkpoint-1" / "trainer_state.json").write_text("{}")
     before = sorted(mine.rglob("*"))
-    with pytest.raises(InputError, match=r"out\.training: holds something else than an interrupted training of out"):
+    with pytest.raises(InputError, match=r"out\.training: is not the folder of an interrupted training of out"):
         train_stage(root / "expanded", tmp_path / "out", data, config())
     assert sorted(mine.rglob("*")) == before
     assert (mine / "notes.txt").read_text() == "mine"
@@ -190,7 +190,7 @@ def test_nor_is_a_file_or_a_link(root, data, tmp_path, kind):
     target.mkdir()
     (target / ".hf-moe-expand").touch()
     mine.write_text("mine") if kind == "file" else mine.symlink_to(target)
-    with pytest.raises(InputError, match="holds something else"):
+    with pytest.raises(InputError, match="is not the folder of an interrupted training"):
         train_stage(root / "expanded", tmp_path / "out", data, config())
     assert mine.is_symlink() if kind == "link" else mine.read_text() == "mine"
     assert target.is_dir()

@@ -104,7 +104,7 @@ def test_prompts():
     assert translation_prompt(("el", "en"), "Δύο.", [("Ένα.", "One."), ("Μηδέν.", "Nil.")]) == (
         "Greek: Ένα. → English: One.\nGreek: Μηδέν. → English: Nil.\nGreek: Δύο. → English:"
     )
-    with pytest.raises(InputError, match="'qx' is no language code"):
+    with pytest.raises(InputError, match="'qx' is not a language code"):
         language_name("qx")
 
 
@@ -188,7 +188,7 @@ def test_a_prompt_that_does_not_fit_is_refused():
 @pytest.mark.parametrize("backbone", ["qwen2", "llama"])  # the library makes an empty tokenizer, or none
 def test_a_model_without_a_tokenizer_is_refused(tmp_path, backbone):
     tiny_dense(backbone).save_pretrained(tmp_path / "bare")
-    with pytest.raises(InputError, match="bare: no tokenizer that loads"):
+    with pytest.raises(InputError, match="bare: has no tokenizer that loads"):
         load_for_inference(tmp_path / "bare")
 
 

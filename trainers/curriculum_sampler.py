@@ -1,4 +1,4 @@
-"""The order of training when languages enter late (a curriculum), or are sampled otherwise than the data has them."""
+"""The order of training rows when languages are scheduled by a curriculum or weighted by a temperature."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from torch.utils.data import Sampler
 
 @dataclass(frozen=True)
 class LanguageMix:
-    """The languages of a data set in which each one's rows lie together, in this order.
+    """The languages of a data set whose rows are sorted by language, in this order.
 
     Attributes:
-        rows: of each language.
+        rows: number of rows of each language.
         temperature: T; languages that train at the same time are drawn in proportion to `rows ** (1 / T)`.
         entry: the optimizer step at which each language enters; the start by default.
-        groups: the language group of each language, where a batch must hold one group.
+        groups: the language group of each language, if a batch must hold only one group.
     """
 
     rows: Sequence[int]
@@ -26,20 +26,20 @@ class LanguageMix:
 
 
 class CurriculumSampler(Sampler[int]):
-    """Row numbers of a whole training, `steps * rows_per_step` of them: one epoch of the data loader.
+    """The `steps * rows_per_step` row numbers of a whole training, as one epoch of the data loader.
 
-    From one entry of a language to the next, each language that has entered gets its share of the rows, rounded by
-    largest remainders, in random order: at T = 1, without late entries and over as many steps as the data lasts, this
-    is an ordinary shuffled epoch. A language gives all its rows before it gives one of them again.
+    Between two entries of languages, each entered language gets its share of the rows, rounded by largest remainders,
+    in random order. At T = 1, without late entries and for one pass over the data, this is an ordinary shuffled epoch.
+    All rows of a language come once before any of them comes again.
 
-    The order depends on the arguments alone, not on how a step is cut into batches and ranks, and is the same each
-    time: what skips the batches of an interrupted training goes on as if there had been no interruption. With groups it
-    depends on `batch_size` too: runs of so many rows belong to one group.
+    The order depends only on the arguments, not on the division of a step into batches and ranks, so that a resumed
+    training, which skips its first batches, continues as if it had not been interrupted. With groups the order depends
+    on `batch_size` too: each run of `batch_size` rows belongs to one group.
 
     Args:
         steps: optimizer steps of the training.
-        rows_per_step: over all ranks and micro-batches.
-        seed: of the order.
+        rows_per_step: rows of a step over all ranks and micro-batches.
+        seed: random seed of the order.
         batch_size: rows in a batch of one process.
 
     Raises:
@@ -66,13 +66,13 @@ class CurriculumSampler(Sampler[int]):
                 yield next(streams[language])
 
     def _stream(self, language: int) -> Iterator[int]:
-        """A language's rows, over and over, in a new order each time."""
+        """A language's rows, repeated for ever, each time in a new order."""
         first, generator = self.rows[:language].sum(), np.random.default_rng([self.seed, 0, language])
         while True:
             yield from (first + generator.permutation(self.rows[language])).tolist()
 
     def _languages(self, start: int, end: int) -> list[int]:
-        """The language of each row from step `start` to step `end`, between which none enters."""
+        """The language of each row from step `start` to step `end`, between which no language enters."""
         generator = np.random.default_rng([self.seed, 1, start])
         entered = self.entry <= start
         weights = np.where(entered, (self.rows / self.rows[entered].max()) ** (1 / self.temperature), 0.0)
@@ -90,7 +90,7 @@ class CurriculumSampler(Sampler[int]):
 
 
 def apportion(total: int, weights: Sequence[float] | np.ndarray) -> list[int]:
-    """`total` things in proportion to `weights`: each share rounded down, what is left to the largest remainders."""
+    """Divides `total` in proportion to `weights`: rounds shares down, and gives the rest to the largest remainders."""
     shares = total * np.asarray(weights, dtype=float) / np.sum(weights)
     counts = np.floor(shares).astype(int)
     largest_first = np.argsort(counts - shares, kind="stable")

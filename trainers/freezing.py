@@ -1,4 +1,4 @@
-"""Which parameters train. Called after loading: loading resets `requires_grad`."""
+"""Sets the parameters that train. Call it after loading, since loading resets `requires_grad`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Trained:
-    """What a stage trains of an expanded model.
+    """The parts of an expanded model that a stage trains.
 
     Attributes:
         everything: all parameters.
-        experts: `new`, those of the last expansion; `last`, the last one alone; or `none`.
+        experts: `new`, the experts of the last expansion; `last`, only the last expert; or `none`.
         routers: routers and the gates of conditional routing.
         classifiers: routing classifiers.
-        last_router_row: of each router the last expert's row alone. `requires_grad` cannot say it: the stage's trainer
-            holds the other rows, and the gates, still.
+        last_router_row: only the last expert's row of each router. `requires_grad` cannot express this: the stage's
+            trainer keeps the other rows, and the gates, unchanged.
     """
 
     everything: bool = False
@@ -52,16 +52,16 @@ def freeze(model: nn.Module, trained: Trained, stage: str = "training") -> Freez
     """Sets `requires_grad` of every parameter of an expanded model.
 
     Args:
-        trained: what trains.
-        stage: what the report calls it.
+        trained: the parts that train.
+        stage: the name of the training in the report.
 
     Raises:
-        ValueError: the model has an adapter, whose own configuration says what trains (and what is saved).
+        ValueError: the model has an adapter, whose own configuration determines the trained and saved parameters.
     """
     if getattr(model, "peft_config", None):
         raise ValueError(
-            "The model has a PEFT adapter, which itself says what trains, and saves nothing else: use MoESFTTrainer or "
-            "`class MyTrainer(RouterLossMixin, Trainer)`, which freeze nothing, or merge the adapter first."
+            "The model has a PEFT adapter, which sets the trained parameters and saves only these: use MoESFTTrainer "
+            "or `class MyTrainer(RouterLossMixin, Trainer)`, which do not freeze, or merge the adapter first."
         )
     model.requires_grad_(trained.everything)
     parts = dict.fromkeys(("base", "experts", "routers", "classifiers"), 0)

@@ -9,13 +9,13 @@ from torch.utils.data import Sampler
 class GroupedSampler(Sampler[int]):
     """Row numbers in an order in which each run of `batch_size` rows belongs to one group.
 
-    Rows are shuffled within their group, cut into full batches (what is left over is dropped for this epoch), and the
-    batches of all groups are shuffled. Every epoch has an order of its own, which the seed decides.
+    Rows are shuffled within their group and cut into full batches (remaining rows are dropped for this epoch), and the
+    batches of all groups are shuffled. Every epoch has its own order, which the seed determines.
 
     Args:
         groups: the group of each row.
         batch_size: rows in a batch of one process.
-        seed: of the order.
+        seed: random seed of the order.
 
     Raises:
         ValueError: a group has fewer rows than a batch.

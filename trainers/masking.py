@@ -1,4 +1,4 @@
-"""What only training masks: Elbayad et al.'s EOM, FOM and CMR masking, and gating dropout.
+"""Masking of the routing during training: Elbayad et al.'s EOM, FOM and CMR masking, and gating dropout.
 
 Shape suffixes as in `modeling/routing.py`.
 """
@@ -15,16 +15,16 @@ from ..errors import InputError
 from ..modeling.routing import Choice
 from ..schema import Probability, settings
 
-# Decisions that gating dropout remembers: layers times forward passes that still wait for their backward pass.
+# Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096
 
 
 @settings
 class Masking:
-    """What training masks (Elbayad et al.), and gating dropout.
+    """Probabilities of masking (Elbayad et al.) and of gating dropout during training.
 
     Raises:
-        InputError: a value is no probability of at least 0 and less than 1.
+        InputError: a value is not a probability of at least 0 and less than 1.
     """
 
     expert_output: Annotated[
@@ -40,7 +40,7 @@ class Masking:
     ] = 0.0
     gating_dropout: Annotated[
         Probability,
-        Field(description="probability of each batch to have its tokens sent to experts by their place in it"),
+        Field(description="probability of each batch to send its tokens to experts by position (gating dropout)"),
     ] = 0.0
 
 
@@ -48,26 +48,26 @@ def check_gates(masking: Masking | None, has_gates: bool, where: str = "masking"
     """Refuses to mask the gates of a model without gates.
 
     Args:
-        where: what the message calls the settings.
+        where: name of the settings in the message.
 
     Raises:
         InputError: `conditional_routing` is masked, but no layer has a gate.
     """
     if masking is not None and masking.conditional_routing and not has_gates:
         raise InputError(
-            f"{where}.conditional_routing masks a gate, and the checkpoint has none: expand with "
+            f"{where}.conditional_routing masks a gate, but the checkpoint has no gates: expand with "
             "--conditional-routing (`expand: {conditional_routing: true}` in a recipe)."
         )
 
 
 @contextmanager
 def mask_routing(model: Any, masking: Masking | None) -> Iterator[None]:
-    """Inside, an expanded model that trains masks what `masking` says; in evaluation mode it does not.
+    """Inside, an expanded model in training mode masks its routing by `masking`; in evaluation mode it does not.
 
-    The backward pass belongs inside too: gradient checkpointing runs the forward pass again there, with the same draws.
+    Run the backward pass inside too: gradient checkpointing repeats the forward pass in it, with the same draws.
 
     Raises:
-        InputError: gates are to be masked, and the model has none.
+        InputError: gate masking is set, but the model has no gates.
     """
     if masking is None or masking == Masking():
         yield
@@ -86,10 +86,10 @@ class MaskingMixin:
     """Put in front of a Trainer class: its training steps mask the routing of an expanded model.
 
     Args:
-        masking: what is masked; None masks nothing.
+        masking: the masking; None turns it off.
 
     Raises:
-        InputError: gates are to be masked, and the model has none.
+        InputError: gate masking is set, but the model has no gates.
     """
 
     def __init__(self, model: Any, *args: Any, masking: Masking | None = None, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class _MaskedChoice:
     def __init__(self, masking: Masking, first_layer: int) -> None:
         self.masking = masking
         self.first_layer = first_layer
-        self.taken = False  # whether gating dropout took the batch of the last forward pass
+        self.taken = False  # whether gating dropout applied to the batch of the last forward pass
         self.remembered: dict[tuple[int, int], bool] = {}
 
     def __call__(self, layer: int, choice: Choice) -> Choice:
@@ -128,10 +128,10 @@ class _MaskedChoice:
         return replace(choice, weights=weights_TK, experts=index_TK, closed=closed_T)
 
     def _takes_batch(self, layer: int) -> bool:
-        """Drawn in the first layer, for all layers.
+        """Whether gating dropout applies to the batch: drawn in the first layer, for all layers.
 
-        Gradient checkpointing runs a later layer again when another forward pass may have come in between, but with
-        the state of the random number generator in which the layer ran first: that state names the forward pass.
+        Gradient checkpointing may run a later layer again after another forward pass, but restores the state of the
+        random number generator of the layer's first run: this state identifies the forward pass.
         """
         if layer == self.first_layer:
             self.taken = torch.rand(()).item() < self.masking.gating_dropout
@@ -148,7 +148,7 @@ def mask_outputs(
     """Elbayad et al.'s expert output masking and final output masking.
 
     Each assignment's output is zero with probability `expert_output`, each token's whole output with probability
-    `final_output`. The other weights stay as they are. Index `none` means "no expert": what is masked does not run.
+    `final_output`. The other weights do not change. Index `none` means "no expert": masked experts do not run.
     """
     for probability, drawn in ((expert_output, weights_TK), (final_output, weights_TK[:, :1])):
         if probability:
@@ -158,8 +158,8 @@ def mask_outputs(
 
 
 def local_experts(weights_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routing of a batch whose tokens may not leave their device (gating dropout), as if each of N devices held an
-    expert and an Nth of the tokens: weights 1 and expert indices, `[T, 1]`; `weights_TK` are those it replaces."""
+    """Routing of a batch whose tokens may not leave their device (gating dropout), as if each of N devices held one
+    expert and one Nth of the tokens: weights 1 and expert indices, `[T, 1]`, in place of `weights_TK`."""
     T = weights_TK.shape[0]
     index_T = torch.arange(T, device=weights_TK.device) * num_experts // T
     return torch.ones_like(weights_TK[:, :1]), index_T.unsqueeze(-1)

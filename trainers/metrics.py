@@ -1,4 +1,4 @@
-"""What trainers log of routing. Every figure is a ratio of two sums, so that micro-batches, steps and ranks add up."""
+"""Routing metrics that trainers log. Each is a ratio of two sums, which add up over micro-batches, steps and ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from .losses import TokenCounts, TokenMasks
 
 
 class Metrics:
-    """Sums of training and of evaluation, each kept until it is logged."""
+    """The metrics' sums in training and in evaluation, each kept until it is logged."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}}
@@ -21,7 +21,7 @@ class Metrics:
         sums[name] = sums[name] + pair if name in sums else pair
 
     def ratios(self, mode: str, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[str, float]]:
-        """Name and value of each metric since the last call; one whose denominator is 0 is left out."""
+        """Name and value of each metric since the last call, without metrics whose denominator is 0."""
         sums, self._sums[mode] = self._sums[mode], {}
         if not sums:
             return
@@ -43,9 +43,9 @@ def record_routing(
     the mean openness of the gates.
 
     Args:
-        selections: for each layer `[N]`, how many counted tokens of this rank select each of its routed experts.
+        selections: for each layer `[N]`, number of this rank's counted tokens that select each of its routed experts.
         local: counts of this rank's micro-batch.
-        expert_0_is_old: expert 0 belongs to the old languages; it is one of several groups' with the group loss.
+        expert_0_is_old: whether expert 0 belongs to the old languages; with the group loss it belongs to one group.
     """
     for layer, selections_N in zip(routing, selections, strict=True):
         for expert, count in enumerate(selections_N, start=int(layer.conditional)):

@@ -1,6 +1,6 @@
 """RouterLossMixin: adds the routers' losses to any Trainer of the ecosystem.
 
-The model's forward pass knows nothing of these losses. The mixin records the routing while the trainer's own
+The model's forward pass does not compute these losses. The mixin records the routing while the trainer's own
 `compute_loss` runs, adds the losses, and logs each part.
 """
 
@@ -25,7 +25,7 @@ from .metrics import Metrics, record_routing
 from .routing_capture import FirstPass, without_virtual_tokens
 from .sharded import check_tied_embeddings, fetch_experts_together
 
-# The later name came with transformers 5.23; an earlier one has the older alone.
+# transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in TrainingArguments.__dataclass_fields__)
 
@@ -35,20 +35,20 @@ class RouterLossMixin:
 
     A batch may carry `language_ids` `[batch, sequence]`, the language of each token, negative where unknown.
 
-    A loss that is a mean over tokens is one over those of the whole optimizer step: invariant to how it is split into
-    micro-batches and ranks, and to padding. The balance losses are not linear in the tokens: they balance each
+    A loss that is a mean over tokens is the mean over the whole optimizer step: it depends neither on the division into
+    micro-batches and ranks nor on padding. The balance losses are not linear in the tokens: they balance each
     micro-batch (over all ranks), and an optimizer step is the mean of its micro-batches weighted by tokens.
 
     Args:
         router_losses: `L = L_NTP + sum of coef * loss`, such as `[BalanceLoss(0.01), LanguagePriorLoss(0.1)]`. By
             default balance, language-prior and budget loss are logged and none is added.
-        language_classes: for each language id its class: 0 for an old language, 1 for a new one; with the group loss,
+        language_classes: the class of each language id: 0 for an old language, 1 for a new one; with the group loss,
             its language group.
 
     Raises:
-        InputError: `router_losses` is no list of losses, or holds two of a kind.
-        ValueError: reentrant gradient checkpointing or label smoothing is on, a loss that needs `language_classes` is
-            on without them, or tied embeddings would train under transformers' own FSDP.
+        InputError: `router_losses` is not a list of losses, or two losses log the same metric.
+        ValueError: reentrant gradient checkpointing or label smoothing is on, a loss needs `language_classes` but they
+            are missing, or tied embeddings would train under transformers' own FSDP.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RouterLossMixin:
         language_classes: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        # First, because a Trainer may prepare its data set while it is built.
+        # Set first, because a Trainer may prepare its data set in its constructor.
         self.router_losses = LOGGED if router_losses is None else checked_losses(router_losses)
         self._language_classes = torch.tensor(language_classes) if language_classes is not None else None
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
@@ -69,8 +69,8 @@ class RouterLossMixin:
     def create_accelerator_and_postprocess(self) -> None:
         training: Any = self.args  # type: ignore[attr-defined]
         if training.ddp_find_unused_parameters is None:
-            # DDP looks for unused parameters in the graph of the model's output, which the router losses are no part
-            # of. There are none: idle experts run on empty batches, and all routing is added to the loss, if 0 times.
+            # DDP looks for unused parameters in the graph of the model's output, which excludes the router losses. No
+            # parameter is unused: idle experts run on empty batches, and all routing enters the loss, even 0 times.
             training.ddp_find_unused_parameters = False
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class RouterLossMixin:
         return any(loss.needs_languages for loss in self._active_losses())
 
     def _active_losses(self) -> list[RouterLoss]:
-        """Those that are more than logged."""
+        """The losses that are added, not only logged."""
         return [loss for loss in self.router_losses if loss.coef]
 
     def _who_needs_languages(self) -> str:
@@ -130,7 +130,7 @@ class RouterLossMixin:
         inputs = dict(inputs)
         tokens = self._tokens(inputs)
         inputs.pop("language_ids", None)
-        own_inputs = dict(inputs)  # the trainer may change those that it gets
+        own_inputs = dict(inputs)  # the trainer may change its inputs
         wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
         expanded = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         with expanded.capture_routing() as captured:
@@ -140,7 +140,7 @@ class RouterLossMixin:
             )
         loss, outputs = result if wants_outputs else (result, None)
         if not len(captured):
-            raise ValueError("No layer of the model is expanded: there is no router to train.")
+            raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
         routing = [without_virtual_tokens(layer, own_inputs["input_ids"]) for layer in captured]
         self._check_gradients(model, expanded, routing)
         mode = "train" if model.training else "eval"
@@ -176,7 +176,7 @@ class RouterLossMixin:
     def _check_gradients(model: Any, expanded: Any, routing: list) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
-        # PEFT wraps a router that it trains: the parameter's name ends otherwise, its module is where it was.
+        # PEFT wraps a router that it trains: the parameter's name then has another ending, in the same module.
         routers_train = any(
             parameter.requires_grad
             for ffn in expanded.expanded_ffns().values()
@@ -189,7 +189,7 @@ class RouterLossMixin:
             )
 
     def _step_scale(self, model: Any, num_items_in_batch: Any) -> float | None:
-        """What turns this rank's share of a step's mean into what the trainer expects; None in evaluation."""
+        """The factor from this rank's share of a step's mean to the trainer's expected loss; None in evaluation."""
         if not model.training or self._step_counts is None:
             return None
         # Gradients are averaged over ranks, so each rank's share counts once for each rank.
@@ -199,7 +199,7 @@ class RouterLossMixin:
         return scale
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
-        # The ranks of a tensor-parallel group hold the same batch: it counts once.
+        # The ranks of a tensor-parallel group hold the same batch, which counts once.
         return self.accelerator.reduce(counts, "sum") / self.get_tp_size()  # type: ignore[attr-defined]
 
     def _trainer_divides(self, num_items_in_batch: Any) -> bool:
@@ -231,7 +231,7 @@ class RouterLossMixin:
         )  # fmt: skip
 
     def _router_loss(self, batch: LossBatch) -> torch.Tensor:
-        # Routers and classifiers that no loss reads stay in the graph, so that ranks of a distributed run agree on it.
+        # Routers and classifiers that no loss reads stay in the graph, so that all ranks have the same graph.
         logits = [given for r in batch.routing for given in (r.router_logits, r.classifier_logits) if given is not None]
         total = 0.0 * torch.stack([given.sum() for given in logits]).sum()
         for loss in self.router_losses:

@@ -1,4 +1,4 @@
-"""The routing that a loss is computed from: that of the trained model, on tokens of text."""
+"""Captures the routing for the losses: that of the trained model, on tokens of text."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,8 +9,8 @@ from ..modeling import LayerRouting
 
 
 class FirstPass(dict):
-    """Routing of the forward pass that the loss comes from: a later one without gradients (that of DPO's reference
-    model, where it is the same model without its adapter) does not replace it."""
+    """The routing of the loss's forward pass. A later pass without gradients does not replace it, such as that of DPO's
+    reference model if it is the same model without its adapter."""
 
     def __setitem__(self, layer: int, routing: Any) -> None:
         if torch.is_grad_enabled() or layer not in self:
@@ -18,7 +18,7 @@ class FirstPass(dict):
 
 
 def without_virtual_tokens(layer: LayerRouting, input_ids: torch.Tensor) -> LayerRouting:
-    """Prompt tuning puts tokens of its own in front of each sequence: no text, so no router loss counts them."""
+    """Removes the virtual tokens that prompt tuning puts before each sequence: router losses do not count them."""
     batch, length = input_ids.shape
     if layer.router_logits.shape[0] == batch * length:
         return layer

@@ -18,12 +18,12 @@ from ..errors import InputError
 from ..records import History
 from .router_losses import RouterLossMixin
 
-UNKNOWN = -1  # language id of padding and of text whose language is not known
+UNKNOWN = -1  # language id of padding and of text in an unknown language
 
 
 @dataclass
 class CollatorWithLanguages(DataCollatorForLanguageModeling):
-    """TRL's collator, which also pads (with -1) or joins `language_ids` where the rows have them."""
+    """TRL's collator, which also pads (with -1) or joins the rows' `language_ids`, if they have them."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().torch_call(examples)
@@ -37,27 +37,27 @@ class CollatorWithLanguages(DataCollatorForLanguageModeling):
 
 
 class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
-    """`trl.SFTTrainer` with router losses: the same data sets, the same `SFTConfig`, LoRA by `peft_config` as there.
+    """`trl.SFTTrainer` with router losses: it takes the same data sets, the same `SFTConfig` and LoRA by `peft_config`.
 
-    The balance loss needs nothing more. Losses with `needs_languages`, as the language-prior and the classifier loss,
-    need to know languages. A data set tells them in one of two columns:
+    The balance loss needs no further data. Losses with `needs_languages`, such as the language-prior and the classifier
+    loss, need each token's language, from one of two columns of the data set:
 
     - `language`: a code such as "el" for each row, None where unknown. The class of each code is in the model's
       config.json, which records its expansions, or in `language_classes={"en": 0, "el": 1}`.
-    - `language_ids`, beside `input_ids` (text that is tokenised already): an id for each token, negative where unknown.
-      Then `language_classes=[0, 1]` gives each id its class.
+    - `language_ids`, beside `input_ids` (tokenised text): an id for each token, negative where unknown. Then
+      `language_classes=[0, 1]` gives the class of each id.
 
-    Truncation and packing keep the ids beside their tokens. Router losses count every token but padding, those of a
-    prompt too: `completion_only_loss` and masked labels concern the next-token loss alone.
+    Truncation and packing keep the ids beside their tokens. Router losses count every token but padding, including a
+    prompt's: `completion_only_loss` and masked labels affect only the next-token loss.
 
     Args:
         model: as in `SFTTrainer`: a model, a folder or a hub id.
         router_losses: as in `RouterLossMixin`.
-        language_classes: for each code or each id its class: 0 for a language of the base model, g for one that
-            expansion g brought; with the group loss, its language group.
+        language_classes: the class of each code or id: 0 for a language of the base model, g for a language of
+            expansion g; with the group loss, its language group.
 
     Raises:
-        InputError: a loss needs languages and a data set does not tell them, or tells what does not fit.
+        InputError: a loss needs languages, but a data set lacks their column or holds wrong values in it.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
         elif self._needs_languages:
             raise InputError(
                 f"The {dataset_name} data set has no column `language` (a code for each row), nor `language_ids` (an "
-                "id for each token of tokenised text): the losses need one of them. " + self._who_needs_languages()
+                "id for each token of tokenised text): the losses need one of these. " + self._who_needs_languages()
             )
         else:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         whole = args
-        if packing:  # TRL packs token ids and labels and drops the rest: it prepares whole rows, which are packed here
+        if packing:  # TRL's packing would drop language ids: it prepares whole rows, which are packed here
             if args.max_length is None:
                 raise InputError("packing=True needs max_length, the length of a packed row: set it in SFTConfig.")
             whole = copy.copy(args)
@@ -131,7 +131,7 @@ class MoESFTTrainer(RouterLossMixin, SFTTrainer):  # type: ignore[misc]
 
 
 def _recorded(model: Any, args: Any) -> dict[str, int]:
-    """The class of each language in the model's record: 0 for the base model's, g for those of expansion g."""
+    """The class of each language in the model's history: 0 for the base model's, g for those of expansion g."""
     if isinstance(model, str):
         options = getattr(args, "model_init_kwargs", None) or {}
         return History.of(PreTrainedConfig.get_config_dict(model, **options)[0]).classes
@@ -165,7 +165,7 @@ def _check_ids(row: dict, classes: int | None, name: str) -> dict:
 
 
 def _cut_ids(row: dict, keep_end: bool) -> dict:
-    """Where TRL cut a row to max_length, cuts its language ids."""
+    """Cuts the language ids of a row that TRL cut to max_length."""
     length, ids = len(row["input_ids"]), row["language_ids"]
     return {"language_ids": ids[len(ids) - length :] if keep_end else ids[:length]}
 
@@ -174,7 +174,7 @@ def _ids_of_code(row: dict, class_of: dict, name: str) -> dict:
     if row["language"] not in class_of:
         known = ", ".join(code for code in class_of if code)
         raise InputError(
-            f"The {name} data set has the language {row['language']!r}, which is none of {known}: pass "
-            "language_classes with every code of the column `language`."
+            f"The {name} data set has the unknown language {row['language']!r}; known: {known}. Pass language_classes "
+            "with every code of the column `language`."
         )
     return {"language_ids": [class_of[row["language"]]] * len(row["input_ids"])}

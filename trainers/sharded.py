@@ -1,22 +1,26 @@
-"""What a model that is split over ranks needs to train."""
+"""Prepares and checks models that are split over ranks for training."""
 
 from typing import Any
 
 
 def fetch_experts_together(model: Any) -> None:
-    """Makes ZeRO-3 fetch an expanded FFN in one piece: a rank that fetched only the experts its tokens chose would wait
-    for ever for ranks whose tokens chose others."""
+    """Makes ZeRO-3 fetch an expanded FFN in one piece: a rank that fetched only its tokens' experts would wait for ever
+    for ranks whose tokens chose other experts."""
     from deepspeed.utils import set_z3_leaf_module
 
     for ffn in model.expanded_ffns().values():
         set_z3_leaf_module(ffn, True)
-    # DeepSpeed ends such a piece's backward pass when the gradient of its input is there. With frozen embeddings the
-    # first one's input would have none.
+    # DeepSpeed ends the backward pass of such a piece when it has the gradient of the piece's input. With frozen
+    # embeddings the first piece's input would have no gradient.
     model.enable_input_require_grads()
 
 
 def check_tied_embeddings(model: Any) -> None:
-    """Raises: ValueError: tied embeddings would train under transformers' own FSDP."""
+    """Refuses tied embeddings that would train under transformers' own FSDP.
+
+    Raises:
+        ValueError: the embeddings are tied and train.
+    """
     if not getattr(model, "is_distributed_loading_by_transformers", False):
         return
     tied_and_trained = model.all_tied_weights_keys and model.get_input_embeddings().weight.requires_grad
@@ -25,6 +29,6 @@ def check_tied_embeddings(model: Any) -> None:
     if replicas > 1 and tied_and_trained:
         raise ValueError(
             "The embeddings train and are tied to the head, which under transformers' own FSDP "
-            "(DistributedConfig(fsdp_size=...)) goes on with their old values after the first step. Let accelerate "
-            "split the model (fsdp2.yaml), or keep the embeddings frozen."
+            "(DistributedConfig(fsdp_size=...)) keeps their old values after the first step. Let accelerate split the "
+            "model (fsdp2.yaml), or freeze the embeddings."
         )

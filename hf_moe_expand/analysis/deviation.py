@@ -159,7 +159,7 @@ def _blocks(
 
 
 def _first_tokens(documents: Sequence[str], tokenizer: Any, needed: int, seed: int) -> torch.Tensor:
-    """The first `needed` tokens (or all, where there are fewer) of the documents in a random order, int32."""
+    """The first `needed` tokens (or all, if fewer) of the documents in a random order, int32."""
     order = random.Random(seed).sample(range(len(documents)), len(documents))
     tokens = array("i")
     for begin in range(0, len(order), _DOCUMENTS):

@@ -218,8 +218,8 @@ def _form(source: StoredModel) -> NativeForm:
     if backbone not in NATIVE_FORMS:
         why = _NEAR_MISSES.get(backbone, "none has this backbone's attention and FFN")
         raise InputError(
-            f"{folder}: no mixture-of-experts architecture of transformers computes what an expanded {backbone} model "
-            f"does: {why}. Native forms exist for {', '.join(NATIVE_FORMS)}."
+            f"{folder}: no mixture-of-experts architecture of transformers is equivalent to an expanded {backbone} "
+            f"model: {why}. Native forms exist for {', '.join(NATIVE_FORMS)}."
         )
     if config.conditional_routing:
         raise InputError(

@@ -30,7 +30,7 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
     """Checks the fields of config.json that decide how large a model is, and those that this package adds.
 
     Raises:
-        InputError: a count is no whole number within reason, a type or an activation is unknown, or a history is
+        InputError: a count is not a whole number within reason, a type or an activation is unknown, or a history is
             malformed; the message names the field.
     """
     for where, mapping in [("", fields), *((f"{key}.", value) for key, value in fields.items())]:

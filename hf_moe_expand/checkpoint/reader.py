@@ -94,7 +94,7 @@ class CheckpointReader:
         """The files to read and, if there is an index, the file that must hold each tensor."""
         stem = ADDED if (self.folder / RECORD).is_file() else "model"
         weights, index = self.folder / f"{stem}.safetensors", self.folder / f"{stem}.safetensors.index.json"
-        if weights.is_file():  # transformers reads it even where there is an index
+        if weights.is_file():  # transformers reads this file even if the folder has an index
             return [weights], {}
         if index.is_file():
             where = _read_index(index)

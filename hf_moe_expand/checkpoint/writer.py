@@ -166,10 +166,10 @@ def _check_replaceable(out: Path, overwrite: bool) -> None:
     if not out.is_dir() or out.is_symlink():
         raise InputError(f"{out}: is a {'link' if out.is_symlink() else 'file'}, not a folder.")
     if any(out.iterdir()) and not (out / "config.json").is_file():
-        raise InputError(f"{out}: is no checkpoint (it has no config.json), so it is not overwritten; delete it first.")
+        raise InputError(f"{out}: is not a checkpoint (no config.json), so it is not overwritten; delete it first.")
     if (foreign := foreign_file(out)) is not None:
         raise InputError(
-            f"{out}: holds {foreign}, which is no part of a checkpoint, so the folder is not overwritten; move it away."
+            f"{out}: holds {foreign}, which is not part of a checkpoint, so it is not overwritten; move that file away."
         )
 
 

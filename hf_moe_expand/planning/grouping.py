@@ -37,8 +37,8 @@ def group_languages(
         The groups in the order found, the languages of each in alphabetical order.
 
     Raises:
-        InputError: the matrix does not fit the languages, a language is named twice, or there are more groups than
-            languages.
+        InputError: the matrix does not fit the languages, a language is named twice, or `num_groups` exceeds the number
+            of languages.
     """
     _check_number(languages, num_groups)
     matrix = _checked_matrix(similarity, languages)
@@ -57,7 +57,7 @@ def random_groups(languages: Sequence[str], num_groups: int, seed: int = 0) -> l
     """Balanced groups at random (DMoE's ablation), with the sizes of `group_languages`.
 
     Raises:
-        InputError: a language is named twice, or there are more groups than languages.
+        InputError: a language is named twice, or `num_groups` exceeds the number of languages.
     """
     _check_number(languages, num_groups)
     shuffled = sorted(languages)
@@ -131,7 +131,7 @@ def _grown_set(rows: list[list[float]], remaining: list[int], size: int) -> list
 def _check_number(languages: Sequence[str], num_groups: int) -> None:
     _refuse_twice(languages)
     if not 1 <= num_groups <= len(languages):
-        raise InputError(f"{num_groups} groups were asked for, but there are {len(languages)} languages.")
+        raise InputError(f"groups is {num_groups}: must be from 1 to {len(languages)}, the number of languages.")
 
 
 def _refuse_twice(languages: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """The stages of a recipe, one file each.
 
-A stage's file has its name, its configuration, what it trains, its losses, which languages it reads, its check before
-anything runs, and its trainer. A new stage is a new file and its name in one of the tuples below. This module imports
-none of them: the command line's help reads their docstrings alone.
+A stage's file defines its name, its configuration, the modules that it trains, its losses, its languages, its check
+before anything runs, and its trainer. A new stage is a new file and its name in one of the tuples below. This module
+does not import them: the command line's help only reads their source.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .base import Stage, TrainingStage
 
-# In the order in which a recipe runs those that belong to its kind of model.
+# The stages of a recipe, in the order in which they run; each recipe runs those of its kind of model.
 ROAD = ("post_pretrain", "group", "joint", "graft", "review")
 BESIDE = ("adapt", "dense")
 
@@ -30,7 +30,7 @@ def road(family: str) -> "tuple[Stage, ...]":
     """The stages that a recipe may have, in order.
 
     Args:
-        family: `layer_moe` or `dmoe`, the model type that the recipe's plan makes.
+        family: `layer_moe` or `dmoe`, the model type of the recipe's plan.
     """
     return tuple(stage for stage in map(stage_of, ROAD) if family in stage.families)
 
@@ -50,12 +50,12 @@ def words_of(key: str) -> str:
 
 
 def help_of(key: str) -> str:
-    """What `--help` says of a training stage: its file's docstring and the keys of its configuration."""
+    """The `--help` text of a training stage: its file's docstring and the keys of its configuration."""
     config = next(c for c in _parsed(key).body if isinstance(c, ast.ClassDef) and c.name.endswith("Config"))
     keys = dict(_declared(config))
     width = max(map(len, keys))
     lines = [f"  {name.ljust(width)}  {text}" for name, text in keys.items()]
-    # The first character keeps typer from filling the lines.
+    # The first character keeps typer from joining the lines.
     return f"{words_of(key)}\n\n\b\nKeys of --config, besides `training`:\n" + "\n".join(lines)
 
 
@@ -64,7 +64,7 @@ def _parsed(module: str) -> ast.Module:
 
 
 def _declared(config: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Name and help of each key of a configuration class, those of its bases first."""
+    """Name and help of each key of a configuration class, the keys of its bases first."""
     homes = {"MixedConfig": "mixing", "StageConfig": "config"}
     for base in config.bases:
         if isinstance(base, ast.Name) and base.id in homes:
@@ -81,7 +81,7 @@ def _declared(config: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def trained_in(name: str) -> Any:
-    """What a stage trains, by its name in a history (a `Trained`); None for a step that is no stage."""
+    """The `Trained` of a stage, by the stage's name in a history; None for a step that is not a stage."""
     from ..trainers.freezing import EVERYTHING
 
     if name == "everything":
@@ -97,11 +97,11 @@ def freeze(model: Any, stage: Any) -> Any:
         stage: a stage's name (`post-pretrain`, `review`, `group`, `joint`, `adapt`, or `everything`), or a `Trained`.
 
     Returns:
-        A `FreezeReport`: how many parameters train, by part.
+        A `FreezeReport`: the number of trained parameters, by part.
 
     Raises:
         ValueError: the model has a PEFT adapter.
-        InputError: there is no such stage.
+        InputError: `stage` is not the name of a stage.
     """
     from ..errors import InputError
     from ..trainers import freezing
@@ -109,5 +109,5 @@ def freeze(model: Any, stage: Any) -> Any:
     trained = trained_in(stage) if isinstance(stage, str) else stage
     if trained is None:
         known = ", ".join([*(known.name for known in training_stages()), "everything"])
-        raise InputError(f"{stage!r}: no stage that trains an expanded model; known: {known}.")
+        raise InputError(f"{stage!r} is not a stage that trains an expanded model; known: {known}.")
     return freezing.freeze(model, trained, stage if isinstance(stage, str) else "training")

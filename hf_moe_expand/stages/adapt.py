@@ -1,4 +1,4 @@
-"""DMoE, later: one more language; the nearest expert is copied, and only the copy learns.
+"""Add a language to a DMoE model: copy the nearest expert, and train only the copy.
 
 Example: hf-moe-expand train adapt qwen-dmoe-2 qwen-dmoe-ro --data ro=ro.jsonl --test ro=ro.test.jsonl
 """
@@ -39,7 +39,9 @@ class AdaptConfig(StageConfig):
 
     block_size: BlockSize = key(2048, "tokens in a block")
     tokens_per_language: Count | None = key(None, "tokens of the language to train on; all of its text by default")
-    sample_tokens: Annotated[Whole, Field(ge=2)] = key(100_000, "tokens of its text that choose the expert to copy")
+    sample_tokens: Annotated[Whole, Field(ge=2)] = key(
+        100_000, "tokens of its text with which the expert to copy is chosen"
+    )
 
 
 class Adapt(TrainingStage):
@@ -55,9 +57,10 @@ class Adapt(TrainingStage):
 
 
 class AdaptTrainer(StageTrainer):
-    """DMoE's adaptation: the newest expert of each layer and its row of the router learn one language.
+    """DMoE's adaptation: trains the newest expert of each layer and its row of the router on one language.
 
-    Everything else stays as it is, bit for bit: the other rows' gradients are zeroed, and routers do not decay.
+    All other weights stay unchanged, bit for bit: the other rows' gradients are zeroed, and routers have no weight
+    decay.
     """
 
     stage = Adapt()
@@ -75,14 +78,14 @@ class AdaptTrainer(StageTrainer):
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What `adapt_language` did.
+    """Result of `adapt_language`.
 
     Attributes:
-        perplexity: of the new language's sample through each expert alone.
-        nearest: the expert that was copied, the one with the lowest perplexity.
+        perplexity: perplexity of the new language's sample through each expert alone.
+        nearest: the copied expert, which has the lowest perplexity.
         expert: the new expert's number.
         record: the stage's record in the history.
-        frozen: tensors that were found byte-identical; of the routers all rows but the new one were, too.
+        frozen: number of tensors found byte-identical; all rows of the routers but the new one are too.
     """
 
     perplexity: list[float]
@@ -112,20 +115,20 @@ def adapt_language(
     seed: int | None = None,
     overwrite: bool = False,
 ) -> Adaptation:
-    """Adds a language to a DMoE checkpoint and leaves every other byte of it unchanged.
+    """Adds a language to a DMoE checkpoint, leaving all its other weights unchanged byte for byte.
 
     In each expanded layer the expert through which the language's text has the lowest perplexity is copied with its
-    row of the router; the copies and their rows train on the language's text. Can be done again for further languages.
+    row of the router; the copies and their rows train on the language's text. Further languages can follow.
 
     Args:
         model: DMoE checkpoint.
         out: folder to write.
         source: text of the new language.
-        config: of the training.
+        config: configuration of the training.
         seed: random seed; by default the configuration's.
 
     Raises:
-        InputError: the checkpoint is not DMoE's, or knows the language already.
+        InputError: the checkpoint is not a DMoE checkpoint, or has the language already.
     """
     config = config or AdaptConfig()
     seed = config.seed if seed is None else seed
@@ -136,7 +139,9 @@ def adapt_language(
     groups, language = expanded.language_groups, source.language
     for number, group in enumerate(groups):
         if language in group:
-            raise InputError(f"{folder}: knows {language!r} already (expert {number}: {', '.join(group)}).")
+            raise InputError(
+                f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}); give a new one."
+            )
     state = launched()
     found: list[float] = []
     if state.is_main_process:

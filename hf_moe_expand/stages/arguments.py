@@ -1,4 +1,4 @@
-"""`TrainingArguments` in a recipe: which arguments are known, which are ours to set, and which the library refuses."""
+"""Checks `TrainingArguments` in a recipe: unknown arguments, those that we set, and those that the library refuses."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ from ..schema import Flag, Number, Whole, read, unknown_key
 from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
 
 _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
-# Ours to set: where things go, and what the losses rely on.
+# Set by this package: paths, seeds and arguments on which the losses rely.
 _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
@@ -28,10 +28,10 @@ _STRICT = {int: Whole, float: Number, bool: Flag, type(None): type(None)}
 
 
 def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Refuses keys that `TrainingArguments` does not have, those that are ours to set, and numbers of another type.
+    """Refuses keys that `TrainingArguments` does not have or that this package sets, and numbers of another type.
 
     Returns:
-        The arguments under the names that the installed transformers has for them.
+        The arguments under their names in the installed transformers.
     """
     known = {f.name: f.default for f in fields(TrainingArguments) if f.init}
     arguments = {_CHECKPOINTING.sub(CHECKPOINTING, name): value for name, value in training.items()}
@@ -43,9 +43,9 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
         if key in _PUBLISHED and value != known[key]:
             raise InputError(f"{where}: leave `{key}` out; `hf-moe-expand push` publishes the finished checkpoint.")
         if key == "save_only_model" and value:
-            raise InputError(f"{where}: leave `{key}` out; an interrupted run could not go on as it was.")
+            raise InputError(f"{where}: leave `{key}` out; an interrupted run could not resume exactly.")
         if key in _FILES and not isinstance(value, str | Mapping | None):
-            raise InputError(f"{where}.{key}: {value!r} is neither a file nor a mapping.")
+            raise InputError(f"{where}.{key}: {value!r} is neither a file nor a mapping; give one of these.")
         if key not in [*known, SHARDING]:
             raise InputError(f"{where}: {unknown_key(key, known)}")
     check_sharding(training, where)
@@ -60,14 +60,14 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
         raise InputError(f"{where}: label_smoothing_factor is not supported; set it to 0.")
     numbers = {name: value for name, value in arguments.items() if name in _numbers().model_fields}
     checked = read(_numbers(), numbers, where).model_dump(exclude_unset=True)
-    # Copies: the library fills in what a mapping leaves out. The keys of scoring are off, in whatever words.
+    # Copies, since the library adds keys to mappings. The keys of scoring can only turn it off, and are dropped.
     rest = {name: copy.deepcopy(value) for name, value in arguments.items() if name not in _SCORED}
     return {**rest, **checked}
 
 
 @cache
 def _numbers() -> type[pydantic.BaseModel]:
-    """The arguments that are numbers or truth values, with their types."""
+    """The arguments that are numbers or booleans, with their types."""
     hints = typing.get_type_hints(TrainingArguments)
     found: dict[str, Any] = {}
     for f in fields(TrainingArguments):
@@ -82,7 +82,7 @@ def _numbers() -> type[pydantic.BaseModel]:
 
 @contextmanager
 def refused_by_the_library(where: str) -> Iterator[None]:
-    """Turns what `TrainingArguments` raises into an InputError."""
+    """Turns the errors of `TrainingArguments` into an InputError."""
     try:
         yield
     except InputError:
@@ -90,22 +90,22 @@ def refused_by_the_library(where: str) -> Iterator[None]:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError, AttributeError) as error:
         raise InputError(f"{where}: {error}") from None
     except KeyError as error:
-        raise InputError(f"{where}: {error} is none of the values that this key knows.") from None
+        raise InputError(f"{where}: {error} is not a known value of its key.") from None
 
 
 def accepted_arguments(arguments: TrainingArguments) -> None:
-    """Refuses arguments that the library would refuse, or misread, in the middle of the work.
+    """Refuses arguments that the library would refuse or misread only later, while it trains.
 
     Raises:
-        InputError: a report's library is not installed, or a number is out of range.
+        InputError: the library of a `report_to` is not installed, or a number is out of range.
     """
     with refused_by_the_library("training"):
         for integration in get_reporting_integration_callbacks(arguments.report_to):
-            integration()  # refuses where its library is not installed
+            integration()  # raises if its library is not installed
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if getattr(arguments, name) < 1:
             raise InputError(f"training.{name} is {getattr(arguments, name)}: must be at least 1.")
     if not 0 < arguments.learning_rate < float("inf"):
         raise InputError(f"training.learning_rate is {arguments.learning_rate:g}: must be above 0, and finite.")
     if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
-        raise InputError("training: max_steps and num_train_epochs ask for no step: give one of them, above 0.")
+        raise InputError("training: max_steps and num_train_epochs give no step: set one of them above 0.")

@@ -1,4 +1,4 @@
-"""What every stage of a recipe is, and what every training stage is."""
+"""The base classes of a recipe's stages and of training stages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,18 +20,18 @@ from .config import StageConfig, StageSettings, settings_of
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known of a stage before anything runs.
+    """The facts about a stage that are known before anything runs.
 
     Attributes:
-        key: what messages call the settings, a recipe's key; empty for a file of their own.
-        old, new: the languages before the expansion and those it adds.
+        key: the stage's key in a recipe, which messages name; empty for settings in a file of their own.
+        old, new: the languages before the expansion, and the languages that it adds.
         output: folder of the run.
         seed: random seed.
-        has_gates: the model has the gates of conditional routing; None where that is not known.
-        longest: positions that the model takes; None where it sets no limit.
+        has_gates: whether the model has the gates of conditional routing; None if unknown.
+        longest: number of positions that the model takes; None if it sets no limit.
         base, revision: the dense model.
-        offline: nothing is downloaded, and what needs an absent file is left out with a line that says so.
-        skipped: those lines.
+        offline: download nothing, and skip checks that need an absent file.
+        skipped: one line for each skipped check.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Situation:
     skipped: list[str] = field(default_factory=list)
 
     def at(self, name: str) -> str:
-        """What messages call a field of the settings."""
+        """The name of a field of the settings in messages."""
         return f"{self.key}.{name}" if self.key else name
 
 
@@ -59,10 +59,10 @@ class Stage(ABC):
         name: its verb under `train`, and its name in a history.
         former: former names.
         title: its heading on a run's page.
-        participle: what an evaluation calls the model after it.
-        families: model types that it belongs to.
-        runs_unasked: a recipe that does not name it has it, with default settings.
-        optional: a recipe may leave it out with `null`.
+        participle: the name in an evaluation of the model after the stage.
+        families: model types for which it exists.
+        runs_unasked: whether it runs, with default settings, if a recipe does not name it.
+        optional: whether a recipe may turn it off with `null`.
     """
 
     key: ClassVar[str]
@@ -81,7 +81,7 @@ class Stage(ABC):
 
     @abstractmethod
     def check(self, settings: Any, situation: Situation) -> list[str]:
-        """Checks all that can be known before anything runs; returns what was found to be right.
+        """Checks the stage as far as possible before anything runs; returns one line for each check that passed.
 
         Raises:
             InputError: a setting is wrong.
@@ -97,10 +97,10 @@ class TrainingStage(Stage):
 
     Attributes:
         config_class: its configuration.
-        trains: what it trains.
-        trainer_class: its Trainer, set where that is defined.
-        companions: files that go along with the trained model.
-        one_expert_runs: every token goes to one expert while it trains.
+        trains: the parts of the model that it trains.
+        trainer_class: its Trainer, set where the Trainer is defined.
+        companions: patterns of files that are copied to the trained model.
+        one_expert_runs: whether every token goes to only one expert during training.
     """
 
     config_class: ClassVar[type[StageConfig]]
@@ -114,15 +114,15 @@ class TrainingStage(Stage):
         return settings_of(self.config_class)
 
     def losses(self, config: Any) -> list[Any]:
-        """The router losses that its configuration asks for."""
+        """The router losses for its configuration."""
         return []
 
     def trained(self, config: Any) -> tuple[str, Trained]:
-        """Its name in a history, and what trains, under this configuration."""
+        """Its name in a history, and the parts of the model that train, for this configuration."""
         return self.name, self.trains
 
     def masking(self, config: Any) -> Masking | None:
-        """What is masked while it trains."""
+        """The masking during training."""
         return getattr(config, "masking", None)
 
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
@@ -134,31 +134,31 @@ class TrainingStage(Stage):
         return check_stage(self, settings, situation)
 
     def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
-        """Refuses text, by language, that does not go with the stage.
+        """Refuses text in languages for which the stage is not made.
 
         Args:
             config: the stage's configuration or settings.
             given: languages with text.
-            old, new: the model's languages before its last expansion, and those that this one added.
+            old, new: the model's languages before its last expansion, and those that the last expansion added.
 
         Raises:
-            InputError: text of a language is missing, or too much.
+            InputError: text in a language is missing, or is not for this stage.
         """
         if not list(given):
-            raise InputError("No text was given.")
+            raise InputError("No text was given: name files with --data.")
 
     def check_model(self, model_config: Any) -> None:
-        """Refuses a model of another kind.
+        """Refuses a model of a type that the stage does not train.
 
         Raises:
-            InputError: the stage does not belong to models of this type.
+            InputError: the stage does not train models of this type.
         """
         if model_config.model_type in self.families:
             return
         if "dmoe" in self.families:
             raise InputError(
                 f"The checkpoint has no language groups (model_type {model_config.model_type!r}): `train {self.name}` "
-                "belongs to DMoE; expand the base with a dmoe plan."
+                "is for DMoE; expand the base with a dmoe plan."
             )
         raise InputError(
             "This is a DMoE checkpoint, which has no frozen expert for old languages to return to: use `train group`, "
@@ -169,23 +169,23 @@ class TrainingStage(Stage):
         """The configuration of a checkpoint that the stage trains.
 
         Raises:
-            InputError: it is a checkpoint of another kind.
+            InputError: the stage does not train checkpoints of this kind.
         """
         config = load_expanded_config(folder)
         self.check_model(config)
         return config
 
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
-        """Refuses text that does not go with the model, and masking that it has no gates for.
+        """Refuses text in languages that the model does not have, and masking of gates that it does not have.
 
         Raises:
-            InputError: a language is unknown to the model, or is missing.
+            InputError: a language is unknown to the model or has no text, or gates are masked but missing.
         """
         old, new = languages_of(model_config)
         if unknown := sorted(set(data) - set(old) - set(new)):
             raise InputError(
                 f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
-                f"{', '.join(new) or 'none'}). The plan says which they are (--old and --new of `plan`)."
+                f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
             )
         self.check_text(config, data, old, new)
         check_gates(self.masking(config), model_config.conditional_routing)
@@ -195,14 +195,14 @@ class TrainingStage(Stage):
         return self.trainer_class(network, config, train_dataset=packed, callbacks=callbacks)
 
     def to_write(self, folder: Path, config: Any, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The checkpoint's weights, of a finished training's whole ones; on the first rank."""
+        """The weights to write, from the whole weights of a finished training; on the first rank."""
         return weights
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
         """Blocks of the stage's text.
 
         Args:
-            texts: of each language, column `text`.
+            texts: documents of each language (column `text`).
             model_config: configuration of the expanded model, whose history orders the languages.
         """
         old, new = languages_of(model_config)
@@ -213,7 +213,7 @@ class TrainingStage(Stage):
         )  # fmt: skip
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: Any) -> dict[str, Any]:
-        """How much text of each language is taken: arguments of `pack_texts`."""
+        """The amount of text to take of each language: arguments of `pack_texts`."""
         return {"tokens_per_language": getattr(config, "tokens_per_language", None)}
 
     def block_groups(self, texts: Iterable[str], model_config: Any, config: Any) -> list[list[str]] | None:
@@ -221,17 +221,17 @@ class TrainingStage(Stage):
         return None
 
     def mix(self, packed: PackedText, model_config: Any, config: Any) -> LanguageMix | None:
-        """How languages are drawn; None for shuffled rows."""
+        """The weights and schedule of languages; None for shuffled rows."""
         return None
 
     def language_classes(self, model_config: Any, languages: Sequence[str]) -> list[int] | None:
-        """The class of each language for the losses: 0 for the base model's, g for those that expansion g added."""
+        """The class of each language for the losses: 0 for the base model's languages, g for those of expansion g."""
         classes = History.of(model_config).classes
         return [classes.get(code, 0) for code in languages]
 
 
 def languages_of(model_config: Any) -> tuple[list[str], list[str]]:
-    """The languages before a model's last expansion, and those that it added; a DMoE model's in the groups' order."""
+    """The languages before a model's last expansion, and those that it added; for DMoE, in the order of the groups."""
     last = History.of(model_config).last
     groups = getattr(model_config, "language_groups", None)
     if not groups:

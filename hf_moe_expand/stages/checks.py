@@ -1,4 +1,4 @@
-"""What can be known of a training stage's settings before anything runs."""
+"""Checks a training stage's settings before anything runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,8 @@ def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> li
     check_gates(stage.masking(settings), situation.has_gates, situation.at("masking"))
     if situation.longest is not None and settings.block_size > situation.longest:
         raise InputError(
-            f"{situation.at('block_size')} is {settings.block_size}, but the base takes {situation.longest} positions."
+            f"{situation.at('block_size')} is {settings.block_size}, but the base takes {situation.longest} positions: "
+            "lower it."
         )
     validation = getattr(settings, "validation", None)
     named_files = [*(validation.texts.values() if validation else ()), getattr(settings, "curriculum", None)]
@@ -43,14 +44,14 @@ def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> li
 
 
 def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
-    """Checks what a stage's settings, or its configuration, say of languages: held-out text, temperature, curriculum.
+    """Checks the settings of a stage, or its configuration, for held-out text, temperature and curriculum.
 
     Args:
-        languages: that the stage trains on.
-        where: what messages call the settings.
+        languages: languages on which the stage trains.
+        where: prefix of the settings' names in messages.
 
     Raises:
-        InputError: one of them is wrong, or does not go with the languages or the training arguments.
+        InputError: a setting is wrong, or contradicts the languages or the training arguments.
     """
     prefix = f"{where}." if where else ""
     validation = getattr(settings, "validation", None)
@@ -59,17 +60,19 @@ def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
             source.check()
     temperature = getattr(settings, "temperature", 1.0)
     if not temperature > 0:
-        raise InputError(f"{prefix}temperature is {temperature:g}: must be larger than 0; 1 leaves the data as it is.")
+        raise InputError(
+            f"{prefix}temperature is {temperature:g}: must be larger than 0; 1 keeps the data's proportions."
+        )
     if not is_mixed(settings):
         return
     training = _given(settings)
     accelerator = training.get("accelerator_config")
     if isinstance(accelerator, str):
-        raise InputError(f"{prefix}training.accelerator_config: a mapping is needed here, not a file.")
+        raise InputError(f"{prefix}training.accelerator_config: must be a mapping with a curriculum or a temperature.")
     if training.get("ignore_data_skip") or (accelerator or {}).get("split_batches"):
         raise InputError(
-            f"{prefix}training: ignore_data_skip and split_batches do not go with a curriculum or a temperature, whose "
-            "batches have an order; leave them out."
+            f"{prefix}training: ignore_data_skip and split_batches cannot be used with a curriculum or a temperature, "
+            "whose batches have an order; leave them out."
         )
     curriculum = read_curriculum(settings, languages)
     if curriculum is None:
@@ -82,15 +85,15 @@ def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
 
 
 def _given(settings: Any) -> Mapping[str, Any]:
-    """The training arguments that a user gave, of settings or a configuration."""
+    """The training arguments that the user gave in settings or a configuration."""
     return settings.given if hasattr(settings, "given") else settings.training
 
 
 def _on_this_machine(settings: Any, situation: Situation) -> Any:
-    """Settings without what only the machine that trains can check."""
+    """Settings without the arguments that only the machine that trains can check."""
     training = dict(settings.training)
     if not torch.accelerator.is_available():
-        training.pop("tf32", None)  # refused on a machine without a GPU, which need not be the one to train on
+        training.pop("tf32", None)  # refused without a GPU, but the checking machine may not be the one that trains
     launcher = training.get("deepspeed")
     if situation.offline and isinstance(launcher, str) and not Path(launcher).is_file():
         situation.skipped.append(f"skipped: {situation.key}: training.deepspeed: {launcher} is not on this machine")

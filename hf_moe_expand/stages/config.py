@@ -1,6 +1,6 @@
 """The configuration of a training stage: `transformers.TrainingArguments` with the stage's own fields.
 
-A subclass declares its fields once. They are the check, the keys of a stage in a recipe, the arguments of
+A subclass declares its fields once, for the checks, the keys of a stage in a recipe, the arguments of
 `HfArgumentParser`, the table in docs/settings.md and the JSON schema.
 """
 
@@ -24,7 +24,7 @@ BlockSize = Annotated[Whole, Field(ge=2)]
 
 
 def key(default: Any, help: str) -> Any:
-    """A field of a stage: its default, and what documentation and `--help` say of it."""
+    """A field of a stage: its default, and its description for documentation and `--help`."""
     if isinstance(default, type):
         return field(default_factory=default, metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -32,12 +32,12 @@ def key(default: Any, help: str) -> Any:
 
 @settings
 class ValidationSettings:
-    """Held-out text that is scored while a stage trains."""
+    """Held-out text that is scored during a stage."""
 
     texts: Annotated[dict[Text, Text], Field(description="language: held-out text")] = field(default_factory=dict)
     every: Annotated[Count, Field(description="steps between two scores; the model is scored at the end too")] = 50
     max_tokens: Annotated[
-        Annotated[Whole, Field(ge=2)] | None, Field(description="tokens of each language to score, at most")
+        Annotated[Whole, Field(ge=2)] | None, Field(description="maximum of tokens to score of each language")
     ] = 20_000
 
 
@@ -45,15 +45,15 @@ class ValidationSettings:
 class StageConfig(TrainingArguments):
     """Fields common to every training stage.
 
-    Every argument of `TrainingArguments` works. Other defaults than its own: `logging_steps` 10, `save_total_limit` 1,
+    Every argument of `TrainingArguments` works. Four have other defaults: `logging_steps` 10, `save_total_limit` 1,
     `report_to` none, `seed` 0.
 
     Raises:
-        InputError: a field has another type, is out of range, or contradicts another one.
+        InputError: a field has another type, is out of range, or contradicts another field.
     """
 
     _settings: ClassVar[Any]
-    # Former names of fields: read for one release, with a warning.
+    # Former names of fields, accepted for one release with a warning.
     renamed: ClassVar[Mapping[str, str]] = {}
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, "distributed_config")  # type: ignore[assignment]
 
@@ -69,7 +69,7 @@ class StageConfig(TrainingArguments):
     block_size: BlockSize = key(1024, "tokens in a block")
 
     def __post_init__(self) -> None:
-        # What was given, before TrainingArguments fills in the rest: the history records it.
+        # The given arguments, which the history records, before TrainingArguments adds the others.
         self.given = {name: getattr(self, name) for name in _argument_names() if self._was_given(name)}
         own = {name: _from_json(getattr(self, name)) for name in own_fields(type(self))}
         checked = read(settings_of(type(self)), own)
@@ -96,12 +96,12 @@ class StageConfig(TrainingArguments):
         return value != default and any(said and said != "no" for said in (value, default))
 
     def to_dict(self) -> dict[str, Any]:
-        """As `TrainingArguments.to_dict`: JSON, the stage's own fields too."""
+        """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
         own = self.recorded()
         return {**super().to_dict(), **{name: own[name] for name in own_fields(type(self))}}
 
     def recorded(self) -> dict[str, Any]:
-        """The stage's settings as its history has them: its own fields, and the training arguments that were given."""
+        """The stage's settings for its history: its own fields, and the given training arguments."""
         own = {name: getattr(self, name) for name in own_fields(type(self))}
         return {name: _json(value) for name, value in own.items()} | {
             "training": {name: _json(value) for name, value in self.given.items()}
@@ -109,19 +109,19 @@ class StageConfig(TrainingArguments):
 
 
 class StageSettings(Declared):
-    """A stage in a recipe or in a file of its own: the fields of its configuration, and under `training` the keys that
-    go to `TrainingArguments` as they are."""
+    """A stage in a recipe or in a file of its own: the fields of its configuration, and under `training` the arguments
+    of `TrainingArguments`."""
 
     config_class: ClassVar[type[StageConfig]]
     renamed: ClassVar[Mapping[str, str]] = {}
 
-    training: dict[Text, Any] = Field({}, description="goes to `transformers.TrainingArguments` as it is")
+    training: dict[Text, Any] = Field({}, description="arguments of `transformers.TrainingArguments`")
 
     def config(self, output_dir: Any, seed: int, where: str = "") -> StageConfig:
         """The stage's configuration.
 
         Raises:
-            InputError: a training argument is unknown, ours to set, or one that the library refuses.
+            InputError: a training argument is unknown, is set by this package, or is refused by the library.
         """
         prefix = f"{where}." if where else ""
         training = check_training_arguments(self.training, f"{prefix}training")
@@ -148,7 +148,7 @@ def _without_json(hint: Any) -> Any:
 
 
 def settings_of(cls: type[StageConfig]) -> type[StageSettings]:
-    """The class of a stage's settings in YAML, made of its configuration's own fields; always the same one."""
+    """The class of a stage's settings in YAML, made from its configuration's own fields; cached."""
     if "_settings" not in vars(cls):
         cls._settings = _settings_class(cls)
     return cls._settings
@@ -181,7 +181,7 @@ def _default(name: str) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """A mapping that a command line gave as JSON."""
+    """Reads a mapping that the command line gave as JSON."""
     if isinstance(value, str) and value.startswith("{"):
         try:
             return json.loads(value)
@@ -191,5 +191,5 @@ def _from_json(value: Any) -> Any:
 
 
 def _json(value: Any) -> Any:
-    """Settings as mappings, members of enumerations as their values."""
+    """Converts settings to mappings, and members of enumerations to their values."""
     return asdict(value) if is_dataclass(value) else getattr(value, "value", value)  # type: ignore[arg-type]

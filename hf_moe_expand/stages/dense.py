@@ -1,4 +1,4 @@
-"""Train a dense model further, the plain baseline: all of it, LoRA, or new blocks alone.
+"""Train a dense model further, as a baseline: all parameters, LoRA, or only inserted blocks.
 
 Example: hf-moe-expand train dense Qwen/Qwen2.5-0.5B qwen-ft --data el=el.jsonl --config dense.yaml
 """
@@ -44,7 +44,7 @@ class DenseConfig(StageConfig):
 
     tokens_per_language: Count | None = key(None, "tokens of each language to train on; all of its text by default")
     method: Literal["full", "lora", "new-blocks"] = key(
-        "full", "what trains: `full`, all of it; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
+        "full", "parameters that train: `full`, all; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
     )
     lora: LoraSettings | str | None = key(LoraSettings, "the adapters of `method: lora`")
 
@@ -63,7 +63,7 @@ class Dense(TrainingStage):
 
     def check_data(self, config: DenseConfig, data: Mapping[str, Any], model_config: Any) -> None:
         if config.method != "lora" and config.lora != LoraSettings():
-            raise InputError(f"lora: settings were given, but the method is {config.method}; set `method: lora`.")
+            raise InputError(f"lora: the method is {config.method}, but lora has settings; set `method: lora`.")
         if config.method == "new-blocks" and not getattr(model_config, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
         self.check_text(config, data, (), ())
@@ -75,7 +75,7 @@ class Dense(TrainingStage):
 
     def make_trainer(self, network: Any, config: DenseConfig, packed: PackedText, callbacks: list[Any]) -> Any:
         if config.method == "lora":
-            set_seed(config.seed)  # adapters start at random
+            set_seed(config.seed)  # adapters start with random weights
             network = _with_adapters(network, config.lora)
         elif config.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
@@ -88,10 +88,10 @@ class Dense(TrainingStage):
 
 
 def check_old_blocks(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """The number of tensors outside the new blocks, all of them found byte-identical.
+    """Checks that the tensors outside the new blocks are byte-identical; returns their number.
 
     Raises:
-        RuntimeError: one of them changed, or a tensor appeared or disappeared.
+        RuntimeError: a tensor changed, appeared or disappeared.
     """
     folder = resolve_checkpoint(before)
     config: Any = load_base_config(folder)
@@ -115,7 +115,7 @@ def _with_adapters(network: Any, lora: Any) -> Any:
 
 
 def _merged(folder: Path, lora: Any, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The checkpoint's weights with the trained adapters in them; of the launch's model only these are needed."""
+    """The checkpoint's weights with the trained adapters added; only the adapters come from the launch's model."""
     network = _with_adapters(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False), lora
     )

@@ -1,4 +1,4 @@
-"""DeltaMoE: what fine-tuning changed in the base model is added to the expanded one.
+"""DeltaMoE: adds the change of a fine-tune (instruct - base) to the expanded model.
 
 Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
 """
@@ -18,14 +18,14 @@ class GraftSettings:
     """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
 
     instruct: Annotated[Text, Field(description="folder or hub id of the fine-tune")]
-    scale: Annotated[Number, AllowInfNan(False), Field(description="factor on the change")] = 1.0
+    scale: Annotated[Number, AllowInfNan(False), Field(description="factor of the change")] = 1.0
     keep_tokenizer: Annotated[
         Flag, Field(description="keep the model's tokenizer, chat template and generation config, not the fine-tune's")
     ] = field(default=False)
 
 
 class Graft(Stage):
-    """Alignment without alignment data."""
+    """DeltaMoE's graft: alignment without alignment data."""
 
     key, name, title, participle = "graft", "graft", "Graft", "grafted"
     families = ("layer_moe", "dmoe")

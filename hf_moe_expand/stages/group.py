@@ -1,4 +1,4 @@
-"""DMoE, first: batches of one language group each train its expert alone; routers learn to tell groups apart.
+"""DMoE's first stage: each batch of one language group trains only its expert; routers learn to classify groups.
 
 Example: hf-moe-expand train group qwen-dmoe qwen-dmoe-1 --data el=el.jsonl --data tr=tr.jsonl --config group.yaml
 """
@@ -29,7 +29,7 @@ class GroupConfig(MixedConfig):
     block_size: BlockSize = key(2048, "tokens in a block")
     group_coef: Coefficient = key(1.28, "lambda: weight of the language-group loss")
     balance_coef: Coefficient = key(0.0, "weight of the load-balancing loss")
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text that is scored meanwhile")
+    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
 
 class Group(MixingStage):
@@ -59,17 +59,17 @@ class Group(MixingStage):
         given, groups = set(data), model_config.language_groups
         for number, group in enumerate(groups):
             if not set(group) & given:
-                raise InputError(f"Group {number} ({', '.join(group)}): no text was given for any of its languages.")
+                raise InputError(f"Group {number} ({', '.join(group)}): none of its languages has text; give some.")
         if alone := sorted(given - {code for group in groups for code in group}):
             raise InputError(f"{', '.join(alone)}: in no language group of this checkpoint; leave its text out.")
 
 
 class GroupTrainer(StageTrainer):
-    """DMoE's extension stage: batches of one language group each train that group's expert alone.
+    """DMoE's extension stage: each batch belongs to one language group, and runs only that group's expert.
 
     All parameters train. `language_classes` gives the group of each language id, which is the number of its expert;
-    `GroupConfig(group_coef=0)` is the ablation without the classification loss. The rows of the data set must hold one
-    group each.
+    `GroupConfig(group_coef=0)` is the ablation without the classification loss. Each row of the data set must hold only
+    one group.
 
     Raises:
         ValueError: a batch mixes groups, or a group has less than one batch of rows.
@@ -86,7 +86,7 @@ class GroupTrainer(StageTrainer):
         return GroupedSampler(groups, self.args.per_device_train_batch_size, self.args.seed)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        # Around the backward pass too: gradient checkpointing runs the forward pass again there.
+        # Includes the backward pass, in which gradient checkpointing runs the forward pass again.
         with self.accelerator.unwrap_model(model).use_expert(self._group_of(inputs)):
             return super().training_step(model, inputs, num_items_in_batch)
 

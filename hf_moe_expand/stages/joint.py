@@ -1,4 +1,4 @@
-"""DMoE, then: everything trains on mixed batches, each token routed to its top experts.
+"""DMoE's second stage: all parameters train on mixed batches, with each token routed to its top-k experts.
 
 Example: hf-moe-expand train joint qwen-dmoe-1 qwen-dmoe-2 --data el=el.jsonl --data tr=tr.jsonl
 """
@@ -23,12 +23,12 @@ class JointConfig(MixedConfig):
 
     block_size: BlockSize = key(2048, "tokens in a block")
     balance_coef: Coefficient = key(0.02, "weight of the load-balancing loss")
-    masking: Masking | str | None = key(Masking, "what is masked while it trains")
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text that is scored meanwhile")
+    masking: Masking | str | None = key(Masking, "masking during training")
+    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
 
 class Joint(MixingStage):
-    """DMoE's second stage; of any expanded model, training with nothing frozen."""
+    """DMoE's second stage; for any expanded model, training of all parameters."""
 
     key, name, title, participle = "joint", "joint", "Joint training", "trained jointly"
     former = ("normal",)
@@ -38,17 +38,17 @@ class Joint(MixingStage):
     trains = EVERYTHING
 
     def check_model(self, model_config: Any) -> None:
-        """Any expanded model may train so."""
+        """Accepts any expanded model."""
 
     def losses(self, config: JointConfig) -> list[Any]:
         return [BalanceLoss(config.balance_coef)]
 
     def language_classes(self, model_config: Any, languages: Any) -> None:
-        """No loss of this stage asks for languages."""
+        """No loss of this stage needs languages."""
 
 
 class JointTrainer(StageTrainer):
-    """DMoE after its extension stage, or any expanded model with nothing frozen: mixed batches, the top experts."""
+    """Trains all parameters of an expanded model, such as DMoE's after its extension stage: mixed batches, top-k."""
 
     stage = Joint()
 

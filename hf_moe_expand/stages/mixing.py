@@ -1,4 +1,4 @@
-"""Stages whose languages may be drawn by a temperature or enter by a curriculum."""
+"""Stages whose languages may be sampled with a temperature or scheduled by a curriculum."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from .config import StageConfig, key
 
 @dataclass
 class MixedConfig(StageConfig):
-    """Fields of the stages that may weigh or schedule their languages."""
+    """Fields of the stages whose languages may be weighted or scheduled."""
 
     tokens_per_language: Count | None = key(None, "tokens of each language to train on; all of its text by default")
-    curriculum: Text | None = key(None, "file that says at which step each language enters")
+    curriculum: Text | None = key(None, "file with the step at which each language enters")
     temperature: Number = key(
         1.0,
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
@@ -35,7 +35,7 @@ def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
     """The curriculum that a stage's configuration names.
 
     Raises:
-        InputError: the file is wrong, or names other languages than the stage trains on.
+        InputError: the file is wrong, or its languages are not those on which the stage trains.
     """
     if getattr(config, "curriculum", None) is None:
         return None
@@ -60,5 +60,5 @@ class MixingStage(TrainingStage):
         return LanguageMix(packed.blocks, config.temperature, entry, self.groups_of_languages(languages, model_config))
 
     def groups_of_languages(self, languages: Sequence[str], model_config: Any) -> list[int] | None:
-        """The group of each language, where a batch must hold one group."""
+        """The group of each language, if a batch must hold only one group."""
         return None

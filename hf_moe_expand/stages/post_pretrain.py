@@ -29,14 +29,14 @@ class PostPretrainConfig(MixedConfig):
     balance_coef: Coefficient = key(0.01, "weight of the load-balancing loss")
     language_prior_coef: Coefficient = key(0.0, "weight of the LPR loss, for one-stage training; needs `replay`")
     replay: Flag = key(False, "train on text of the old languages too")
-    everything: Flag = key(False, "train all parameters: the plain mixture as baseline")
-    masking: Masking | str | None = key(Masking, "what is masked while it trains")
+    everything: Flag = key(False, "train all parameters, the plain mixture of experts as a baseline")
+    masking: Masking | str | None = key(Masking, "masking during training")
     budget_coef: Coefficient = key(
-        0.1, "weight of the loss that holds the gates at `gate_budget` (conditional routing)"
+        0.1, "weight of the loss that keeps the gates at `gate_budget` (conditional routing)"
     )
-    gate_budget: Share = key(0.8, "mean weight of the routed experts that the loss asks for")
+    gate_budget: Share = key(0.8, "target of the gates: mean weight of the routed experts")
     localized_balance_coef: Coefficient = key(0.0, "weight of LoRAMoE's localized balancing constraint")
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text that is scored meanwhile")
+    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
 
 class PostPretrain(MixingStage):
@@ -65,12 +65,12 @@ class PostPretrain(MixingStage):
     def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
         given = list(given)
         if missing := [code for code in new if code not in given]:
-            raise InputError(f"{', '.join(missing)}: no text was given for a language that this expansion adds.")
+            raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
         given_old = [code for code in old if code in given]
         if given_old and not config.replay:
             raise InputError(
-                f"{', '.join(given_old)}: post-pretraining sees new languages only; set `replay: true` to train on old "
-                "ones too."
+                f"{', '.join(given_old)}: post-pretraining reads only new languages; set `replay: true` to train "
+                "on old ones too."
             )
         if config.language_prior_coef and not given_old:
             raise InputError(
@@ -81,8 +81,8 @@ class PostPretrain(MixingStage):
 class PostPretrainTrainer(StageTrainer):
     """Stage 1: new experts and routers learn new-language text.
 
-    With `PostPretrainConfig(language_prior_coef=0.1, replay=True)` and old languages in the data it is the one-stage
-    ablation; with `everything=True` the plain "MoE" baseline, in which the base trains too.
+    With `PostPretrainConfig(language_prior_coef=0.1, replay=True)` and old languages in the data, this is the one-stage
+    ablation; with `everything=True`, the plain "MoE" baseline, in which the base trains too.
     """
 
     stage = PostPretrain()

@@ -1,4 +1,4 @@
-"""RecordingTrainer: a Trainer that stops where training is over or diverged, and says what it did."""
+"""RecordingTrainer: a Trainer that stops when training is over or diverges, and records the training."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ class RecordingTrainer(Trainer):
     """`transformers.Trainer` for the stages.
 
     Attributes:
-        packed: the text that it trains on, where that is known.
-        trained_as: what the history calls the training.
-        record: what the history gets, once the training is over.
+        packed: the packed text on which it trains, if known.
+        trained_as: the training's name in the history.
+        record: the training's record for the history, after the training.
     """
 
     packed: PackedText | None = None
@@ -50,12 +50,12 @@ class RecordingTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains, and makes `record` where the arguments are a stage's configuration."""
+        """Trains, and sets `record` if the arguments are a stage's configuration."""
         result = super().train(*args, **kwargs)
         config: Any = self.args
         if isinstance(config, StageConfig):
             documents, tokens = (self.packed.documents, self.packed.tokens) if self.packed is not None else ({}, {})
-            # Validation leaves no trace in the weights, nor in the history.
+            # Validation affects neither the weights nor the history.
             settings = {name: value for name, value in config.recorded().items() if name != "validation"}
             self.record = StageRecord(
                 self.trained_as, result.global_step, documents, tokens, config.seed, without_folders(settings)

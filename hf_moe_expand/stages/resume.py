@@ -1,4 +1,4 @@
-"""The folder beside a stage's output that holds its training checkpoints, and how an interrupted run goes on."""
+"""The folder beside a stage's output with its training checkpoints, from which an interrupted run resumes."""
 
 import json
 import os
@@ -16,17 +16,17 @@ STARTED_WITH = "started_with.json"
 
 
 class TrainingFolder:
-    """`OUT.training`: made by `begin`, removed by `remove`. A folder that is not ours is neither used nor removed.
+    """`OUT.training`: created by `begin`, removed by `remove`. A folder of another origin is neither used nor removed.
 
     Args:
         out: the stage's output.
-        model: folder of the checkpoint that trains.
+        model: folder of the checkpoint to train.
         settings: the stage's settings, JSON.
         data: text of each language.
         seed: random seed.
 
     Raises:
-        InputError: the folder holds something else, or an input lies in it.
+        InputError: the folder is not one of an interrupted training, or an input lies in it.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class TrainingFolder:
                 )
         if os.path.lexists(self.path) and not is_work_folder(self.path):
             raise InputError(
-                f"{self.path}: holds something else than an interrupted training of {out.name}, and would be removed "
-                "at the end: move it, or give another output."
+                f"{self.path}: is not the folder of an interrupted training of {out.name}, but would be removed at the "
+                "end: move it, or give another output."
             )
 
     def resume(self) -> str | None:
-        """The last whole training checkpoint of an interrupted run that began as this one, if there is one.
+        """The last complete training checkpoint of an interrupted run with the same inputs; None without one.
 
         Raises:
-            InputError: the interrupted run began with other settings, data or another model.
+            InputError: the interrupted run had other settings, other data or another model.
         """
         record = self.path / STARTED_WITH
-        # Written last: without it the process was killed while it saved.
+        # Written last: if it is missing, the process was killed while it saved.
         whole = [path.parent for path in self.path.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
         if not record.is_file() or not whole:
             return None
@@ -63,12 +63,12 @@ class TrainingFolder:
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
             raise InputError(
                 f"{self.path}: holds an interrupted run with other {', '.join(changed)}. Delete the folder to start "
-                "anew, or undo the change to go on."
+                "from the beginning, or undo the change to resume."
             )
         return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
 
     def begin(self, writes: bool) -> None:
-        """Makes the folder and its record; on the rank that `writes`."""
+        """Creates the folder and its record, on the rank that `writes`."""
         if writes:
             work_folder(self.path)
             write_json(self.path / STARTED_WITH, self.started_with)

@@ -1,4 +1,4 @@
-"""Stage 2: routers and classifiers learn, on old and new text, to send old-language tokens home.
+"""Stage 2: routers and classifiers learn, on old and new text, to send old-language tokens to expert 0.
 
 Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl --config stage2.yaml
 """
@@ -28,12 +28,12 @@ class ReviewConfig(StageConfig):
     }  # fmt: skip
 
     block_size: BlockSize = key(512, "tokens in a block")
-    old_documents: Count | None = key(None, "documents of each old language; as many as there are by default")
+    old_documents: Count | None = key(None, "documents of each old language; by default as many as the text allows")
     new_per_old: Positive = key(2.0, "new documents for each old document")
     language_prior_coef: Coefficient = key(0.1, "weight of the LPR loss")
     classifier_coef: Coefficient = key(0.1, "weight of the classifiers' loss")
     balance_coef: Coefficient = key(0.0, "weight of the load-balancing loss")
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text that is scored meanwhile")
+    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
 
 class Review(TrainingStage):
@@ -57,9 +57,11 @@ class Review(TrainingStage):
     def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
         given = list(given)
         if missing := [code for code in (*old, *new) if code not in given]:
-            raise InputError(f"{', '.join(missing)}: review needs text of every old and new language.")
+            raise InputError(
+                f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
+            )
         if not old:
-            raise InputError("no old language: review needs text of the languages that the base is good at.")
+            raise InputError("No old language was given: review needs text of the base's languages.")
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: ReviewConfig) -> dict[str, Any]:
         available = {code: len(dataset) for code, dataset in texts.items()}
@@ -68,7 +70,7 @@ class Review(TrainingStage):
 
 
 class ReviewTrainer(StageTrainer):
-    """Stage 2: routers and classifiers learn who belongs where, on old and new text.
+    """Stage 2: routers and classifiers learn to separate old and new languages, on text of both.
 
     `ReviewConfig(language_prior_coef=0)` is the ablation without LPR.
     """

@@ -1,4 +1,4 @@
-"""One training stage from a checkpoint folder to a checkpoint folder."""
+"""Runs one training stage, from a checkpoint folder to a checkpoint folder."""
 
 import copy
 import os
@@ -42,15 +42,15 @@ def train_stage(
 ) -> StageRecord:
     """Trains one stage and writes the trained checkpoint.
 
-    Which languages are old and which are new is read from the checkpoint. A run that was interrupted goes on from its
-    last training checkpoint (`save_steps`), kept beside `out` until the stage is done. The launch may split the model
-    over ranks (docs/distributed.md): what is written is whole, in the checkpoint's own type.
+    The checkpoint names its old and new languages. An interrupted run resumes from its last training checkpoint
+    (`save_steps`), which is kept beside `out` until the stage is done. The launch may split the model over ranks
+    (docs/distributed.md); the written checkpoint is whole, in its own type.
 
     Args:
         model: expanded checkpoint; a dense one for `DenseConfig`.
-        data: text of each language: of the new ones in stage 1, of all of them in review and in DMoE's stages, of the
-            newest in adaptation.
-        config: of the stage, such as `PostPretrainConfig(bf16=True)`; its class says which stage it is.
+        data: text of each language: the new languages in stage 1, all languages in review and in DMoE's stages, the
+            newest language in adaptation.
+        config: configuration of the stage, such as `PostPretrainConfig(bf16=True)`; its class selects the stage.
         seed: random seed; by default the configuration's.
 
     Returns:
@@ -77,7 +77,7 @@ def train_stage(
     resume = work.resume()
     tokenizer = load_tokenizer(folder, model)
     callbacks: list[Any] = []
-    with config.main_process_first(desc="pack"):  # the others find its result in the cache
+    with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
         packed = stage.pack({code: source.load() for code, source in data.items()}, tokenizer, before, config)
         validation: Any = getattr(config, "validation", None)
         if validation is not None and validation.texts:
@@ -112,40 +112,43 @@ def train_stage(
 
 
 def check_finite(weights: Mapping[str, torch.Tensor], stage: str) -> None:
-    """Refuses weights that are no numbers, before they are written.
+    """Refuses weights that are not finite, before they are written.
 
     Raises:
-        InputError: names the first such tensor.
+        InputError: a tensor is not finite; the message names the first one.
     """
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.isfinite(weight).all():
-            raise InputError(f"{stage}: {name} is not finite after training, which diverged: no checkpoint is written.")
+            raise InputError(
+                f"{stage}: {name} is not finite after training, which diverged: no checkpoint is written. Lower the "
+                "learning rate, or add warmup steps."
+            )
 
 
 def stage_for(config: StageConfig) -> TrainingStage:
-    """The stage that a configuration belongs to.
+    """The stage of a configuration.
 
     Raises:
-        InputError: none does.
+        InputError: the configuration belongs to no stage.
     """
     for key in (*ROAD, *BESIDE):
         stage = stage_of(key)
         if isinstance(stage, TrainingStage) and type(config) is stage.config_class:
             return stage
     raise InputError(
-        f"{type(config).__name__} is no stage's configuration: pass PostPretrainConfig, ReviewConfig, GroupConfig, "
+        f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, GroupConfig, "
         "JointConfig, AdaptConfig or DenseConfig."
     )
 
 
 def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str) -> int:
-    """The number of tensors that `stage` had to leave alone, all of them found byte-identical (P3).
+    """Checks that the tensors frozen in `stage` are byte-identical (P3); returns their number.
 
     Args:
-        stage: its name in the history.
+        stage: the stage's name in the history.
 
     Raises:
-        RuntimeError: one of them changed, or a tensor appeared or disappeared.
+        RuntimeError: a frozen tensor changed, or a tensor appeared or disappeared.
     """
     before = resolve_checkpoint(before)
     config = load_expanded_config(before)
@@ -167,6 +170,6 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
 
 
 def _same_rows(before: Path, after: str | os.PathLike, router: str) -> bool:
-    """Whether all rows of a router but the last are the same."""
+    """Whether all rows of a router but the last are equal in both checkpoints."""
     left, right = (CheckpointReader(Path(folder)).tensor(router)[:-1] for folder in (before, after))
     return torch.equal(left, right)

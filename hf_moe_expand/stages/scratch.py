@@ -9,13 +9,13 @@ from ..checkpoint.scratch import remove_work_folder, work_folder
 
 @contextmanager
 def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
-    """An empty folder that is removed at the end; one that a killed process left is emptied first.
+    """Yields an empty folder that is removed at the end; a folder left by a killed process is emptied first.
 
     Args:
-        makes: this process, of several ranks, makes and removes it.
+        makes: whether this process, of several ranks, creates and removes the folder.
 
     Raises:
-        InputError: something else lies there.
+        InputError: `path` exists and is not a work folder.
     """
     if makes:
         remove_work_folder(path)

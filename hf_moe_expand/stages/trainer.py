@@ -1,4 +1,4 @@
-"""StageTrainer: `transformers.Trainer` that freezes, packs, trains and records as a stage asks."""
+"""StageTrainer: a `transformers.Trainer` that freezes, packs, trains and records for a stage."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,27 +20,27 @@ from .recording import RecordingTrainer
 
 
 class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ignore[misc]
-    """A stage's Trainer: freezes what the stage must not move, and trains with the stage's losses.
+    """A stage's Trainer: freezes the parameters that the stage does not train, and trains with the stage's losses.
 
-    With the stage's own configuration as `args` all else follows from it, and the finished training is recorded in
-    `model.config.expansions`:
+    With the stage's own configuration as `args`, all other arguments follow from it, and the finished training is
+    recorded in `model.config.expansions`:
 
         trainer = PostPretrainTrainer(model, PostPretrainConfig("out"), train_dataset=ds, processing_class=tokenizer)
 
-    `train_dataset` holds text (columns `text` and, where the model knows several languages, `language`, a code for each
-    row) or packed blocks (`input_ids` and `language_ids`; id i is language i of the old languages followed by the new
-    ones, as `pack_texts` numbers them).
+    `train_dataset` holds text (columns `text` and, if the model has several languages, `language`, a code for each row)
+    or packed blocks (`input_ids` and `language_ids`; id i is language i of the old languages followed by the new ones,
+    as `pack_texts` numbers them).
 
     Args:
-        router_losses: instead of the losses that the configuration asks for.
-        language_classes: the class of each language id; by default 0 for a language of the base model, g for one that
-            expansion g added.
+        router_losses: losses in place of those of the configuration.
+        language_classes: the class of each language id; by default 0 for a language of the base model, g for a language
+            of expansion g.
         everything: train all parameters.
-        mix: which rows belong to which language, and when languages are drawn; by default rows are shuffled.
-        masking: what is masked while it trains.
+        mix: the rows of each language, and its weight and schedule; by default rows are shuffled.
+        masking: the masking during training.
 
     Raises:
-        InputError: the data set is of another form, lacks a language or has one that the model does not know; or the
+        InputError: the data set has other columns, lacks a language or has one that the model does not have; or the
             loss is not finite.
     """
 
@@ -98,7 +98,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         mix: LanguageMix | None,
         classes: Sequence[int] | None,
     ) -> tuple[Any, LanguageMix | None, Sequence[int] | None]:
-        """The data set in blocks, how languages are drawn, and their classes."""
+        """The data set in blocks, the languages' weights and schedule, and their classes."""
         columns = set(getattr(data, "column_names", None) or ())
         if isinstance(data, PackedText):
             self.packed = data
@@ -118,8 +118,8 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
     def _packed(self, model: Any, config: StageConfig | None, data: Dataset, tokenizer: Any) -> PackedText:
         if config is None or tokenizer is None:
             raise InputError(
-                f"train_dataset holds text: pass {self.stage.config_class.__name__}(...) as args, which says how it is "
-                "packed, and the tokenizer as processing_class."
+                f"train_dataset holds text: pass {self.stage.config_class.__name__}(...) as args, which sets the "
+                "packing, and the tokenizer as processing_class."
             )
         old, new = languages_of(model.config)
         texts = _by_language(data, old, new)
@@ -133,8 +133,8 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         training = self.args
         rows = self.get_total_train_batch_size(training)
         if self.mix.entry is not None and training.max_steps <= 0:
-            raise InputError("A curriculum needs max_steps, the length of the training that it was made for.")
-        if training.max_steps <= 0:  # the sampler's one epoch holds all the training
+            raise InputError("A curriculum needs max_steps, the number of its training steps: set it.")
+        if training.max_steps <= 0:  # one epoch of the sampler is the whole training
             training.max_steps = math.ceil(training.num_train_epochs * sum(self.mix.rows) / rows)
         batch = 1 if self.mix.groups is None else self._train_batch_size
         return CurriculumSampler(self.mix, training.max_steps, rows, training.seed, batch)
@@ -142,7 +142,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
     # --- training -------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains, and adds the stage to the history in `model.config` where its configuration is known."""
+        """Trains, and adds the stage to the history in `model.config` if its configuration is known."""
         result = super().train(*args, **kwargs)
         if self.record is not None:
             add_stage(self.accelerator.unwrap_model(self.model).config, self.record)
@@ -163,6 +163,6 @@ def _by_language(data: Dataset, old: Sequence[str], new: Sequence[str]) -> Mappi
         rows.setdefault(code, []).append(number)
     if unknown := sorted(str(code) for code in rows if code not in (*old, *new)):
         raise InputError(
-            f"train_dataset has the language {', '.join(unknown)}, but this model knows {', '.join([*old, *new])}."
+            f"train_dataset has the unknown language {', '.join(unknown)}; known: {', '.join([*old, *new])}."
         )
     return {code: data.select(rows[code]).select_columns(["text"]) for code in (*old, *new) if code in rows}

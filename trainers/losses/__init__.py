@@ -10,7 +10,7 @@ from .group import GroupLoss
 from .language_prior import LanguagePriorLoss, language_prior_routing_loss
 from .localized_balance import LocalizedBalanceLoss, language_importance, localized_balance_loss
 
-# Logged by a trainer that is given no losses, since they cost little and say how a model routes.
+# Logged by a trainer without losses, since they cost little and show how a model routes.
 LOGGED: tuple[RouterLoss, ...] = (BalanceLoss(0.0), LanguagePriorLoss(0.0), GateBudgetLoss(0.0))
 
 __all__ = [

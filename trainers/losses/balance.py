@@ -1,6 +1,6 @@
-"""The load-balancing loss of MoE-LPR and LayerMoE: experts are chosen equally often.
+"""The load-balancing loss of MoE-LPR and LayerMoE, under which experts are chosen equally often.
 
-Shape suffixes: T tokens, N experts of a layer, K active experts a token.
+Shape suffixes: T tokens, N experts of a layer, K active experts of a token.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from .base import LayerLoss, LossBatch
 
 
 def expert_selections(router_logits_TN: torch.Tensor, top_k: int, mask_T: torch.Tensor | None = None) -> torch.Tensor:
-    """`[N]` float: how many of the counted tokens select each expert (the sum in LayerMoE Eq. 15)."""
+    """`[N]` float: number of counted tokens that select each expert (the sum in LayerMoE Eq. 15)."""
     chosen_TK = router_logits_TN.detach().topk(min(top_k, router_logits_TN.shape[-1]), dim=-1).indices
     selected_TN = torch.zeros_like(router_logits_TN).scatter_(1, chosen_TK, 1.0)
     return selected_TN.sum(0) if mask_T is None else selected_TN[mask_T].sum(0)
@@ -31,9 +31,9 @@ def load_balance_loss(
     Args:
         router_logits_TN: router logits, float32.
         top_k: K.
-        mask_T: which tokens count (padding does not); all by default.
+        mask_T: bool, the counted tokens (without padding); all by default.
         selections_N, tokens: the counts and T over all ranks of a distributed run. The result is then this rank's
-            share, and the sum of the ranks' results is the loss of all their tokens.
+            share, and the ranks' results sum to the loss of all their tokens.
     """
     N = router_logits_TN.shape[-1]
     if selections_N is None:

@@ -1,8 +1,8 @@
-"""What a router loss is, and the value that it is computed from.
+"""The base classes of router losses, and the batch that they are computed from.
 
-A loss is one small object: its equation, its coefficient and the metrics that it logs. A new one is a subclass of
-`LayerLoss` (the mean over layers of a function of one layer's routing) or of `RouterLoss` (anything else); the trainers
-need not know it.
+A loss is one small object: its equation, its coefficient and the metrics that it logs. A new loss is a subclass of
+`LayerLoss` (the mean over layers of a function of one layer's routing) or of `RouterLoss` (any other loss); the
+trainers do not change for it.
 
 Shape suffixes: T tokens of a micro-batch, N experts of a layer.
 """
@@ -22,7 +22,7 @@ from ...records import OLD as OLD
 
 
 class TokenCounts(NamedTuple):
-    """Numbers of tokens, 0-dimensional tensors: all but padding, those of old languages, those of known language."""
+    """Numbers of tokens, 0-dimensional tensors: all but padding, tokens of old languages, tokens of known language."""
 
     counted: torch.Tensor
     old: torch.Tensor
@@ -31,13 +31,13 @@ class TokenCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Which tokens of a micro-batch count, in the order of the flattened batch.
+    """Masks of a micro-batch's tokens, in the order of the flattened batch.
 
     Attributes:
         counted_T: bool, every token but padding.
         old_T: bool, counted tokens of old languages (class 0).
         tagged_T: bool, counted tokens whose language is known.
-        class_T: int64, the class of each token's language; any value where the language is not known.
+        class_T: int64, the class of each token's language; arbitrary if the language is not known.
     """
 
     counted_T: torch.Tensor
@@ -47,7 +47,7 @@ class TokenMasks:
 
     @property
     def new_T(self) -> torch.Tensor:
-        """Bool, counted tokens of the languages that expansions brought."""
+        """Bool, counted tokens of the languages that expansions added."""
         return self.tagged_T & ~self.old_T
 
     def counts(self) -> torch.Tensor:
@@ -57,24 +57,24 @@ class TokenMasks:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """One micro-batch after its forward pass, as each loss gets it.
+    """One micro-batch after its forward pass, the argument of each loss.
 
-    In evaluation `micro_batch` and `step` are the counts of this rank's batch, and `sum_over_ranks` changes nothing.
+    In evaluation `micro_batch` and `step` are the counts of this rank's batch, and `sum_over_ranks` does nothing.
 
     Attributes:
-        routing: of each expanded layer; virtual tokens of prompt tuning are cut off.
-        tokens: which tokens count.
+        routing: routing of each expanded layer, without virtual tokens of prompt tuning.
+        tokens: masks of the tokens.
         local: counts of this rank's micro-batch.
         micro_batch: counts of the micro-batch over all ranks, at least 1.
         step: counts of the optimizer step over all its micro-batches and ranks, at least 1.
-        selections: for each layer `[N]`, how many counted tokens of the micro-batch, over all ranks, select each of its
-            routed experts.
+        selections: for each layer `[N]`, number of counted tokens of the micro-batch, over all ranks, that select each
+            of its routed experts.
         sum_over_ranks: sums a tensor over the ranks. Every rank must call it equally often, with equal shapes.
         record: `record(name, numerator, denominator)` adds to a metric, which is logged as the ratio of the sums over
-            micro-batches and ranks; one whose denominator is 0 is left out. Every rank must record the same names.
-        model: the expanded model itself, whatever wraps it for training.
-        inputs: what the trainer's own loss was computed from, `input_ids` and `labels` among it.
-        outputs: what the model returned (`outputs.logits`), if a loss has `needs_outputs`; else None.
+            micro-batches and ranks, unless the denominator is 0. Every rank must record the same names.
+        model: the expanded model itself, without its wrappers for training.
+        inputs: the inputs of the trainer's own loss, such as `input_ids` and `labels`.
+        outputs: the model's outputs (`outputs.logits`), if a loss has `needs_outputs`; else None.
     """
 
     routing: Sequence[LayerRouting]
@@ -92,23 +92,22 @@ class LossBatch:
 
 @dataclass(frozen=True)
 class RouterLoss(ABC):
-    """A loss that `RouterLossMixin` adds to a trainer's own, `coef` times.
+    """A loss that `RouterLossMixin` adds to a trainer's own loss, `coef` times.
 
-    With `coef=0` it is logged and adds nothing, whether or not languages are known: all masks but `counted_T` may be
-    empty then.
+    With `coef=0` it is only logged, even if languages are not known: all masks but `counted_T` may be empty then.
 
     Args:
         coef: its coefficient, at least 0.
 
     Attributes:
-        name: as messages call it.
+        name: its name in messages.
         metrics: the names that it records.
-        needs_languages: it trains on tokens of known language, so the trainer must be told languages.
-        needs_groups: the classes of languages are language groups, of which group g has expert g.
-        needs_outputs: it reads `LossBatch.outputs`.
+        needs_languages: whether it trains on tokens of known language, so that the trainer needs languages.
+        needs_groups: whether the classes of languages are language groups, of which group g has expert g.
+        needs_outputs: whether it reads `LossBatch.outputs`.
 
     Raises:
-        InputError: the coefficient is negative or no number.
+        InputError: the coefficient is negative or not a number.
     """
 
     coef: float
@@ -132,17 +131,17 @@ class RouterLoss(ABC):
         """
 
     def weighted(self, batch: LossBatch) -> torch.Tensor:
-        """`coef` times the share."""
+        """This rank's share of the loss, times `coef`."""
         return self.coef * self(batch)
 
 
 class LayerLoss(RouterLoss):
-    """The mean of `layer_loss` over the layers that the loss applies to; 0 where there is none. Logs `{name}_loss`.
+    """The mean of `layer_loss` over the layers to which the loss applies; 0 without such a layer. Logs `{name}_loss`.
 
     Attributes:
-        over: the tokens that the loss is a mean over, a field of `TokenCounts`.
-        per_micro_batch: the loss is not linear in the tokens. It is computed for each micro-batch (over all ranks), and
-            an optimizer step is the mean of its micro-batches, weighted by tokens.
+        over: the tokens over which the loss is a mean, a field of `TokenCounts`.
+        per_micro_batch: whether the loss is computed for each micro-batch (over all ranks), since it is not linear in
+            the tokens. An optimizer step is then the mean of its micro-batches, weighted by tokens.
     """
 
     over: ClassVar[Literal["counted", "old", "tagged"]] = "counted"
@@ -153,12 +152,12 @@ class LayerLoss(RouterLoss):
         """This rank's share of the loss of `batch.routing[layer]`: a scalar.
 
         Args:
-            count: what a sum over tokens is divided by: the tokens `over` in the step, or in the micro-batch of a loss
-                that is computed for each of them; over all ranks.
+            count: the divisor of a sum over tokens: the number of tokens `over` in the step or, with
+                `per_micro_batch`, in the micro-batch; over all ranks.
         """
 
     def applies_to(self, routing: LayerRouting) -> bool:
-        """Whether a layer has what the loss is about."""
+        """Whether the loss applies to a layer with this routing."""
         return True
 
     def __call__(self, batch: LossBatch) -> torch.Tensor:
@@ -174,25 +173,25 @@ class LayerLoss(RouterLoss):
         total = torch.zeros_like(step)
         for layer in layers:
             loss = self.layer_loss(batch, layer, count)
-            # The coefficient is inside the sum: the order of the factors decides how the gradient is rounded.
+            # The coefficient is inside the sum: the order of the factors determines the gradient's rounding.
             total = total + coef * loss * share / len(layers)
             batch.record(f"{self.name}_loss", loss * count, getattr(batch.local, self.over))
         return total
 
 
 def checked_losses(losses: Iterable[RouterLoss]) -> tuple[RouterLoss, ...]:
-    """The losses of a trainer.
+    """Checks and returns the losses of a trainer.
 
     Raises:
-        InputError: `losses` is no list of router losses, or two of them log the same metric.
+        InputError: `losses` is not a list of router losses, or two losses log the same metric.
     """
     if not isinstance(losses, Iterable):
-        raise InputError(f"router_losses is {losses!r}: pass a list of losses, such as [BalanceLoss(0.01)].")
+        raise InputError(f"router_losses is {losses!r}: must be a list of losses, such as [BalanceLoss(0.01)].")
     found = tuple(losses)
     for loss in found:
         if not isinstance(loss, RouterLoss):
             raise InputError(
-                f"router_losses holds {loss!r}, which is no RouterLoss: pass objects, as BalanceLoss(0.01)."
+                f"router_losses holds {loss!r}, which is not a RouterLoss: pass objects such as BalanceLoss(0.01)."
             )
     twice = [
         metric for metric, count in Counter(metric for loss in found for metric in loss.metrics).items() if count > 1

@@ -1,4 +1,4 @@
-"""The loss of LayerMoE's routing classifiers: which class of languages a token belongs to.
+"""The loss of LayerMoE's routing classifiers, which learn the class of each token's language.
 
 Shape suffixes: T tokens, C classes.
 """
@@ -21,13 +21,13 @@ def classifier_loss(
 ) -> torch.Tensor:
     """`L_CLS`: cross-entropy of the routing classifier over all counted tokens.
 
-    LayerMoE's Eq. 11 as printed sums over old tokens only, which a constant classifier would satisfy. Given a router's
-    logits and the language group of each token it is DMoE's language-group loss (Eq. 3), `- log p(group | token)`.
+    LayerMoE's Eq. 11 as printed sums over old tokens only, which a constant classifier would satisfy. With a router's
+    logits and the language group of each token, this is DMoE's language-group loss (Eq. 3), `- log p(group | token)`.
 
     Args:
-        class_T: class of each token's language, 0 = old.
-        mask_T: which tokens count; all by default.
-        count: what to divide the sum by, if not by the number of counted tokens.
+        class_T: class of each token's language; 0 is old.
+        mask_T: bool, the counted tokens; all by default.
+        count: divisor of the sum; the number of counted tokens by default.
     """
     if mask_T is not None:
         classifier_logits_TC, class_T = classifier_logits_TC[mask_T], class_T[mask_T]
@@ -57,6 +57,6 @@ class ClassifierLoss(LayerLoss):
 
 
 def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor) -> None:
-    """Records the share of the tokens of known language whose class has the largest logit."""
+    """Records the accuracy: the share of the tokens of known language whose class has the largest logit."""
     right_T = (logits_TC.argmax(-1) == batch.tokens.class_T)[batch.tokens.tagged_T]
     batch.record(metric, right_T.sum(), batch.local.tagged)

@@ -1,4 +1,4 @@
-"""`RouterLossWeights`, which named all losses in one object. It is kept for one release."""
+"""`RouterLossWeights`, the former object with the weights of all losses. It is kept for one release."""
 
 import warnings
 
@@ -21,7 +21,7 @@ def RouterLossWeights(
     localized_balance: float = 0.0,
     localized_delta: float = 0.1,
 ) -> list[RouterLoss]:
-    """The losses of these weights, with a FutureWarning that says what to write instead."""
+    """The losses with these weights; raises a FutureWarning with the arguments to pass instead."""
     losses: list[RouterLoss] = [BalanceLoss(balance), LanguagePriorLoss(language_prior)]
     losses.append(GateBudgetLoss(budget, gate_budget))
     if localized_balance:
@@ -31,8 +31,8 @@ def RouterLossWeights(
     if classifier:
         losses.append(ClassifierLoss(classifier))
     warnings.warn(
-        f"RouterLossWeights is deprecated and goes with the next release. Pass router_losses={losses}; a loss with "
-        "coefficient 0 is logged and changes nothing.",
+        f"RouterLossWeights is deprecated and will be removed in the next release. Pass router_losses={losses}; a loss "
+        "with coefficient 0 is only logged.",
         FutureWarning,
         stacklevel=2,
     )

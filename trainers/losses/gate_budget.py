@@ -21,10 +21,10 @@ def gate_budget_loss(
     """`L_budget = mean_t |g(x_t) - b|` of conditional routing (Elbayad et al. Eq. 7).
 
     Args:
-        router_logits_TN: of a layer with a gate: the score of expert 0, the shared one, is `1 - g`.
+        router_logits_TN: router logits of a layer with a gate; the score of expert 0, the shared one, is `1 - g`.
         budget: b, the share of the routed experts.
-        mask_T: which tokens count; all by default.
-        count: what to divide the sum by, if not by the number of counted tokens.
+        mask_T: bool, the counted tokens; all by default.
+        count: divisor of the sum; the number of counted tokens by default.
     """
     distance_T = (1 - router_logits_TN.softmax(-1)[:, 0] - budget).abs()
     if mask_T is not None:
@@ -41,7 +41,7 @@ class GateBudgetLoss(LayerLoss):
         budget: b, the share of the routed experts, from 0 to 1.
 
     Raises:
-        InputError: the budget is no share.
+        InputError: the budget is not from 0 to 1.
     """
 
     name = "budget"
@@ -53,7 +53,7 @@ class GateBudgetLoss(LayerLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.budget <= 1:
-            raise InputError(f"GateBudgetLoss: budget is {self.budget}; a share is at least 0 and at most 1.")
+            raise InputError(f"GateBudgetLoss: budget is {self.budget}: must be at least 0 and at most 1.")
 
     def applies_to(self, routing: LayerRouting) -> bool:
         return routing.conditional

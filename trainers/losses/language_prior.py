@@ -1,4 +1,4 @@
-"""The language-prior routing loss of MoE-LPR and LayerMoE: tokens of old languages go to expert 0.
+"""The language-prior routing loss of MoE-LPR and LayerMoE, which sends tokens of old languages to expert 0.
 
 Shape suffixes: T tokens, N experts of a layer.
 """
@@ -17,7 +17,7 @@ def language_prior_routing_loss(
 
     Args:
         old_T: bool, the tokens of old languages (F(t) in the paper).
-        count: what to divide the sum by, if not by the number of old tokens here (zero of them give 0).
+        count: divisor of the sum; the number of old tokens by default (0 tokens give 0).
     """
     log_scores_T = router_logits_TN.log_softmax(-1)[:, 0]
     divisor = old_T.sum().clamp(min=1) if count is None else count

@@ -29,19 +29,19 @@ def localized_balance_loss(
 
     The first `N // 2` experts are the old languages' half (expert 0 is one of them), the others the new ones'.
     `Q_nm = N * mean over m's tokens of G_n`, the importance of expert n to the languages m (old or new), 1 under even
-    routing. `I_nm` is `1 - delta` where n is of m's half, else `1 + delta`. The loss is 0 where Z is constant: inside a
-    half all experts count alike, and m's own half counts `(1 + delta) / (1 - delta)` times the other.
+    routing. `I_nm` is `1 - delta` if n is in m's half, else `1 + delta`. The loss is 0 if Z is constant: then all
+    experts of a half have equal importance, and m's own half has `(1 + delta) / (1 - delta)` times that of the other.
 
     Args:
         old_T, new_T: bool, the tokens of old and of new languages. Languages without tokens do not count.
-        delta: how uneven the halves are, at least 0 and less than 1.
+        delta: imbalance of the halves, at least 0 and less than 1.
         importance_2N, tokens_2: `language_importance` and the numbers of tokens over all ranks of a distributed run.
-            The result is then this rank's share, and the sum of the ranks' results is the loss of all their tokens.
+            The result is then this rank's share, and the ranks' results sum to the loss of all their tokens.
     """
     N = router_logits_TN.shape[-1]
     here_2N = language_importance(router_logits_TN, old_T, new_T)
     here_2 = torch.stack([old_T.sum(), new_T.sum()]).to(here_2N)
-    # The loss is not linear in the tokens: its slope is that at all ranks' sums, its argument's change is local.
+    # The loss is not linear in the tokens: its slope is taken at the sums over ranks, its argument's change locally.
     all_2N = here_2N if importance_2N is None else importance_2N + here_2N - here_2N.detach()
     all_2 = here_2 if tokens_2 is None else tokens_2.to(here_2)
     is_own_2N = (torch.arange(N, device=here_2N.device) >= N // 2) == torch.tensor([[False], [True]]).to(here_2N.device)
@@ -59,7 +59,7 @@ class LocalizedBalanceLoss(LayerLoss):
     """`localized_balance_loss` of each micro-batch.
 
     Args:
-        delta: how uneven the halves are, at least 0 and less than 1.
+        delta: imbalance of the halves, at least 0 and less than 1.
 
     Raises:
         InputError: delta is outside its range.

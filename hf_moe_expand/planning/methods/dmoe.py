@@ -89,7 +89,7 @@ def find_groups(number: int, grouping: str, found: DeviationResult, seed: int) -
     """Groups by the similarity of the languages' changes, at random, or by linguistic vectors.
 
     Raises:
-        InputError: there are more groups than languages, or the file of vectors is wrong.
+        InputError: `number` exceeds the number of languages, or the file of vectors is wrong.
     """
     from ..grouping import group_languages, random_groups, vector_similarity  # numpy
 
