@@ -187,6 +187,8 @@ def _add_experts(
     lora: bool,
 ) -> None:
     for layer, experts in sources.items():
+        if not experts:  # a dense layer, maybe, which has no router
+            continue
         prefix = prefixes[layer]
         for number, expert in enumerate(experts, start=counts[layer]):
             # A LoRA expert that copies expert 0 has an update of nothing, of the shape that expert 1's has.
