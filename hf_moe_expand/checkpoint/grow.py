@@ -190,6 +190,8 @@ def _add_experts(
     lora: bool,
 ) -> None:
     for layer, experts in sources.items():
+        if not experts:  # a dense layer, maybe, which has no router
+            continue
         prefix = prefixes[layer]
         for number, expert in enumerate(experts, start=counts[layer]):
             # A LoRA expert that copies expert 0 has a zero update, of the shape of expert 1's update.
