@@ -247,14 +247,16 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return value.replace("&", "&amp;").replace("<", "&lt;")
     if isinstance(value, dict):
-        return {_escaped(name): _escaped(item) for name, item in value.items()}
+        # Settings stand in a block of code, where HTML is text.
+        return {_escaped(name): item if name == "settings" else _escaped(item) for name, item in value.items()}
     return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _stage(stage: StageRecord) -> dict[str, Any]:
     settings = _without_nothing(without_folders(stage.settings or {}))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip() if settings else ""
-    return {"tokens": {}, "documents": {}, **stage.to_dict(), "settings": text}
+    # No setting ends the block of code that it stands in.
+    return {"tokens": {}, "documents": {}, **stage.to_dict(), "settings": text.replace("```", "'''")}
 
 
 def _without_nothing(value: Any) -> Any:

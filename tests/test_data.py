@@ -75,7 +75,7 @@ def test_text_that_is_none_is_named(tmp_path):
         ("list.parquet", "the column `text` holds"),
         ("broken.parquet", r"broken\.parquet: not a Parquet file"),
         ("torn.parquet", r"torn\.parquet: not a Parquet file"),
-        ("half.jsonl", r"half\.jsonl:2: no Unicode text \(surrogates not allowed\)"),
+        ("half.jsonl", r"half\.jsonl:2: not Unicode text \(surrogates not allowed\)"),
     ):
         with pytest.raises(InputError, match=message):
             load(tmp_path / name)
@@ -153,7 +153,7 @@ def test_an_edited_file_is_read_anew(tmp_path):
         ("a.txt", b"good line\n\xff\xfe bad\n", r"a\.txt: not UTF-8 text near line \d"),
         ("a.jsonl", b"", r"a\.jsonl: the file is empty"),
         ("a.txt", b"\n  \n", r"no text in language 'el'"),
-        ("a.csv", b"text\nx\n", r"unknown kind of file; known are \.jsonl"),
+        ("a.csv", b"text\nx\n", r"unknown kind of file; known: \.jsonl"),
     ],
 )
 def test_bad_files_are_told_by_file_and_line(tmp_path, name, content, message):
@@ -171,7 +171,7 @@ def test_hub_datasets_are_streamed_and_sliced(tmp_path):
     (tmp_path / "other" / "train.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(InputError, match=r"row 0 has no string under `text`, nor .* \(columns: body\)"):
         load(f"hub:{tmp_path / 'other'}")
-    with pytest.raises(InputError, match="the hub does not give this dataset"):
+    with pytest.raises(InputError, match="the hub gives no dataset of that name"):
         load(f"hub:{tmp_path / 'nowhere'}")
 
 

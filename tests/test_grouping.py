@@ -181,7 +181,7 @@ def test_vectors_from_json_and_csv(tmp_path):
         ("v.csv", "el,1,2\nhu,--,1\n", 'v.csv: hu: "--" is not a finite number'),
         ("v.csv", "el,1,2\nhu,1,2\nel,3,4\n", "el has two vectors"),
         ("v.csv", None, "no such file"),
-        ("v.txt", "", "linguistic vectors are .json or .csv"),
+        ("v.txt", "", "unknown kind of file for linguistic vectors; known: .json, .csv"),
     ],
 )
 def test_wrong_vectors_are_refused(tmp_path, name, text, message):
@@ -312,7 +312,7 @@ def test_a_plan_whose_groups_do_not_fit_is_refused(tmp_path):
         ({"groups": [["en"], ["de"], ["el"]]}, "layer 0 2 experts, but there are 3 groups"),
         ({"groups": [["en"], ["de", "en"]]}, "en is named twice"),
         ({"groups": [["en"], []]}, "a group is empty"),
-        ({"groups": []}, "a dmoe plan names the languages"),
+        ({"groups": []}, "a dmoe plan must name the languages"),
         ({"classifier_layers": [0]}, "no classifiers"),
         ({"grows_from": [1, 1, 1, 1, 1]}, "for a dense model"),
     ]:

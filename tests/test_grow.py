@@ -287,7 +287,7 @@ def test_plans_for_growth_count_new_experts():
     assert sum(plan.experts_per_layer) == 7 + 6
     with pytest.raises(InputError, match="3 layers with at least 1 each"):
         make_plan(PlanSettings(total_experts=2), 3, ["en"], ["tr"], analysis, grows_from=[3, 2, 2])
-    with pytest.raises(InputError, match="A mola plan is for a dense model; grow with one of layer-moe, moe-lpr"):
+    with pytest.raises(InputError, match="A mola plan is for a dense model and cannot grow one; use layer-moe, moe-"):
         make_plan(PlanSettings(method="mola"), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
 
 
@@ -319,7 +319,7 @@ def test_wrong_growth_is_refused(first, tmp_path):
     refused("not an expanded one", SECOND, first.with_name("dense"))
     with pytest.raises(InputError, match="made to grow an expanded checkpoint"):
         expand_checkpoint(first.with_name("dense"), out, SECOND)
-    with pytest.raises(InputError, match="grows_from: a layer of experts_per_layer has fewer"):
+    with pytest.raises(InputError, match="grows_from: experts_per_layer must not give a layer fewer"):
         Plan("layer-moe", [2, 2, 2], grows_from=[3, 2, 2])
     config = json.loads((first / "config.json").read_text())
     config["earlier_experts_per_layer"] = [[4, 2, 2]]

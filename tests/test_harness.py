@@ -174,8 +174,8 @@ def test_tasks_alone(root):
 def test_bad_input(root, tmp_path, monkeypatch):
     here = {"include_path": root / "tasks"}
     for arguments, options, message in [
-        (["pick_eu"], here, r"'pick_eu' is no task of lm_eval \S+ or of --include-path; did you mean pick"),
-        (["zzzz*"], here, "'zzzz\\*' is no task"),
+        (["pick_eu"], here, r"'pick_eu' is not a task of lm_eval \S+ or of --include-path; did you mean pick"),
+        (["zzzz*"], here, "'zzzz\\*' is not a task"),
         (["pick_el", "pick_el@2"], here, "pick_el: given twice"),
         (["pick", "pick_hu@1"], here, "pick_hu: given twice"),
         (["pick_el@few"], here, "'pick_el@few' is not TASK@EXAMPLES"),
@@ -190,7 +190,7 @@ def test_bad_input(root, tmp_path, monkeypatch):
         "task": "lost", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "lost.jsonl")}}
     }  # fmt: skip
     (tmp_path / "lost.yaml").write_text(yaml.safe_dump(lost))
-    with pytest.raises(InputError, match="lost: its data cannot be had"):
+    with pytest.raises(InputError, match="lost: its data cannot be loaded"):
         HarnessTasks(["lost"], include_path=tmp_path)
     out = ["--out", tmp_path / "out.json"]
     with pytest.raises(InputError, match="give text with --data, tasks with --tasks"):
@@ -211,7 +211,7 @@ def test_bad_input(root, tmp_path, monkeypatch):
 
 def test_what_is_wrong_shows_before_a_model_is_loaded(root, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load_for_inference", lambda name: pytest.fail("loaded"))
-    with pytest.raises(InputError, match="is no task"):
+    with pytest.raises(InputError, match="is not a task"):
         invoke("evaluate", root / "moe", "--tasks", "nothing", "--out", tmp_path / "out.json")
 
 

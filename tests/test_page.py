@@ -383,7 +383,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(InputError, match="no such folder; give the `output` of a recipe"):
         make_page(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(InputError, match="nothing of a run is in it"):
+    with pytest.raises(InputError, match="not the folder of a run"):
         make_page(tmp_path)
 
 

@@ -91,7 +91,7 @@ def test_a_total_below_the_minimum_is_refused():
 
 def test_the_same_number_in_every_layer_is_two_or_more():
     assert counts_of(3, "moe-lpr", experts=4) == counts_of(3, "uniform", experts=4) == [4, 4, 4]
-    with pytest.raises(InputError, match="1 experts a layer: a mixture needs at least 2"):
+    with pytest.raises(InputError, match="experts is 1: a layer needs at least 2"):
         counts_of(3, "moe-lpr", experts=1)
 
 
@@ -165,10 +165,10 @@ def test_plan_round_trip(tmp_path):
         ({"classifier_layers": [1]}, "classifier_layers names layer 1, which has no router"),
         ({"classifier_layers": [0, 0]}, "classifier_layers names a layer twice"),
         ({"grows_from": [0, 1]}, "grows_from must give every layer at least 1 expert"),
-        ({"grows_from": [4, 1]}, "fewer experts than the model that it grows"),
+        ({"grows_from": [4, 1]}, "fewer experts than grows_from"),
         ({"method": 7}, "plan.json: method: expected text, found 7."),
         ({"method": " "}, "method is empty"),
-        ({"method": "dmoe"}, "a dmoe plan names the languages of each expert"),
+        ({"method": "dmoe"}, "a dmoe plan must name the languages of each expert"),
         ({"classifer_layers": []}, "unknown key `classifer_layers`; did you mean `classifier_layers`?"),
         ({"old": ["en"], "new": ["el", "en"]}, "en: given as an old and as a new language"),
         ({"old": ["en", "en"]}, "en: given twice among the old languages"),

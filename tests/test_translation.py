@@ -156,7 +156,7 @@ def test_parallel_text(tmp_path):
     texts = load_parallel({"en": en, "el": source("el", "el.jsonl", '{"text": "Ένα."}\n{"text": "Δύο\\nλέξεις."}\n')})
     assert texts == {"en": ["One.", "Two words."], "el": ["Ένα.", "Δύο λέξεις."]}
     both = '{"translation": {"en": "One.", "el": "Ένα."}}\n{"translation": {"en": "Two.", "el": "Δύο."}}\n'
-    with pytest.raises(InputError, match="rows with `translation`, which are documents of both directions"):
+    with pytest.raises(InputError, match="rows with `translation`, which make documents of both directions"):
         load_parallel({"en": en, "el": source("el", "both.jsonl", both)})
     with pytest.raises(InputError, match=r"en.txt has 2 sentences, \S*el.txt has 3"):
         load_parallel({"en": en, "el": source("el", "el.txt", "a\nb\nc\n")})
@@ -171,10 +171,10 @@ def test_pairs():
     assert parse_pairs([], languages) == [("en", "zh-Hant"), ("zh-Hant", "en"), ("en", "el"), ("el", "en")]
     assert parse_pairs(["zh-Hant-el", "en-el"], languages) == [("zh-Hant", "el"), ("en", "el")]
     for arguments, known, message in [
-        (["en-tr"], languages, "'en-tr' is no pair of two of the languages en, zh-Hant, el, such as en-zh-Hant"),
-        (["en-en"], languages, "'en-en' is no pair"),
+        (["en-tr"], languages, "'en-tr' is not a pair of two of the languages en, zh-Hant, el, such as en-zh-Hant"),
+        (["en-en"], languages, "'en-en' is not a pair"),
         (["en-el", "en-el"], languages, "given twice"),
-        ([], ["en"], "two languages at least"),
+        ([], ["en"], "at least two languages"),
     ]:
         with pytest.raises(InputError, match=message):
             parse_pairs(arguments, known)

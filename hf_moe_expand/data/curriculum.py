@@ -1,4 +1,4 @@
-"""When each language enters training: the curricula of Elbayad et al. (2022, section 3.4). Numbers in, numbers out.
+"""Decides when each language enters training: the curricula of Elbayad et al. (2022, section 3.4), from numbers alone.
 
 Languages with little text over-fit when they train from the start, so they enter late.
 """
@@ -13,22 +13,22 @@ from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..schema import read
 
-# Count-based, as in the paper: examples that put a language into each bin but the last, and the part of the training
-# that each bin takes part in (k = 100k, 40k and 20k of U = 100k steps).
+# Defaults of the count-based curriculum, as in the paper: the minimum of examples for each bin but the last, and the
+# share of the training steps in which each bin trains (k = 100k, 40k and 20k of U = 100k steps).
 THRESHOLDS = (5_000_000, 800_000)
 SHARES = (1.0, 0.4, 0.2)
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """When each language enters.
+    """The step at which each language enters training.
 
     Attributes:
-        steps: of the training (U).
-        entry: for each language the step at which it enters, 0 for the start.
+        steps: number of training steps (U).
+        entry: the step at which each language enters; 0 is the start.
 
     Raises:
-        InputError: no steps, a step that is none of the training's, or no language at the start.
+        InputError: `steps` is below 1, an entry is outside the training, or no language enters at the start.
     """
 
     steps: int
@@ -40,7 +40,7 @@ class Curriculum:
         for language, step in self.entry.items():
             if not isinstance(step, int) or not 0 <= step < self.steps:
                 raise InputError(
-                    f"curriculum: {language!r} enters at step {step!r}, but the training has the steps 0 to "
+                    f"curriculum: {language!r} enters at step {step!r}, but the training has only the steps 0 to "
                     f"{self.steps - 1}."
                 )
         if 0 not in self.entry.values():
@@ -67,21 +67,19 @@ class Curriculum:
         write_json(path, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the JSON file."""
+        """The curriculum as in the JSON file."""
         return asdict(self)
 
     def check_languages(self, languages: Collection[str]) -> None:
-        """Refuses a curriculum of other languages than those that train.
+        """Refuses a curriculum for other languages than those that train.
 
         Raises:
-            InputError: it names another one, or lacks one.
+            InputError: the curriculum names a language that does not train, or lacks one that does.
         """
         if unknown := sorted(set(self.entry) - set(languages)):
-            raise InputError(
-                f"curriculum: {', '.join(unknown)} is no language that trains here (those are {', '.join(languages)})."
-            )
+            raise InputError(f"curriculum: {', '.join(unknown)} does not train here; known: {', '.join(languages)}.")
         if missing := [code for code in languages if code not in self.entry]:
-            raise InputError(f"curriculum: does not say when {', '.join(missing)} enters; 0 is from the start.")
+            raise InputError(f"curriculum: the step at which {', '.join(missing)} enters is missing; 0 is the start.")
 
 
 def count_based(
@@ -90,16 +88,15 @@ def count_based(
     thresholds: Sequence[float] = THRESHOLDS,
     shares: Sequence[float] = SHARES,
 ) -> Curriculum:
-    """Languages by how much text they have: bin `i` enters at step `U - k_i`, `k_i = shares[i] * U`.
+    """Groups languages by their amount of text: bin `i` enters at step `U - k_i`, `k_i = shares[i] * U`.
 
     The first bin that holds a language trains from the start, whatever its share.
 
     Args:
-        counts: examples (documents, say) of each language.
-        steps: U.
-        thresholds: from large to small; a language with at least `thresholds[i]` examples is in bin `i`, one with
-            fewer than all of them in the last.
-        shares: of each bin, one more than thresholds; from large to small.
+        counts: examples (such as documents) of each language.
+        steps: U, the training steps.
+        thresholds: minimum of examples for each bin but the last, from large to small.
+        shares: share of the training steps for each bin, from large to small; one more than thresholds.
 
     Raises:
         InputError: the numbers do not fit together.
@@ -110,14 +107,14 @@ def count_based(
         )
     for language, count in counts.items():
         if not 0 <= count < inf:
-            raise InputError(f"{language!r} has {count:g} examples: must be a number of at least 0.")
+            raise InputError(f"{language!r} has {count:g} examples: the number must be at least 0.")
     for name, values in (("thresholds", thresholds), ("shares", shares)):
         if not all(isfinite(value) for value in values):
             raise InputError(f"{name} {', '.join(f'{value:g}' for value in values)}: must be finite numbers.")
         if list(values) != sorted(values, reverse=True):
             raise InputError(f"{name} {', '.join(f'{value:g}' for value in values)}: must go from large to small.")
     if not all(0 < share <= 1 for share in shares):
-        raise InputError(f"shares {', '.join(f'{share:g}' for share in shares)}: each is a part of the training.")
+        raise InputError(f"shares {', '.join(f'{share:g}' for share in shares)}: each must be above 0 and at most 1.")
     bins: list[list[str]] = [[] for _ in shares]
     for language, count in counts.items():
         bins[next((i for i, least in enumerate(thresholds) if count >= least), len(thresholds))].append(language)
@@ -127,34 +124,35 @@ def count_based(
 def step_based(
     best_steps: Mapping[str, int], bins: int, steps: int, merge_first: int = 1, new_steps: int | None = None
 ) -> Curriculum:
-    """Algorithm 1: languages by the step of a first run at which they began to over-fit.
+    """Groups languages by the step of a first run at which they began to over-fit (Elbayad et al. Algorithm 1).
 
-    `bins` characteristic steps `k_i = s_max - (i - 1) (s_max - s_min) / (bins - 1)`; each language joins the bin whose
-    `k_i` is nearest to its best step (the larger `k_i` of two), and enters at step `U - k_i`. The first bin trains from
-    the start, also where `k_1 = s_max` is less than U: nothing else would train before.
+    The `bins` characteristic steps are `k_i = s_max - (i - 1) (s_max - s_min) / (bins - 1)`. Each language joins the
+    bin whose `k_i` is nearest to its best step (on a tie, the larger `k_i`), and enters at step `U - k_i`. The first
+    bin trains from the start even if `k_1 = s_max` is less than U, since no other language would train before it.
 
     Args:
-        best_steps: of each language the step with the best validation loss (the last of several).
-        bins: n.
-        steps: U, the first run's.
-        merge_first: make one bin, with the characteristic step of the first, of so many; the paper takes 3 of 5.
-        new_steps: of the training that is to follow, if not U; all steps are scaled to it.
+        best_steps: the step with the best validation loss of each language (the last of several).
+        bins: number of bins (n).
+        steps: steps of the first run (U).
+        merge_first: number of first bins to merge into one, with the characteristic step of the first; the paper
+            merges 3 of 5.
+        new_steps: steps of the next training, if not U; all steps are scaled to it.
 
     Raises:
-        InputError: a number is out of its range.
+        InputError: a number is out of range.
     """
     if not best_steps:
         raise InputError("No language has a best step.")
     if bins < 1 or not 1 <= merge_first <= bins:
         raise InputError(
-            f"bins {bins}, merge_first {merge_first}: at least one bin, and no more to merge than there are."
+            f"bins is {bins} and merge_first is {merge_first}: both must be at least 1, and merge_first at most bins."
         )
     for language, step in best_steps.items():
         if not 1 <= step <= steps:
-            raise InputError(f"The best step of {language!r} is {step}, but the run had the steps 1 to {steps}.")
+            raise InputError(f"The best step of {language!r} is {step}, but the run had only the steps 1 to {steps}.")
     largest, smallest = max(best_steps.values()), min(best_steps.values())
     gaps = max(bins - 1, 1)
-    scaled = [gaps * largest - i * (largest - smallest) for i in range(bins)]  # k_i times gaps: whole numbers
+    scaled = [gaps * largest - i * (largest - smallest) for i in range(bins)]  # k_i times gaps, which are integers
     members: list[list[str]] = [[] for _ in range(bins)]
     for language, step in best_steps.items():
         members[min(range(bins), key=lambda i: abs(gaps * step - scaled[i]))].append(language)
@@ -165,7 +163,7 @@ def step_based(
 
 
 def _curriculum(bins: Sequence[Sequence[str]], trained_steps: Sequence[float], steps: int) -> Curriculum:
-    """Bin `i` enters at step `U - k_i`, for one step at least; the first that is not empty at step 0."""
+    """Bin `i` enters at step `U - k_i`, at the latest at the last step; the first bin with a language enters at 0."""
     entry: dict[str, int] = {}
     for languages, k in zip(bins, trained_steps, strict=True):
         entry |= dict.fromkeys(languages, steps - max(1, round(k)) if entry else 0)

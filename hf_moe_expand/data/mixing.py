@@ -1,4 +1,4 @@
-"""How many documents of each language go into a mix. Numbers in, numbers out."""
+"""Computes how many documents of each language go into a mix."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +12,11 @@ def review_documents(
     old_documents: int | None = None,
     new_per_old: float = 2.0,
 ) -> dict[str, int]:
-    """Documents a language for the review stage: `n` of each old one, `new_per_old * n` of each new one (1 : 2).
+    """Documents of each language for the review stage: `n` of each old one, `new_per_old * n` of each new one (1 : 2).
 
     Args:
-        available: documents that each language has.
-        old_documents: `n`; by default the largest that every language can serve.
+        available: available documents of each language.
+        old_documents: `n`; by default the largest number for which every language has enough documents.
 
     Raises:
         InputError: a language has fewer documents than `old_documents` needs.

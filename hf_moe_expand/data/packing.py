@@ -1,4 +1,4 @@
-"""Documents to blocks of tokens with a language id a token, and to a token stream for scoring."""
+"""Tokenises documents and packs them into blocks, with a language id for each token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class PackedText:
         dataset: columns `input_ids` and `language_ids`, both `[block_size]`; a block can hold several documents and
             languages.
         languages: `languages[i]` is the language with id `i`.
-        tokens: tokens of each language in `dataset`'s source, the ends of documents included.
+        tokens: tokens of each language, end-of-text tokens included.
         documents: documents of each language.
-        blocks: of each group of languages that may share blocks; the groups lie one after the other.
+        blocks: number of blocks of each group of languages that may share blocks; the groups follow one another.
     """
 
     dataset: Dataset
@@ -38,12 +38,12 @@ def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> li
     """
     end = tokenizer.eos_token_id
     if end is None:
-        raise InputError("The tokenizer has no end-of-text token (eos_token): documents could not be told apart.")
+        raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
     return [row if row and row[-1] == end else [*row, end] for row in tokenizer(texts, verbose=False).input_ids]
 
 
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
-    """`text` to `input_ids` (see `encode_documents`) and `language_ids`; `desc` is what the progress bar says.
+    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`.
 
     Raises:
         InputError: the tokenizer has no end-of-text token.
@@ -58,10 +58,10 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: 
 
 
 def take_tokens(dataset: Dataset, tokens: int, language: str) -> tuple[Dataset, int]:
-    """The first documents that hold at least `tokens` tokens, and how many they hold.
+    """The first documents that together have at least `tokens` tokens, and their number of tokens.
 
     Raises:
-        InputError: there are fewer.
+        InputError: all documents together have fewer.
     """
     total = 0
     for index, ids in enumerate(dataset.with_format("arrow")["input_ids"]):
@@ -69,7 +69,7 @@ def take_tokens(dataset: Dataset, tokens: int, language: str) -> tuple[Dataset, 
         if total >= tokens:
             return dataset.select(range(index + 1)), total
     raise InputError(
-        f"Language {language!r} has {total:,} tokens, but {tokens:,} were asked for: give more text or ask for less."
+        f"Language {language!r} has {total:,} tokens, but {tokens:,} were asked for: give more text or ask for fewer."
     )
 
 
@@ -83,17 +83,17 @@ def pack_texts(
     languages: Sequence[str] | None = None,
     groups: Sequence[Sequence[str]] | None = None,
 ) -> PackedText:
-    """Shuffle, take, mix and pack: blocks of exactly `block_size` tokens.
+    """Shuffles, mixes and packs documents into blocks of exactly `block_size` tokens.
 
     Args:
-        texts: for each language its documents (column `text`).
-        documents: how many documents to take of each language; all by default.
-        tokens_per_language: take whole documents until this many tokens.
+        texts: documents of each language (column `text`).
+        documents: number of documents to take of each language; all by default.
+        tokens_per_language: number of tokens at which to stop taking whole documents.
         languages: the order of the language ids; that of `texts` by default.
         groups: languages that may share a block; all by default.
 
     Raises:
-        InputError: a language has fewer tokens than asked for, or all text that may share blocks is less than one.
+        InputError: a language has fewer tokens than asked for, or the text of a group is less than one block.
     """
     from trl import pack_dataset  # heavy
 
@@ -133,6 +133,6 @@ def collate_blocks(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tor
 
 
 def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """A batch for models that know no language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
+    """A batch for models without language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
     input_ids = torch.tensor([list(row["input_ids"]) for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}

@@ -1,4 +1,4 @@
-"""Sentences and their translations as text, in the one form in which models learn and are asked to translate."""
+"""Writes sentences and their translations as text, in one form for training and for evaluation."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,7 +14,7 @@ def language_name(code: str) -> str:
     """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified).
 
     Raises:
-        InputError: no language has this code, or the package that knows the names is not installed.
+        InputError: no language has this code, or the package of language names is not installed.
     """
     import_extra("language_data")
     try:
@@ -22,7 +22,7 @@ def language_name(code: str) -> str:
             return langcodes.Language.get(code).display_name()
     except langcodes.LanguageTagError:
         pass
-    raise InputError(f"{code!r} is no language code of ISO 639 (such as el or yue), so a prompt cannot name it.")
+    raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
 
 
 def translation_line(pair: Pair, source: str, target: str) -> str:
@@ -31,17 +31,17 @@ def translation_line(pair: Pair, source: str, target: str) -> str:
 
 
 def translation_start(pair: Pair, source: str) -> str:
-    """The same up to the translation."""
+    """The start of `translation_line`, up to the translation."""
     names = [language_name(code) for code in pair]
     return f"{names[0]}: {source} → {names[1]}:"
 
 
 def translation_documents(sentences: Mapping[str, str | None], language: str) -> Iterator[str]:
-    """A document for each direction between `language` and another one, a line each. White space in a sentence counts
-    as one space; a translation that is missing makes none.
+    """One document, of one line, for each direction between `language` and another language. White space in a sentence
+    counts as one space; missing translations make no document.
 
     Args:
-        sentences: that say the same, by language; `language` among them.
+        sentences: the same sentence in each language, `language` included.
     """
     lines = {code: " ".join((sentence or "").split()) for code, sentence in sentences.items()}
     for other in lines:

@@ -1,4 +1,4 @@
-"""Language-tagged text from files, folders and the hub, one `datasets.Dataset` a source."""
+"""Reads the text of a language from files, folders and the hub as a `datasets.Dataset`."""
 
 import hashlib
 import json
@@ -31,14 +31,14 @@ _PATIENCE = 8.0  # seconds
 
 @dataclass(frozen=True)
 class LanguageText:
-    """Where the text of one language is.
+    """The source of one language's text.
 
     Attributes:
         language: a language code such as `el`.
         source: a `.jsonl` (`text`, optional `language`), `.txt` (one document a line) or `.parquet` file, a folder of
-            them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]` takes 1000 rows). In place of
-            `text` a row may have `translation`, sentences by language: a document `English: ... → Greek: ...` for each
-            direction to and from `language`.
+            them, or `hub:dataset[:config][:split]`, streamed (`hub:name:el:train[:1000]` takes 1000 rows). Instead of
+            `text` a row may have `translation`, sentences by language, which gives a document
+            `English: ... → Greek: ...` for each direction to and from `language`.
     """
 
     language: str
@@ -56,7 +56,7 @@ class LanguageText:
         """The documents, in order, as a dataset with the column `text`.
 
         Raises:
-            InputError: the source is missing, empty, not UTF-8, or a line of it is not what it should be.
+            InputError: the source is missing, empty or not UTF-8, or a line is malformed.
         """
         if self.source.startswith("hub:"):
             dataset = _generated(read_hub, source=self.source, language=self.language)
@@ -67,10 +67,10 @@ class LanguageText:
         return dataset
 
     def check(self) -> None:
-        """Refuses what `load` would refuse, as far as the first document shows; leaves the hub alone.
+        """Refuses local text that `load` would refuse, as far as the first document shows; does not use the hub.
 
         Raises:
-            InputError: as `load`.
+            InputError: see `load`.
         """
         if self.files() and next(self.documents(), None) is None:
             raise self._no_text()
@@ -80,10 +80,10 @@ class LanguageText:
         return [_digest(path) for path in self.files()]
 
     def documents(self) -> Iterator[str]:
-        """The documents of the local files one by one, read as they are asked for; none of the hub's.
+        """Yields the documents of the local files one by one; none for text on the hub.
 
         Raises:
-            InputError: as `load`.
+            InputError: see `load`.
         """
         for path in self.files():
             yield from (row["text"] for row in read_documents(str(path), self.language))
@@ -98,7 +98,8 @@ class LanguageText:
         """The local files of this source; empty for the hub.
 
         Raises:
-            InputError: there is no such file, or a folder holds none of a known kind.
+            InputError: the file does not exist or is empty, its kind is unknown, or a folder holds no file of a known
+                kind.
         """
         if self.source.startswith("hub:"):
             return []
@@ -108,17 +109,17 @@ class LanguageText:
             path = Path(self.source)
         if path.is_dir():
             found = (file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-            # Hidden files are those of editors, notebooks and file managers.
+            # Hidden files belong to editors, notebooks and file managers.
             files = sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(path).parts))
             if not files:
-                raise InputError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file.")
+                raise InputError(f"{path}: the folder holds no file of a known kind; known: {', '.join(SUFFIXES)}.")
             return files
         if not path.is_file():
             raise InputError(f"{path}: no such file (text for language {self.language!r}).")
         if path.suffix not in SUFFIXES:
-            raise InputError(f"{path}: unknown kind of file; known are {', '.join(SUFFIXES)} and folders of them.")
+            raise InputError(f"{path}: unknown kind of file; known: {', '.join(SUFFIXES)}, and folders of them.")
         if path.stat().st_size == 0:
-            raise InputError(f"{path}: the file is empty.")
+            raise InputError(f"{path}: the file is empty; give one with text.")
         return [path]
 
     def _load_file(self, path: Path) -> Dataset:
@@ -129,9 +130,9 @@ class LanguageText:
 
 
 def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) -> Dataset:
-    """A cached dataset of what `rows(**arguments)` yields."""
+    """A cached dataset of the rows of `rows(**arguments)`."""
     if next(rows(**arguments), None) is None:
-        return Dataset.from_dict({"text": []}, features=_TEXT)  # the library refuses an empty one with a riddle
+        return Dataset.from_dict({"text": []}, features=_TEXT)  # the library's error for an empty one is unclear
     try:
         return _as_dataset(Dataset.from_generator(rows, features=_TEXT, gen_kwargs=arguments))
     except DatasetGenerationError as error:
@@ -141,7 +142,7 @@ def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) 
 
 
 def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
-    """The documents of `hub:dataset[:config][:split]`, streamed; `train[:1000]` as the split stops after 1000 rows."""
+    """Streams the documents of `hub:dataset[:config][:split]`; the split `train[:1000]` stops after 1000 rows."""
     name, *rest = source.removeprefix("hub:").split(":", 2)
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
     slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
@@ -151,7 +152,7 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
     try:
         stream = load_dataset(name, config, split=split, streaming=True)
     except (DatasetNotFoundError, ValueError, OSError) as error:
-        raise InputError(f"{source}: the hub does not give this dataset ({first_line(error)}).") from None
+        raise InputError(f"{source}: the hub gives no dataset of that name ({first_line(error)}).") from None
     for number, row in enumerate(islice(stream, limit)):
         if not (isinstance(row.get("text"), str) or _is_translation(row)):
             raise InputError(
@@ -162,7 +163,7 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
 
 
 def _reach_hub(source: str) -> None:
-    """Asks the hub for a sign of life, once: the library would try five times, for half a minute."""
+    """Checks once that the hub answers: the library would try five times, for half a minute."""
     if is_offline_mode():
         return
     try:
@@ -172,7 +173,7 @@ def _reach_hub(source: str) -> None:
 
 
 def _documents(row: Mapping[str, Any], language: str) -> Iterator[dict[str, str]]:
-    """What a row holds of a language; one tagged with another holds none."""
+    """A row's documents in a language; none if the row is tagged with another language."""
     if not is_of_language(row, language):
         return
     if row.get("text") is not None:
@@ -191,7 +192,7 @@ def _is_translation(row: Mapping[str, Any]) -> bool:
 
 
 def is_of_language(row: Mapping[str, Any], language: str) -> bool:
-    """Whether a row is in this language; one without a tag is."""
+    """Whether a row is in this language, as a row without a tag is."""
     tag = row.get("language")
     return tag is None or names_language(tag, language)
 
@@ -239,12 +240,12 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
             strings = all(pyarrow.types.is_string(one) or pyarrow.types.is_large_string(one) for one in kinds)
             if not strings or pyarrow.types.is_struct(kind) != (column == "translation"):
                 wanted = "strings by language" if column == "translation" else "strings"
-                raise InputError(f"{path}: the column `{column}` holds {kind}, not {wanted}.")
+                raise InputError(f"{path}: the column `{column}` holds {kind}; it must hold {wanted}.")
             kept = [name for name in (column, "language") if name in columns]
             for batch in file.iter_batches(batch_size=256, columns=kept):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a Parquet file that can be read ({error}).") from None
+        raise InputError(f"{path}: cannot be read as a Parquet file ({error}).") from None
 
 
 def _digest(path: Path) -> str:
@@ -258,9 +259,9 @@ def _json_row(path: str, number: int, line: str) -> dict:
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{number}: not a JSON object ({error.msg}).") from None
     except RecursionError:
-        raise InputError(f"{path}:{number}: not a JSON object that can be read (nested too deep).") from None
+        raise InputError(f"{path}:{number}: not a readable JSON object (nested too deep).") from None
     except ValueError:
-        raise InputError(f"{path}:{number}: not a JSON object that can be read (thousands of digits).") from None
+        raise InputError(f"{path}:{number}: not a readable JSON object (thousands of digits).") from None
     if not isinstance(row, dict) or not (isinstance(row.get("text"), str) or _is_translation(row)):
         found = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
         raise InputError(
@@ -271,7 +272,7 @@ def _json_row(path: str, number: int, line: str) -> dict:
         for text in [row["text"]] if isinstance(row.get("text"), str) else row["translation"].values():
             (text or "").encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{path}:{number}: no Unicode text ({error.reason}).") from None
+        raise InputError(f"{path}:{number}: not Unicode text ({error.reason}).") from None
     return row
 
 
@@ -282,7 +283,7 @@ def _as_dataset(loaded: Any) -> Dataset:
 
 
 def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Refuses a language that is given as old and as new, and an expansion without new languages."""
+    """Refuses a language given both as old and as new, and an expansion without new languages."""
     check_old_and_new(old, new)
     if not new:
         raise InputError("No new language was given: an expansion needs at least one.")

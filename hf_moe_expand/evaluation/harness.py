@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, on a model that is loaded already."""
+"""Runs tasks of lm-evaluation-harness on a loaded model."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from ..extra import import_extra
 
 @dataclass(frozen=True)
 class Metric:
-    """A task's result; no standard error where the harness gives none."""
+    """A task's result; the standard error is None if the harness gives none."""
 
     value: float
     stderr: float | None = None
@@ -27,12 +27,12 @@ class TaskScore:
     """A model's results on a task, or on a group of tasks.
 
     Attributes:
-        metrics: by name; that of a filter other than the default is `name,filter`.
+        metrics: metrics by name; with another filter than the default, the name is `name,filter`.
         shots: examples in a prompt.
-        samples, total: how many documents were scored, and how many there are.
-        version: the task's, as the harness has it.
+        samples, total: number of scored documents, and of all documents.
+        version: version of the task in the harness.
         harness: version of lm_eval.
-        group: the group that this is a part of and that has results of its own.
+        group: the group with results of its own that contains this task or group.
     """
 
     metrics: dict[str, Metric]
@@ -45,22 +45,22 @@ class TaskScore:
 
     @classmethod
     def from_mapping(cls, value: Mapping[str, Any]) -> "TaskScore":
-        """From what `dataclasses.asdict` gave."""
+        """Reads the output of `dataclasses.asdict`."""
         return cls(**{**value, "metrics": {name: Metric(**metric) for name, metric in value["metrics"].items()}})
 
 
 class HarnessTasks:
-    """Tasks to run on one model after the other. Building it loads their data, so that what is missing shows early.
+    """Tasks to run on one model after the other. The constructor loads their data, so that missing data shows early.
 
     Args:
-        tasks: names of tasks, groups or tags, or patterns (`belebele_*`), each with its number of examples if need
-            be: `arc_hu@25`.
-        num_fewshot: examples in a prompt, for what names no number; by default the task's own.
-        limit: documents of a task at most.
-        include_path: folder with tasks of one's own, YAML files as the harness reads them.
+        tasks: names of tasks, groups or tags, or patterns (`belebele_*`), optionally with a number of examples
+            (`arc_hu@25`).
+        num_fewshot: examples in a prompt, for tasks without a number; by default the task's own.
+        limit: maximum of documents for each task.
+        include_path: folder with your own tasks, as YAML files of the harness.
 
     Raises:
-        InputError: lm_eval is not installed, a task is unknown, given twice or without its data, or a number is wrong.
+        InputError: lm_eval is not installed, a task is unknown, given twice or lacks its data, or a number is wrong.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class HarnessTasks:
     ) -> None:
         self.harness = import_extra("lm_eval").__version__
         if (num_fewshot or 0) < 0 or (limit is not None and limit < 1):
-            raise InputError(f"num_fewshot {num_fewshot}, limit {limit}: must be at least 0 and 1.")
+            raise InputError(f"num_fewshot is {num_fewshot}, limit is {limit}: must be at least 0 and 1.")
         if include_path is not None and not Path(include_path).is_dir():
             raise InputError(f"{include_path}: no such folder (tasks for lm_eval).")
         self.limit = limit
@@ -82,15 +82,15 @@ class HarnessTasks:
             name, shots = _parse(argument, num_fewshot)
             self.by_shots.setdefault(shots, []).extend(self._load(name))
         if twice := [name for name, count in Counter(self._leaves()).items() if count > 1]:
-            raise InputError(f"{', '.join(twice[:3])}: given twice; one run scores a task once.")
+            raise InputError(f"{', '.join(twice[:3])}: given twice; name each task once.")
 
     def _load(self, pattern: str) -> list[Any]:
-        """The groups and tasks that a pattern names."""
+        """The groups and tasks that match a pattern."""
         names = self.manager.match_tasks([pattern])
         if not names:
             close = get_close_matches(pattern, self.manager.all_tasks, 3)
             raise InputError(
-                f"{pattern!r} is no task of lm_eval {self.harness} or of --include-path"
+                f"{pattern!r} is not a task of lm_eval {self.harness} or of --include-path"
                 + (f"; did you mean {' or '.join(close)}?" if close else ".")
             )
         found: list[Any] = []
@@ -99,7 +99,7 @@ class HarnessTasks:
                 loaded = self.manager.load([name])
             except (OSError, DatasetNotFoundError) as error:
                 raise InputError(
-                    f"{name}: its data cannot be had ({(str(error) or type(error).__name__).splitlines()[0]})."
+                    f"{name}: its data cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})."
                 ) from None
             groups = loaded["groups"]
             found += [groups[name]] if name in groups else list(loaded["tasks"].values())
@@ -142,7 +142,7 @@ def _is_group(item: Any) -> bool:
 
 
 def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore]:
-    """What lm_eval's `simple_evaluate` returned, without what has no metric (a group that is only a list)."""
+    """Reads the results of lm_eval's `simple_evaluate`, without groups that have no metric."""
     members: Mapping[str, Sequence[str]] = results.get("group_subtasks", {})
     metrics = {
         name: _metrics(values, results["higher_is_better"].get(name, {})) for name, values in results["results"].items()
@@ -170,7 +170,7 @@ def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore
 
 
 def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> dict[str, Metric]:
-    """`acc,none` and `acc_stderr,none` as one."""
+    """Joins each metric with its standard error, such as `acc,none` with `acc_stderr,none`."""
     found = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")

@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of a model on the text of each language."""
+"""Computes perplexity and bits per byte of a model on the text of each language."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,9 +17,9 @@ from ..settings import EvaluationSettings
 
 @dataclass(frozen=True)
 class LanguageScore:
-    """How well a model predicts a language's text; `tokens` and `bytes` are what was scored.
+    """Scores of a model on a language's text, with the numbers of scored tokens and bytes.
 
-    Bits per byte is the comparable one: it does not depend on the tokenizer.
+    Bits per byte is comparable between models, since it does not depend on the tokenizer.
     """
 
     perplexity: float
@@ -29,7 +29,7 @@ class LanguageScore:
 
     @classmethod
     def from_nats(cls, nats: float, tokens: int, size: int) -> "LanguageScore":
-        """From the text's negative log-likelihood."""
+        """Computes the scores from the text's negative log-likelihood in nats."""
         return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size)
 
 
@@ -38,13 +38,13 @@ def scored_stream(
 ) -> tuple[list[int], list[bool], int]:
     """Documents as one stream: token ids, which of them are scored, and the scored text's UTF-8 bytes.
 
-    Each document follows a separator (begin-of-text where the tokenizer adds one, else end-of-text), which is context
-    and not scored; so the scored tokens are exactly the text's. With `max_tokens`, whole documents up to that many.
+    Each document follows a separator (begin-of-text if the tokenizer adds it, else end-of-text), which is context and
+    not scored, so that the scored tokens are exactly the text's. `max_tokens` limits the stream, in whole documents.
     """
     begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     separator = tokenizer.bos_token_id if begins else tokenizer.eos_token_id
     if separator is None:
-        raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token.")
+        raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token: set its eos_token.")
     ids: list[int] = []
     scored: list[bool] = []
     size = 0
@@ -64,7 +64,7 @@ def language_stream(
     """`scored_stream` of one language's documents.
 
     Raises:
-        InputError: nothing of them would be scored.
+        InputError: the documents have no token to score.
     """
     ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens)
     if not any(scored):
@@ -75,7 +75,7 @@ def language_stream(
 def windows(
     ids: list[int], scored: list[bool], block_size: int, batch_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of inputs and targets `[batch, block_size]`; windows share one token, so each is a target once."""
+    """Batches of inputs and targets `[batch, block_size]`; windows overlap by one token, so each is a target once."""
     starts = range(0, len(ids) - 1, block_size)
     for first in range(0, len(starts), batch_size):
         inputs, targets = [], []
@@ -92,7 +92,8 @@ def windows(
 def target_nats(
     model: Any, ids: list[int], scored: list[bool], block_size: int, batch_size: int
 ) -> Iterator[torch.Tensor]:
-    """Each target's negative log-probability, `[batch, block_size]` float64 a batch of `windows`; 0 if not scored."""
+    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch of `windows`; 0 if not
+    scored."""
     for inputs, targets in windows(ids, scored, block_size, batch_size):
         # Padding is at the end, where causal attention keeps it from every scored token.
         logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float()
@@ -113,7 +114,7 @@ def evaluate_model(
     Raises:
         InputError: a language has no text to score, or a number is out of range.
     """
-    EvaluationSettings(block_size, batch_size, max_tokens)  # refuses what is out of range
+    EvaluationSettings(block_size, batch_size, max_tokens)  # refuses numbers out of range
     model.eval()
     block_size = min(block_size, longest_block(model.config) or block_size)
     scores = {}

@@ -1,4 +1,4 @@
-"""Evaluation results: one JSON file and one table, several models side by side."""
+"""Evaluation results of several models: one JSON file and one table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +17,8 @@ class Evaluation:
     """Scores of several models: `models[name][language]`.
 
     Attributes:
-        old, new: the languages of the base model, and the others.
-        expansions: of several expansions, the languages of `new` that each brought.
+        old, new: the languages of the base model, and the other languages.
+        expansions: after several expansions, the languages of `new` that each added.
         tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
     """
 
@@ -29,14 +29,14 @@ class Evaluation:
     tasks: dict[str, dict[str, TaskScore]] = field(default_factory=dict)
 
     def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
-        """Mean of a measure over languages; None without any."""
+        """Mean of a measure over languages; None without languages."""
         scores = self.models[model]
         values = [getattr(scores[code], measure) for code in languages if code in scores]
         return sum(values) / len(values) if values else None
 
     def to_json(self, path: str | Path) -> None:
-        """Writes `evaluation.json`: the scores, and means of bits per byte over `old`, `new` and what each of several
-        expansions brought."""
+        """Writes `evaluation.json`: the scores, and means of bits per byte over `old`, `new` and the languages of each
+        of several expansions."""
         models: dict[str, Any] = {}
         for name, scores in self.models.items():
             models[name] = {language: asdict(score) for language, score in scores.items()}
@@ -64,13 +64,13 @@ class Evaluation:
         return cls(value["old"], value["new"], models, value.get("expansions", []), tasks)
 
     def groups(self) -> list[tuple[str, list[str]]]:
-        """The languages as the table groups them: `old`, then `new` or, of several expansions, what each brought."""
+        """The languages as the table groups them: `old`, then `new` or the languages of each of several expansions."""
         if len(self.expansions) < 2:
             return [("old", self.old), ("new", self.new)]
         return [("old", self.old), *((f"expansion {n}", new) for n, new in enumerate(self.expansions, start=1))]
 
     def rows(self, measure: str = "bits_per_byte") -> tuple[list[str], list[list[str]]]:
-        """A table of a measure: header, a row a language, means; the last model's change from the first."""
+        """A table of a measure: header, one row for each language, means; the last model's change from the first."""
         names = list(self.models)
         header = ["language", *names] + ([f"{names[-1]} vs {names[0]}"] if len(names) > 1 else [])
         values_of: list[tuple[str, Mapping[str, float | None]]] = []
@@ -89,7 +89,8 @@ class Evaluation:
         return header, rows
 
     def task_rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table of the tasks: header, a row a metric of what is no part of a group; the last model's change."""
+        """A table of the tasks: header, one row for each metric of a task outside groups or of a group; the last
+        model's change from the first."""
         names = list(self.tasks)
         header = ["task", "metric", *names] + ([f"{names[-1]} vs {names[0]}"] if len(names) > 1 else [])
         shown = [(task, metric) for found in self.tasks.values() for task, score in found.items()

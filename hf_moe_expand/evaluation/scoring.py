@@ -1,4 +1,4 @@
-"""Scores of several models side by side: what `evaluate` prints and a run writes."""
+"""Scores several models, for the verb `evaluate` and for runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +21,10 @@ def score_models(
     """Scores models on held-out text, one in memory at a time.
 
     Args:
-        models: what results call each model, to its folder or hub id and its revision.
+        models: folder or hub id and revision of each model, by its name in the results.
         sources: held-out text of each language.
-        languages: the old ones, then those that each expansion added.
-        tasks: `HarnessTasks` to run besides.
+        languages: the old languages, then the languages of each expansion.
+        tasks: `HarnessTasks` to run as well.
     """
     old, *expansions = (list(codes) for codes in languages)
     result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)

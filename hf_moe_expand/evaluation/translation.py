@@ -1,4 +1,4 @@
-"""Translation quality: chrF++ of a model's greedy translations of parallel text."""
+"""Scores a model's greedy translations of parallel text by chrF++."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,14 +20,14 @@ from ..models import longest_block
 
 @dataclass(frozen=True)
 class TranslationScore:
-    """How well a model translates from one language to another.
+    """Scores of a model's translations from one language to another.
 
     Attributes:
         chrf: chrF++ of the corpus, 0 to 100.
-        signature: sacrebleu's, of the metric.
-        sentences: scored.
-        cut: translations that reached the limit of new tokens before a newline or an end of text.
-        translations: in the order of the text, for other metrics.
+        signature: sacrebleu's signature of the metric.
+        sentences: number of scored sentences.
+        cut: number of translations that reached the limit of new tokens before a newline or an end of text.
+        translations: the translations in the order of the text, for other metrics.
     """
 
     chrf: float
@@ -39,11 +39,11 @@ class TranslationScore:
 
 @dataclass
 class TranslationScores:
-    """What `translation.json` holds: `models[name][pair]`, a pair written `en-el`.
+    """The content of `translation.json`: `models[name][pair]`, with pairs such as `en-el`.
 
     Attributes:
         shots: examples in a prompt.
-        max_new_tokens: the limit of a translation.
+        max_new_tokens: maximum of tokens in a translation.
     """
 
     shots: int
@@ -55,7 +55,7 @@ class TranslationScores:
         write_json(path, {"metric": "chrF++", **asdict(self)})
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, a row a pair, their mean; the last model's change from the first in points."""
+        """A table: header, one row for each pair, their mean; the last model's change from the first in points."""
         names = list(self.models)
         pairs = list(self.models[names[0]])
         values = [(pair, [self.models[name][pair].chrf for name in names]) for pair in pairs]
@@ -68,7 +68,7 @@ class TranslationScores:
 
 
 def chrf_plus_plus() -> Any:
-    """sacrebleu's chrF++ (Popović, 2017): characters up to six, words up to two.
+    """sacrebleu's chrF++ (Popović, 2017): n-grams of up to six characters and two words.
 
     Raises:
         InputError: sacrebleu is not installed.
@@ -77,30 +77,30 @@ def chrf_plus_plus() -> Any:
 
 
 def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
-    """Parallel text: sentence `i` of each language says the same. White space in a sentence counts as one space.
+    """Parallel text: sentence `i` is the same in each language. White space in a sentence counts as one space.
 
     Raises:
-        InputError: a source has no text, a line of it is empty or of another language, or two differ in length.
+        InputError: a source has no text, a line is empty or in another language, or two sources differ in length.
     """
     texts = {code: [" ".join(text.split()) for text in source.load()["text"]] for code, source in sources.items()}
     for code, source in sources.items():
         lines = sum(_lines(file) for file in source.files() if file.suffix != ".parquet")
         if lines and len(texts[code]) > lines:
             raise InputError(
-                f"{source.source}: has rows with `translation`, which are documents of both directions; a parallel "
-                "file has the sentences of one language, one a line."
+                f"{source.source}: has rows with `translation`, which make documents of both directions; give a file "
+                "with the sentences of one language, one sentence a line."
             )
         if lines and lines != len(texts[code]):
             raise InputError(
-                f"{source.source}: {len(texts[code])} of {lines} lines are text in {code!r}; in a parallel file "
-                "every line must be."
+                f"{source.source}: {len(texts[code])} of {lines} lines are text in {code!r}; in parallel text every "
+                "line must be."
             )
     first, *others = texts
     for code in others:
         if len(texts[code]) != len(texts[first]):
             raise InputError(
                 f"{sources[first].source} has {len(texts[first])} sentences, {sources[code].source} has "
-                f"{len(texts[code])}: parallel text has as many in every language."
+                f"{len(texts[code])}: parallel text must have the same number in every language."
             )
     return texts
 
@@ -111,22 +111,22 @@ def _lines(file: Path) -> int:
 
 
 def parse_pairs(arguments: Sequence[str], languages: Sequence[str]) -> list[Pair]:
-    """Pairs such as `en-el`; without any, the first language with each other one, both ways.
+    """Parses pairs such as `en-el`; by default, the first language to and from each other language.
 
     Raises:
-        InputError: fewer than two languages, a pair that is not of two of them, or one given twice.
+        InputError: fewer than two languages are given, or a pair is not of two of them or is given twice.
     """
     if len(languages) < 2:
-        raise InputError("Translation needs text in two languages at least.")
+        raise InputError("Translation needs text in at least two languages.")
     known = {pair_name((a, b)): (a, b) for a in languages for b in languages if a != b}
     if not arguments:
         return [pair for other in languages[1:] for pair in ((languages[0], other), (other, languages[0]))]
     for argument in arguments:
         if argument not in known:
-            raise InputError(f"{argument!r} is no pair of two of the languages {', '.join(languages)}, such as "
+            raise InputError(f"{argument!r} is not a pair of two of the languages {', '.join(languages)}, such as "
                              f"{next(iter(known))}.")  # fmt: skip
     if len(set(arguments)) < len(arguments):
-        raise InputError(f"{', '.join(arguments)}: a pair is given twice.")
+        raise InputError(f"{', '.join(arguments)}: a pair is given twice; name each pair once.")
     return [known[argument] for argument in arguments]
 
 
@@ -136,7 +136,7 @@ def pair_name(pair: Pair) -> str:
 
 
 def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ()) -> str:
-    """A line an example, `English: ... → Greek: ...`, and the sentence in the same form, its translation left open."""
+    """One line for each example, `English: ... → Greek: ...`, then the sentence in this form without a translation."""
     lines = [translation_line(pair, given, wanted) for given, wanted in examples]
     return "\n".join([*lines, translation_start(pair, sentence)])
 
@@ -144,9 +144,10 @@ def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ())
 def translate(
     model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 8, max_new_tokens: int = 256
 ) -> tuple[list[str], int]:
-    """Greedy continuations of prompts up to a newline or an end of text, and how many reached `max_new_tokens` first.
+    """Greedy continuations of prompts up to a newline or an end of text, and the number of those cut off at
+    `max_new_tokens`.
 
-    The checkpoint's own generation settings (a repetition penalty, say) do not count, except for what ends a text.
+    The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens.
 
     Raises:
         InputError: a prompt and its continuation do not fit the model's positions.
@@ -164,7 +165,7 @@ def translate(
     filler = ends[0] if ends else 0
     found = [""] * len(prompts)
     cut = 0
-    # Alike in length, so that little is padding; the longest first, since they need the most memory.
+    # Batches of similar length need little padding; the longest come first, since they need the most memory.
     order = sorted(range(len(prompts)), key=lambda index: -len(encoded[index]))
     greedy = GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=filler
@@ -199,7 +200,7 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 @contextmanager
 def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """`generate` fills what its arguments leave open from the model's own settings; so these are put aside."""
+    """Replaces the model's own generation settings, which `generate` would use for omitted arguments."""
     own = model.generation_config
     model.generation_config = config
     try:
@@ -209,10 +210,10 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int) -> None:
-    """Refuses what `evaluate_translation` cannot do, before a model is loaded.
+    """Checks the numbers for `evaluate_translation`, before a model is loaded.
 
     Raises:
-        InputError: a number is out of its range.
+        InputError: a number is out of range.
     """
     sizes = {"shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1)}
     for name, (size, least) in sizes.items():
@@ -230,21 +231,21 @@ def evaluate_translation(
     batch_size: int = 8,
     max_new_tokens: int = 256,
 ) -> dict[str, TranslationScore]:
-    """chrF++ of each pair of languages.
+    """Computes chrF++ of each pair of languages.
 
     Args:
-        texts: parallel sentences.
-        shots: the first so many sentences are the examples of every prompt, and not scored.
-        limit: scores this many of the others at most.
+        texts: parallel sentences of each language.
+        shots: number of first sentences that are the examples of every prompt, and are not scored.
+        limit: maximum of other sentences to score.
 
     Raises:
-        InputError: a number is out of its range, nothing is left to score, a language has no name, or a prompt is too
+        InputError: a number is out of range, no sentence is left to score, a language has no name, or a prompt is too
             long.
     """
     sentences = len(next(iter(texts.values())))
     check_sizes(shots, limit, batch_size, max_new_tokens)
     if shots >= sentences:
-        raise InputError(f"{shots} of {sentences} sentences are examples: none is left to score.")
+        raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
     scores = {}

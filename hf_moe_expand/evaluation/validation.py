@@ -1,4 +1,4 @@
-"""Held-out loss of each language while a stage trains: where a language starts to over-fit."""
+"""Scores held-out text of each language while a stage trains, to show where a language starts to over-fit."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +22,15 @@ VALIDATION = "validation.json"
 
 @dataclass
 class ValidationCurves:
-    """What `validation.json` holds.
+    """The content of `validation.json`.
 
     Attributes:
-        trained: the languages that trained; others may have been scored.
-        total_steps: of the training.
-        steps: at which the model was scored, 0 before the first.
-        tokens: of each language, that were scored.
-        loss: of each language at each of `steps`, nats a token.
-        bits_per_byte: the same text, comparable across tokenizers.
+        trained: the languages that trained; other languages may be scored too.
+        total_steps: steps of the training.
+        steps: steps at which the model was scored; 0 is before the first step.
+        tokens: scored tokens of each language.
+        loss: loss of each language at each of `steps`, in nats a token.
+        bits_per_byte: bits per byte of the same text, comparable across tokenizers.
     """
 
     trained: list[str]
@@ -42,10 +42,10 @@ class ValidationCurves:
 
     @classmethod
     def load(cls, path: str | Path) -> "ValidationCurves":
-        """Reads the file, or that of a stage's output folder.
+        """Reads the file, or the file in a stage's output folder.
 
         Raises:
-            InputError: there is none, or it is something else.
+            InputError: the file is missing or is not the validation of a stage.
         """
         path = Path(path)
         path = path / VALIDATION if path.is_dir() else path
@@ -68,44 +68,45 @@ class ValidationCurves:
             self.bits_per_byte.setdefault(language, []).append(score.bits_per_byte)
 
     def cut(self, step: int) -> None:
-        """Forgets what came after `step`."""
+        """Removes scores after `step`."""
         kept = sum(scored <= step for scored in self.steps)
         del self.steps[kept:]
         for values in (*self.loss.values(), *self.bits_per_byte.values()):
             del values[kept:]
 
     def best_steps(self) -> dict[str, int]:
-        """Of each trained language the step with the lowest loss, the last of several (Elbayad et al., Algorithm 1).
+        """The step with the lowest loss of each trained language, the last of several (Elbayad et al., Algorithm 1).
 
-        Step 0 does not count: it says nothing about training.
+        Step 0 does not count, since it precedes the training.
 
         Raises:
-            InputError: a trained language was not scored, or no step was, or not as a finite number.
+            InputError: a trained language was not scored, was scored at no step of the training, or never had a finite
+                loss.
         """
         if missing := [language for language in self.trained if language not in self.loss]:
-            raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text.")
+            raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text for it.")
         found = {}
         for language in self.trained:
             losses = zip(self.loss[language], self.steps, strict=True)
             scored = [(loss, -step) for loss, step in losses if step > 0]
             if not scored:
-                raise InputError(f"{language!r} was scored at no step of the training.")
+                raise InputError(f"{language!r} was scored at no step of the training: lower `every` in `validation`.")
             finite = [pair for pair in scored if math.isfinite(pair[0])]
             if not finite:
-                raise InputError(f"The loss of {language!r} was never a finite number: the training diverged.")
+                raise InputError(f"The loss of {language!r} was never finite: the training diverged; train again.")
             found[language] = -min(finite)[1]
         return found
 
 
 class ValidationCallback(TrainerCallback):
-    """Scores the model before the first step, every `every` steps and after the last, as it would be used: nothing
-    masked, routed as in inference. Leaves no trace in the training.
+    """Scores the model before the first step, every `every` steps and after the last, without masking and with the
+    routing of inference. Does not affect the training.
 
-    All ranks score the same text (the model may be split over them); the first writes.
+    All ranks score the same text (the model may be split over them); the first rank writes.
 
     Args:
-        streams: of each language, from `language_stream`.
-        path: file to write; what it holds already is kept when a training goes on.
+        streams: the stream of each language, from `language_stream`.
+        path: file to write; a resumed training keeps its earlier scores.
         block_size: tokens in a window.
         trained: the languages that train.
     """
@@ -148,7 +149,7 @@ class ValidationCallback(TrainerCallback):
 
 @contextmanager
 def _untouched(model: Any) -> Iterator[None]:
-    """Evaluation mode; then each module's own mode and the random numbers' state are as they were."""
+    """Puts the model into evaluation mode; restores each module's mode and the random numbers' state at the end."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         model.eval()
@@ -162,7 +163,7 @@ def _untouched(model: Any) -> Iterator[None]:
 def validation_callback(
     settings: Any, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str]
 ) -> ValidationCallback:
-    """The callback that a stage's settings ask for. Any language may be scored, whether it trains or not.
+    """The callback for a stage's settings. Any language may be scored, whether it trains or not.
 
     Raises:
         InputError: a language has no text to score.
@@ -173,10 +174,10 @@ def validation_callback(
 
 
 def validation_sources(settings: Any) -> dict[str, LanguageText]:
-    """Where the held-out text is.
+    """The sources of the held-out text.
 
     Raises:
-        InputError: a source or a number is not what it should be.
+        InputError: a language code or a source is malformed.
     """
     for code, source in settings.texts.items():
         # YAML 1.1 reads the unquoted language code `no` as false.

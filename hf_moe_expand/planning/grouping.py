@@ -1,4 +1,4 @@
-"""Which languages share an expert: balanced groups of similar ones (DMoE Algorithm 1), and what to compare with."""
+"""Groups languages that share an expert: balanced groups of similar ones (DMoE Algorithm 1), and its ablations."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import InputError
 from ..jsonfile import read_json
 
-# A group is the best of all sets while there are at most so many to choose from (C(18, 9) is 48,620).
+# Up to this number of candidate sets, all are compared (C(18, 9) is 48,620).
 MOST_SETS = 1_000_000
 
 
@@ -23,15 +23,15 @@ def group_languages(
 ) -> list[list[str]]:
     """Balanced groups of similar languages (DMoE Eq. 2, Algorithm 1).
 
-    While languages remain, the next group is the set of `ceil(remaining languages / remaining groups)` whose least
-    similar pair is most similar; on a tie the first set in the alphabetical order of language names. So
-    sizes differ by one at most, larger groups first. The set is the best of all while at most `MOST_SETS` can be formed
-    of the remaining languages; beyond, it grows from the most similar pair, each time by the language whose least
-    similarity to the set is largest.
+    While languages remain, the next group is the set of `ceil(remaining languages / remaining groups)` languages whose
+    least similar pair is most similar; on a tie, the first set in the alphabetical order of language names. Hence sizes
+    differ by at most one, larger groups first. If the remaining languages form at most `MOST_SETS` sets, all sets are
+    compared; otherwise the set grows from the most similar pair, each time by the language whose least similarity to
+    the set is largest.
 
     Args:
-        similarity: `[n, n]`, symmetric; the diagonal is not read.
-        languages: `n` names.
+        similarity: `[n, n]`, symmetric; the diagonal is ignored.
+        languages: the `n` languages' names.
 
     Returns:
         The groups in the order found, the languages of each in alphabetical order.
@@ -54,7 +54,7 @@ def group_languages(
 
 
 def random_groups(languages: Sequence[str], num_groups: int, seed: int = 0) -> list[list[str]]:
-    """Balanced groups at random (DMoE's ablation), of sizes as `group_languages` has them.
+    """Balanced groups at random (DMoE's ablation), with the sizes of `group_languages`.
 
     Raises:
         InputError: a language is named twice, or there are more groups than languages.
@@ -77,29 +77,29 @@ def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[f
     """
     vectors = _read_vectors(Path(path))
     if missing := [language for language in languages if language not in vectors]:
-        raise InputError(f"{path}: no vector for {', '.join(missing)}.")
+        raise InputError(f"{path}: has no vector for {', '.join(missing)}; add one for each language.")
     lengths = {language: len(vectors[language]) for language in languages}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{language} has {length}" for language, length in lengths.items())
-        raise InputError(f"{path}: the vectors differ in length: {found}.")
+        raise InputError(f"{path}: the vectors differ in length: {found}; give all the same length.")
     matrix = np.array([vectors[language] for language in languages], dtype=np.float64)
     norms = np.linalg.norm(matrix, axis=1, keepdims=True)
     for language, norm in zip(languages, norms[:, 0], strict=True):
         if norm == 0:
-            raise InputError(f"{path}: the vector of {language} is all zeros: it has no direction.")
+            raise InputError(f"{path}: the vector of {language} is all zeros, so it has no cosine; correct it.")
     units = matrix / norms
     cosines = units @ units.T
     return ((cosines + cosines.T) / 2).tolist()
 
 
 def _sizes(num_languages: int, num_groups: int) -> list[int]:
-    # Larger groups first: a group of one taken first would be a language picked by its name alone.
+    # Larger groups first: the name alone would decide which language is in a group of one that is taken first.
     smaller, larger = divmod(num_languages, num_groups)
     return [smaller + (group < larger) for group in range(num_groups)]
 
 
 def _best_set(rows: list[list[float]], remaining: list[int], size: int) -> list[int]:
-    """The set whose smallest similarity is largest, the first such in order; what cannot beat the best is not tried."""
+    """The set whose smallest similarity is largest, the first one on a tie; skips sets that cannot beat the best."""
     best: list[int] = remaining[:size]
     best_least = -inf
 
@@ -120,7 +120,7 @@ def _best_set(rows: list[list[float]], remaining: list[int], size: int) -> list[
 
 
 def _grown_set(rows: list[list[float]], remaining: list[int], size: int) -> list[int]:
-    """The most similar pair, then one by one the language whose smallest similarity to the set is largest."""
+    """Starts from the most similar pair, and adds the language whose smallest similarity to the set is largest."""
     chosen = [*max(combinations(remaining, 2), key=lambda pair: rows[pair[0]][pair[1]])]
     while len(chosen) < size:
         others = (i for i in remaining if i not in chosen)
@@ -136,7 +136,7 @@ def _check_number(languages: Sequence[str], num_groups: int) -> None:
 
 def _refuse_twice(languages: Sequence[str]) -> None:
     if twice := sorted({language for language in languages if list(languages).count(language) > 1}):
-        raise InputError(f"groups: {', '.join(twice)} is named twice; a language is in one group.")
+        raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")
 
 
 def _checked_matrix(similarity: Sequence[Sequence[float]], languages: Sequence[str]) -> np.ndarray:
@@ -147,7 +147,7 @@ def _checked_matrix(similarity: Sequence[Sequence[float]], languages: Sequence[s
             f"{[len(languages)] * 2}."
         )
     if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
-        raise InputError("The similarities are not a symmetric matrix of finite numbers.")
+        raise InputError("The similarities must be a symmetric matrix of finite numbers.")
     return matrix
 
 
@@ -157,11 +157,11 @@ def _read_vectors(path: Path) -> dict[str, list[float]]:
     elif path.suffix == ".csv":
         rows = _csv_rows(path)
     else:
-        raise InputError(f"{path}: unknown kind of file; linguistic vectors are .json or .csv.")
+        raise InputError(f"{path}: unknown kind of file for linguistic vectors; known: .json, .csv.")
     vectors: dict[str, list[float]] = {}
     for language, values in rows:
         if language in vectors:
-            raise InputError(f"{path}: {language} has two vectors.")
+            raise InputError(f"{path}: {language} has two vectors; give one.")
         if not isinstance(values, list):
             raise InputError(f"{path}: {language}: {json.dumps(values)} is not a list of numbers.")
         vectors[language] = [_number(value, f"{path}: {language}") for value in values]

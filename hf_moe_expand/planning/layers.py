@@ -1,4 +1,4 @@
-"""Which layers become mixtures (DMoE), and which get a routing classifier (LayerMoE)."""
+"""Selects the layers that become mixtures of experts (DMoE) or get a routing classifier (LayerMoE)."""
 
 import random
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
     """Layers that become mixtures, in order: those that fine-tuning moves most (DMoE section 3.2).
 
     Args:
-        deviation: of each layer.
-        ratio: alpha; the `floor(alpha * layers)` layers that deviate most, the first ones on a tie.
-        threshold: instead, as in the authors' scripts: layers whose deviation, scaled so that the smallest is 0 and the
-            largest 1, is at least this.
+        deviation: deviation of each layer.
+        ratio: alpha; selects the `floor(alpha * layers)` layers that deviate most, the first ones on a tie.
+        threshold: used instead in the authors' scripts: selects the layers whose deviation, scaled so that the smallest
+            is 0 and the largest 1, is at least this.
 
     Raises:
-        InputError: not exactly one of the two is given, it selects no layer, or it is out of range.
+        InputError: not exactly one of ratio and threshold is given, it selects no layer, or it is out of range.
     """
     if not deviation or not all(isfinite(value) for value in deviation):
-        raise InputError("The deviations must be finite numbers, one a layer.")
+        raise InputError("The deviations must be finite numbers, one for each layer.")
     if ratio is not None and threshold is None:
         if not 0 < ratio <= 1:
             raise InputError(f"The ratio of layers is {ratio:g}: must be above 0 and at most 1.")
@@ -33,7 +33,7 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
     if threshold is not None and ratio is None:
         lowest, highest = min(deviation), max(deviation)
         if lowest == highest:
-            raise InputError("All layers deviate equally, so no threshold tells them apart: give a ratio instead.")
+            raise InputError("All layers deviate equally, so no threshold distinguishes them: give a ratio instead.")
         chosen = [layer for layer, value in enumerate(deviation) if (value - lowest) / (highest - lowest) >= threshold]
         if not chosen:
             raise InputError(f"A threshold of {threshold:g} selects no layer: scaled deviations run from 0 to 1.")
@@ -49,9 +49,9 @@ def classifier_layers(
     Args:
         choice: `similarity` (the `count` layers with the highest new-old similarity, where a router is most easily
             confused), `random`, `last`, `all` or `none`.
-        count: how many layers, for the first three.
+        count: number of layers, for the first three choices.
         expanded: the layers that have a router.
-        new_old: S_new&old of every layer, for `similarity`.
+        new_old: S_new&old of each layer, for `similarity`.
 
     Raises:
         InputError: the choice is unknown, or asks for more layers than are expanded.
@@ -61,7 +61,7 @@ def classifier_layers(
     if choice == "all":
         return sorted(expanded)
     if choice not in CHOICES:
-        raise InputError(f"Unknown choice of classifier layers {choice!r}; known: {', '.join(CHOICES)}.")
+        raise InputError(f"classifier_choice is {choice!r}; known: {', '.join(CHOICES)}.")
     if not 0 <= count <= len(expanded):
         raise InputError(f"{count} classifier layers were asked for, but {len(expanded)} layers are expanded.")
     if choice == "random":

@@ -1,4 +1,4 @@
-"""From a recipe's `plan:` (and, where its method needs one, an analysis) to a plan."""
+"""Makes a plan from a recipe's `plan:` and, if its method needs one, an analysis."""
 
 from collections.abc import Sequence
 
@@ -22,20 +22,20 @@ def make_plan(
     """The plan that `settings` describe.
 
     Args:
-        num_layers: of the model.
+        num_layers: number of the model's layers.
         old, new: the languages. A method that makes groups takes its languages from `deviation`.
         similarity, deviation: the analysis that `settings.needs` names.
-        seed: of every random choice.
-        grows_from: experts of each layer of the expanded model that the plan is to grow; empty for a dense one.
+        seed: random seed of all choices.
+        grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
 
     Raises:
-        InputError: the analysis that the method needs is missing or is another model's, the method cannot grow a
+        InputError: the analysis that the method needs is missing or belongs to another model, the method cannot grow a
             model, a number is out of range, or the languages contradict each other.
     """
     method = settings.planner
     if grows_from and not method.grows:
         growing = ", ".join(other.name for other in METHODS.values() if other.grows)
-        raise InputError(f"A {settings.method} plan is for a dense model; grow with one of {growing}.")
+        raise InputError(f"A {settings.method} plan is for a dense model and cannot grow one; use {growing}.")
     if grows_from and len(grows_from) != num_layers:
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
     lengths = [len(similarity.similarity)] if similarity else []
@@ -48,7 +48,7 @@ def make_plan(
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
     choice, number = settings.classifier_choice, settings.classifier_layers
-    # Asking for no layers is how every choice but `all` is switched off.
+    # A count of 0 turns off every choice but `all`.
     choice = "none" if number == 0 and choice != "all" else choice
     layers = classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
     drawn = made.drawn or settings.classifier_choice == "random"

@@ -1,4 +1,4 @@
-"""The plan: a small JSON file that says which layer gets what."""
+"""The plan: a small JSON file with the experts and classifiers of each layer."""
 
 from dataclasses import asdict, field
 from pathlib import Path
@@ -12,17 +12,17 @@ from ..schema import Count, Text, Whole, read, settings
 
 @settings
 class Plan:
-    """What `expand` is to do. A plan with groups gives a DMoE model, any other a LayerMoE model.
+    """The experts and classifiers of each layer. A plan with groups gives a DMoE model, any other a LayerMoE model.
 
     Attributes:
         method: the registered name of the method that made the plan, or any other word for a plan of your own.
-        experts_per_layer: experts of each layer, expert 0 counted; 1 = the layer stays dense.
+        experts_per_layer: experts of each layer, expert 0 counted; a layer with 1 stays dense.
         classifier_layers: layers with a routing classifier.
-        top_k: active experts a token.
+        top_k: active experts of a token.
         old, new: the languages.
-        settings: what the counts were made from (total, seed, shape, similarities).
-        groups: of a DMoE model: expert `e` of every expanded layer belongs to the languages of group `e`.
-        grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense one.
+        settings: inputs of the counts (total, seed, shape, similarities).
+        groups: language groups of a DMoE model: expert `e` of every expanded layer belongs to group `e`.
+        grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
 
     Raises:
         InputError: a value has another type, a language code is unknown, or the plan contradicts itself.
@@ -41,7 +41,7 @@ class Plan:
     def __post_init__(self) -> None:
         counts = self.experts_per_layer
         if not self.method.strip():
-            raise InputError("method is empty: name the method that made the plan, or give a word of your own.")
+            raise InputError("method is empty: name the plan's method, or give a word of your own.")
         if not counts or min(counts) < 1:
             raise InputError("experts_per_layer must give every layer at least 1 expert.")
         if max(counts) < 2:
@@ -50,18 +50,18 @@ class Plan:
             if not 0 <= layer < len(counts) or counts[layer] < 2:
                 raise InputError(f"classifier_layers names layer {layer}, which has no router in this plan.")
         if len(set(self.classifier_layers)) < len(self.classifier_layers):
-            raise InputError("classifier_layers names a layer twice.")
+            raise InputError("classifier_layers names a layer twice; name each layer once.")
         if self.grows_from and (
             len(self.grows_from) != len(counts) or any(a > b for a, b in zip(self.grows_from, counts, strict=True))
         ):
-            raise InputError("grows_from: a layer of experts_per_layer has fewer experts than the model that it grows.")
+            raise InputError("grows_from: experts_per_layer must not give a layer fewer experts than grows_from.")
         if self.grows_from and min(self.grows_from) < 1:
             raise InputError("grows_from must give every layer at least 1 expert.")
         check_old_and_new(self.old, self.new)
         if self.groups:
             self._check_groups()
         elif self.method == "dmoe":
-            raise InputError("groups: a dmoe plan names the languages of each expert.")
+            raise InputError("groups: a dmoe plan must name the languages of each expert.")
 
     def _check_groups(self) -> None:
         check_groups(self.groups)
@@ -69,7 +69,7 @@ class Plan:
             if count not in (1, len(self.groups)):
                 raise InputError(
                     f"experts_per_layer gives layer {layer} {count} experts, but there are {len(self.groups)} groups: "
-                    "an expanded layer has one expert a group."
+                    "an expanded layer needs one expert for each group."
                 )
         if self.classifier_layers:
             raise InputError("classifier_layers: a plan with groups has no classifiers; its routers learn the groups.")
@@ -89,13 +89,13 @@ class Plan:
         """Reads `plan.json`.
 
         Raises:
-            InputError: the file is missing, is no plan, or contradicts itself; the message names the key.
+            InputError: the file is missing, is not a plan, or contradicts itself; the message names the key.
         """
         return read(cls, read_json(path, "a plan"), str(path))
 
 
 def check_groups(groups: list[list[str]]) -> None:
-    """Checks that every group has a language, and every language one group.
+    """Checks that every group has a language, and every language is in one group.
 
     Raises:
         InputError: a group is empty, or a language is named twice.
@@ -104,4 +104,4 @@ def check_groups(groups: list[list[str]]) -> None:
         raise InputError("groups: a group is empty; every group needs a language.")
     named = [language for group in groups for language in group]
     if twice := sorted({language for language in named if named.count(language) > 1}):
-        raise InputError(f"groups: {', '.join(twice)} is named twice; a language is in one group.")
+        raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")

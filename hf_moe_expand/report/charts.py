@@ -1,6 +1,6 @@
 """Charts as SVG elements of an HTML page: text stays text, colours are the page's CSS variables, no element has an id.
 
-Every chart is as wide as a phone, so that its text is readable there.
+Charts are as wide as a phone's screen, so that their text is readable there.
 """
 
 import re
@@ -36,11 +36,11 @@ _DECIMALS = re.compile(r"(\.\d\d)\d+")
 def _chart(
     draw: Callable[Concatenate["Axes", P], object], size: Callable[..., tuple[float, float]], grown: bool = False
 ) -> Callable[Concatenate[str, P], str]:
-    """A function that makes such a chart: it takes a description, then the arguments of `draw`.
+    """Returns a function that makes a chart from a description and the arguments of `draw`.
 
     Args:
-        size: in points, from the arguments of `draw`.
-        grown: the size is that of the axes alone, and the chart keeps it; else it is as wide as its column.
+        size: computes the size in points from the arguments of `draw`.
+        grown: whether the size is that of the axes alone, and fixed; else the chart is as wide as its column.
     """
 
     def chart(description: str, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -67,7 +67,7 @@ def _svg(figure: "Figure", description: str, grown: bool) -> str:
     figure.patch.set_visible(False)
     stream = StringIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has them
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has these glyphs
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         box = "tight" if grown else None
         figure.savefig(stream, format="svg", metadata=metadata, bbox_inches=box, pad_inches=2 / 72)
@@ -90,7 +90,7 @@ def _shapes(group: Element, ids: Mapping[str, Element], tooltip: str = "") -> It
             continue
         found = {key: value for key, value in element.attrib.items() if key not in ("id", "clip-path")}
         style = dict(part.strip().split(": ", 1) for part in found.pop("style").split(";") if part)
-        if name == "use":  # a dot: its shape stands in <defs>
+        if name == "use":  # a dot: its shape is in <defs>
             source = ids[found[_REFERENCE].removeprefix("#")]
             found = {"d": source.attrib["d"], "transform": f"translate({found['x']} {found['y']})"}
         found |= {key: _VARIABLES.get(value, value) for key, value in style.items() if key != "font-family"}

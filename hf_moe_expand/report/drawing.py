@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
 
-# The colours of page.html's light mode, which names them so.
+# The colours of page.html's light mode, by their names there.
 COLOURS = {
     "ink": "#1d1f21", "quiet": "#61666b", "hair": "#dcdfe1", "accent": "#0f6e84", "paper": "#fdfdfc", "on": "#ffffff",
 }  # fmt: skip
@@ -36,12 +36,12 @@ MOST_LABELS = 12
 _MOST_POINTS = 200
 _NUMBERED = (30, 18)  # points: a cell with a number
 _LONGEST = 14  # letters of a label
-TOOLTIP = "tooltip:"  # how the gid of a line begins whose name the page shows on hovering
+TOOLTIP = "tooltip:"  # prefix of the gid of a line whose name the page shows on hovering
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart; points that are no finite number are left out. A thin one has no label at its end."""
+    """A line of a chart, without points that are not finite. A thin line has no label at its end."""
 
     label: str
     x: Sequence[float]
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """At most 200 points: each the mean of a few neighbours where there are more."""
+        """At most 200 points; of more points, each is the mean of a few neighbours."""
         found = [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)]
         size = -(-len(found) // _MOST_POINTS)
         parts = [found[i : i + size] for i in range(0, len(found), size)] if found else []
@@ -60,7 +60,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Change:
-    """A language's scores, from the first model to the last; without values, a heading."""
+    """A language's scores, from the first model to the last; without scores, a heading."""
 
     label: str
     values: Sequence[float] = ()
@@ -70,7 +70,7 @@ class Change:
 
 @contextmanager
 def drawing(width: float, height: float, layout: str | None = "constrained") -> Iterator["Figure"]:
-    """An empty figure of that size in points; draw and save it inside the context, which sets the style."""
+    """An empty figure of this size in points; draw and save it inside the context, which sets the style."""
     from matplotlib import style  # heavy; Figure needs no display and no global state
     from matplotlib.figure import Figure
 
@@ -84,7 +84,7 @@ def draw_lines(
     x_label: str,
     y_range: tuple[float, float] | None = None,
 ) -> None:
-    """Lines over whole numbers, labelled at their ends where they are 2 to 12; words where no point is finite."""
+    """Lines over integers; 2 to 12 lines are labelled at their ends. Without any finite point, draws a message."""
     drawn = [(line, points) for line in lines if (points := line.points)]
     if not drawn:
         axes.set_axis_off()
@@ -115,7 +115,7 @@ def lines_height(lines: Sequence[Line]) -> float:
 
 
 def with_means(lines: Sequence[Line]) -> list[Line]:
-    """The lines; where they are too many for labels, thin ones and the mean of each kind. They share their x."""
+    """The lines; if they are too many for labels, thin lines and the mean of each kind. All lines share their x."""
     if len(lines) <= MOST_LABELS:
         return list(lines)
     means = []
@@ -134,12 +134,12 @@ def draw_allocation(
     classifiers: Sequence[int] = (),
     before: Sequence[int] = (),
 ) -> None:
-    """Bars of experts per layer and a line over them, as LayerMoE's figures have them.
+    """Bars of experts per layer and a line over them, as in LayerMoE's figures.
 
     Args:
-        measure: of each layer: the similarity of languages, or the deviation; its axis is on the right.
-        classifiers: layers whose bars are filled.
-        before: experts of each layer before this expansion: their part of the bar is dashed.
+        measure: similarity of languages or deviation in each layer; its axis is on the right.
+        classifiers: layers with a classifier, whose bars are filled.
+        before: experts of each layer before this expansion, the dashed part of the bars.
     """
     layers = range(len(experts))
     axes.set_title("experts", loc="left")
@@ -150,7 +150,7 @@ def draw_allocation(
         for bottom, top, dashes in ((0, old, "dashed"), (old, now, "solid")):
             if top > bottom:
                 axes.bar(layer, top - bottom, 0.7, bottom, facecolor=shade, edgecolor=QUIET, linestyle=dashes)
-    half = max(len(experts), 4) / 2 + 0.1  # a bar of few layers is no wall
+    half = max(len(experts), 4) / 2 + 0.1  # limits the width of bars for few layers
     middle = (len(experts) - 1) / 2
     axes.set(xlim=(middle - half, middle + half), ylim=(0, max(experts) + 1), xlabel="layer")
     axes.locator_params(axis="y", integer=True, nbins=5)
@@ -164,7 +164,7 @@ def draw_allocation(
 
 
 def draw_deviation(axes: "Axes", deviation: Sequence[float], layers: Sequence[int]) -> None:
-    """Deviation of each layer; those of `layers` are filled."""
+    """Bars of each layer's deviation; those of `layers` are filled."""
     axes.grid(axis="y")
     axes.plot(deviation, color=QUIET, linewidth=1)
     for fill, filled in ((PAPER, False), (ACCENT, True)):
@@ -177,7 +177,7 @@ def draw_deviation(axes: "Axes", deviation: Sequence[float], layers: Sequence[in
 
 
 def draw_changes(axes: "Axes", changes: Sequence[Change], x_label: str) -> None:
-    """A row a language: a ring for the first value, small dots between, a full dot for the last, and a note."""
+    """One row for each language: a ring for the first value, small dots, a full dot for the last, and a note."""
     rows = [row for row, change in enumerate(changes) if change.values]
     axes.set(xlabel=x_label, ylim=(len(changes) - 0.4, -0.6))
     axes.set_yticks(rows, [short(changes[row].label) for row in rows])
@@ -212,13 +212,13 @@ def draw_cells(
     rule_after: int = 0,
     blocks: Sequence[int] = (),
 ) -> "QuadMesh":
-    """Cells the darker, the larger the value, with the numbers in them where `cell_size` has room for them.
+    """A heat map: larger values are darker; cells show their numbers if `cell_size` leaves room for them.
 
     Args:
         values: `[rows, columns]`; None leaves a cell empty.
-        most: the value of the darkest; the largest by default.
-        rule_after: a rule below so many rows.
-        blocks: sizes of squares on the diagonal, framed.
+        most: the value of the darkest cell; the largest value by default.
+        rule_after: number of rows above a rule.
+        blocks: sizes of framed squares on the diagonal.
     """
     from matplotlib.colors import LinearSegmentedColormap, to_rgba  # heavy
     from matplotlib.patches import Rectangle
@@ -226,7 +226,7 @@ def draw_cells(
     shown = [[math.nan if value is None else value for value in row] for row in values]
     numbered = cell_size(rows, columns) == _NUMBERED
     most = most or max((value for row in shown for value in row if math.isfinite(value)), default=0) or 1
-    # One colour, ever less transparent: the page's own accent and paper then give the shades.
+    # One colour with decreasing transparency, so that the page's own accent and paper give the shades.
     shades = LinearSegmentedColormap.from_list("accent", [to_rgba(ACCENT, 0), to_rgba(ACCENT, 1)])
     cells = axes.pcolormesh(shown, cmap=shades, vmin=0, vmax=most, edgecolors=HAIR, linewidth=0.5, clip_on=False)
     for i, row in enumerate(shown):
@@ -252,7 +252,7 @@ def draw_cells(
 
 
 def cell_size(rows: Sequence[object], columns: Sequence[object]) -> tuple[int, int]:
-    """Width and height of a cell in points; those of a large map have no room for numbers."""
+    """Width and height of a cell in points; cells of a large map have no room for numbers."""
     return _NUMBERED if max(len(rows), len(columns)) <= 24 else (16, 16)
 
 
@@ -275,7 +275,7 @@ def _number_layers(axes: "Axes", layers: Sequence[int]) -> None:
 
 
 def _spread(places: Sequence[float], limits: tuple[float, float], height: float) -> list[float]:
-    """Places of labels, moved apart where they would overlap; limits is what `height` points show."""
+    """Places of labels, moved apart where they would overlap; `height` points show the range `limits`."""
     import numpy as np
 
     low, high = limits

@@ -1,4 +1,4 @@
-"""Pictures of results as files; the path's suffix gives the format."""
+"""Writes pictures of results to files; the path's suffix gives the format."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def plot_allocation(
     classifier_layers: Sequence[int] = (),
     title: str = "",
 ) -> None:
-    """Similarity and experts per layer in one picture, as LayerMoE's figures have them."""
+    """Draws similarity and experts per layer in one picture, as in LayerMoE's figures."""
     with drawing(max(360, 20 * len(experts_per_layer)), 245) as figure:
         label = "experts (filled: with a classifier)" if classifier_layers else "experts"
         axes = figure.subplots()
@@ -37,11 +37,11 @@ def plot_deviation(
     groups: Sequence[Sequence[str]] = (),
     layers: Sequence[int] = (),
 ) -> None:
-    """Similarity of languages and deviation of layers side by side, as DMoE's figures have them.
+    """Draws the similarity of languages and the deviation of layers side by side, as in DMoE's figures.
 
     Args:
-        groups: order and frame the languages.
-        layers: the chosen ones are filled.
+        groups: language groups, which order the languages and are framed.
+        layers: the chosen layers, which are filled.
     """
     side = max(260, cell_size(languages, languages)[0] * len(languages) + 65)
     width = max(288, 14 * len(deviation))
@@ -67,10 +67,10 @@ def grouped(
 
 
 def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int = 6) -> None:
-    """Share of each language's tokens by top-1 expert, a heat map a layer, as DMoE's figures have them.
+    """Draws the share of each language's tokens by top-1 expert, one heat map for each layer, as in DMoE's figures.
 
     Args:
-        columns: layers in a row of the picture.
+        columns: number of layers in a row of the picture.
     """
     old, new = result.of_kind(old=True), result.of_kind(old=False)
     layers, names = result.layers, old + new
@@ -88,7 +88,7 @@ def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int =
             experts = [str(expert) for expert in range(len(values[0]))]
             rule = len(old) if old and new else 0
             cells = draw_cells(axes, names, experts, values, f"layer {layer}", percent=True, most=1.0, rule_after=rule)
-            axes.set_xlim(0, most)  # boxes of one size, or the layout leaves no room for the languages' names
+            axes.set_xlim(0, most)  # boxes of equal size, so that the layout leaves room for the languages' names
             if index % columns:
                 axes.set_yticks([])
         label = "share of tokens (top-1; cells: in %)"
@@ -98,7 +98,7 @@ def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int =
 
 
 def plot_expert_0_scores(path: str | Path, result: "RoutingResult") -> None:
-    """The router's score of expert 0 in each layer: a line a language; of many languages, thick lines for the means."""
+    """Draws the router's score of expert 0 by layer, one line for each language; many languages get thick means."""
     with drawing(max(360, 20 * len(result.layers) + 86), 245) as figure:
         axes = figure.subplots()
         draw_lines(axes, with_means(expert_0_lines(result)), "layer", (0, 1))

@@ -1,4 +1,4 @@
-"""What a run made and found, as one HTML page: every section only where its data is there."""
+"""Shows a run as one HTML page, with a section for each kind of data that the run has."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from .charts import allocation_chart, change_chart, heat_map, line_chart
 from .drawing import Change, Line, with_means
 from .figures import expert_0_lines, grouped
 
-# What a run folder may hold of its own; the rest lies in folders of its stages and expansions.
+# Files and folders at the top of a run; all others lie in folders of its stages and expansions.
 _RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")
 _SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
 _PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
@@ -36,14 +36,14 @@ _PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{
 
 @dataclass(frozen=True)
 class _Part:
-    """One expansion of a run: its number (0 where it is the only one) and its folder."""
+    """One expansion of a run: its number (0 if it is the only one) and its folder."""
 
     number: int
     folder: Path
 
     @property
     def prefix(self) -> str:
-        """Of its steps in steps.json."""
+        """The prefix of its steps' names in steps.json."""
         return f"expansion {self.number}: " if self.number else ""
 
     @property
@@ -51,7 +51,7 @@ class _Part:
         return f"Expansion {self.number}" if self.number else ""
 
     def stages(self) -> list[str]:
-        """Names of the stage folders that are there, in the order in which they were made."""
+        """Names of its stages' folders, in the order in which they were written."""
         plan = self.plan()
         order = [stage.key for stage in road("dmoe" if plan is not None and plan.groups else "layer_moe")]
         former = {former: key for key in ROAD for former in stage_of(key).former}  # folders of older runs
@@ -71,13 +71,13 @@ class _Part:
 
 
 def make_page(run: str | Path) -> str:
-    """The page of a run folder: evaluation, tasks, recipe, plan, training, routing, what was frozen, versions.
+    """The page of a run's folder: evaluation, tasks, recipe, plan, training, routing, frozen tensors, versions.
 
-    It loads nothing: styles and figures are in it. Of local paths only the last part is shown. The same folder gives
-    the same text.
+    The page contains its styles and figures. Local paths are reduced to their last part. The same folder gives the
+    same text.
 
     Raises:
-        InputError: there is no such folder, nothing in it comes from a run, a file in it is broken, or its recipe holds
+        InputError: the folder does not exist or is not the folder of a run, a file in it is broken, or its recipe holds
             an access token.
     """
     root = Path(run)
@@ -87,11 +87,11 @@ def make_page(run: str | Path) -> str:
     parts = [_Part(int(folder.name), folder) for folder in numbered] or [_Part(0, root)]
     if not any((root / name).is_file() for name in _RECORDS) and not any(part.plan() for part in parts):
         raise InputError(
-            f"{root}: nothing of a run is in it (none of {', '.join(_RECORDS)}): give the `output` of a recipe that "
-            "`hf-moe-expand run` has run."
+            f"{root}: not the folder of a run (it has none of {', '.join(_RECORDS)}); give the `output` of a recipe "
+            "that `hf-moe-expand run` has run."
         )
     steps: dict[str, Any] = read_json(root / "steps.json", "the record of a run") if _has(root, "steps.json") else {}
-    steps.pop("begun", None)  # the step at work
+    steps.pop("begun", None)  # the running step
     history = next((made for part in reversed(parts) if len(made := part.history())), History())
     found = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
     facts = {
@@ -118,7 +118,7 @@ def make_page(run: str | Path) -> str:
 
 
 def without_paths(text: str) -> str:
-    """YAML text in which the last part stands for each absolute path, in values (with spaces too) and comments."""
+    """Reduces each absolute path in a YAML text to its last part, in values (with spaces too) and comments."""
     try:
         scalars = list(_scalars(yaml.compose(text, yaml.SafeLoader)))
     except yaml.YAMLError:
@@ -202,7 +202,7 @@ def _scores(found: Evaluation, history: History) -> dict[str, Any]:
 
 
 def _score_group(found: Evaluation, kind: str, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """A group's rows; among them the best and the worst by the change from the first model to the last."""
+    """A group's rows, with the best and the worst change from the first model to the last."""
     rows = [{"label": code, **_score_row(found, [code], names), "mark": ""} for code in codes]
     ranked = sorted((row for row in rows if row["change"] is not None), key=lambda row: row["change"])
     if len(ranked) > 1:
@@ -284,7 +284,7 @@ def _analysis(folder: Path) -> tuple[SimilarityResult | None, DeviationResult | 
 
 
 def _language_similarity(found: DeviationResult, groups: Sequence[Sequence[str]]) -> Markup:
-    """How alike languages are, group by group; the diagonal, 1 by definition, is empty."""
+    """The similarity of languages, group by group; the diagonal, 1 by definition, is empty."""
     names, values = grouped(found.languages, found.similarity, groups)
     description = "Cosine of two languages' changes of the FFNs; groups are framed: " + "; ".join(
         " ".join(group) for group in groups
@@ -333,7 +333,7 @@ def _history(folder: Path) -> History:
 
 
 def _entry(folder: Path) -> StageRecord | None:
-    """What the stage added to the checkpoint's history."""
+    """The stage's record in the checkpoint's history."""
     history = _history(folder)
     return history.last.stages[-1] if len(history) and history.last.stages else None
 
@@ -346,7 +346,7 @@ def _old_languages(folder: Path) -> list[str]:
 def _training_figures(
     logs: Sequence[Mapping[str, float]], settings: Mapping[str, Any], stage: str
 ) -> Iterator[dict[str, Any]]:
-    """The text's loss first, then each part that the stage's settings weigh, then what else the routers did."""
+    """Yields the text's loss, then each weighted part of the loss, then other figures about the routers."""
     known = list(dict.fromkeys(key for log in logs for key in log))
 
     def curve(key: str, label: str, kind: str = "new") -> Line:
@@ -381,7 +381,7 @@ def _training_figures(
     shares = sorted((int(key.split("_")[1]), key) for key in known if re.fullmatch(r"expert_\d+_share", key))
     if shares:
         lines = [curve(key, str(expert), "old" if expert == 0 else "new") for expert, key in shares]
-        yield figure("share of the routers' choices by expert (0: the original), over the layers that have it", lines)
+        yield figure("share of the routers' choices by expert (0: the original), over the layers with it", lines)
 
 
 def _validation_figure(curves: ValidationCurves, old: Sequence[str]) -> dict[str, Any]:
@@ -429,7 +429,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
 
 
 def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
-    """What the stage trained, counted on the model's shape alone, and what the run found when it compared the bytes."""
+    """The stage's trained parameters, counted from the model's shape, and the tensors that the run found unchanged."""
     folder = part.folder / name
     entry = _entry(folder)
     trained = trained_in(entry.stage) if entry else None

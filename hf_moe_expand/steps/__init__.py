@@ -1,1 +1,1 @@
-"""The steps of a recipe: each checks itself before anything runs (`validate`) and does its work (`run`)."""
+"""The steps of a recipe: each can check itself before anything runs (`validate`) and do its work (`run`)."""

@@ -15,7 +15,7 @@ from .base import Checks, Done, Round, Step
 
 @dataclass
 class AnalyzeSimilarity(Step):
-    """Measures how alike languages are in each layer."""
+    """Measures the similarity of languages in each layer."""
 
     round: Round
 
@@ -46,7 +46,7 @@ class AnalyzeSimilarity(Step):
 
 @dataclass
 class AnalyzeDeviation(Step):
-    """Measures how far training moves each layer, and which languages move them alike."""
+    """Measures how far training on each language moves each layer, and how similar these changes are."""
 
     round: Round
 
@@ -58,7 +58,7 @@ class AnalyzeDeviation(Step):
         return {"deviation": plain(self.round.expansion.deviation), "new": new, "texts": self.round.contents(new)}
 
     def check(self, checks: Checks) -> None:
-        """Refuses text that is too little however it is cut: a token has at least a byte."""
+        """Refuses text with fewer bytes than the needed tokens, since a token has at least one byte."""
         if checks.offline:
             return
         settings = self.round.expansion.deviation
@@ -66,7 +66,7 @@ class AnalyzeDeviation(Step):
         for code in self.round.new:
             source = self.round.sources[code]
             if not source.files():
-                continue  # the hub's text is taken for enough
+                continue  # text on the hub is assumed to be enough
             size = 0
             for text in source.documents():
                 size += len(text.encode()) + 1
@@ -94,7 +94,7 @@ class AnalyzeDeviation(Step):
 
 
 def check_tokens(round_: Round, checks: Checks) -> None:
-    """Refuses local text with fewer tokens than the similarity or the search for the nearest experts reads."""
+    """Refuses local text with fewer tokens than the similarity or the search for the nearest experts needs."""
     if checks.offline:
         return
     settings, recipe = round_.expansion.analysis, checks.recipe

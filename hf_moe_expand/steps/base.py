@@ -1,4 +1,4 @@
-"""What a step of a recipe is, and what steps know of one another before anything runs."""
+"""The base class of a recipe's steps, and the state that their checks share before anything runs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from ..recipe import Expansion, Recipe
 
 @dataclass(frozen=True)
 class Done:
-    """What a step did: a line for the user, and facts for the page of the run."""
+    """The result of a step: a line for the user, and facts for the run's page."""
 
     summary: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -20,17 +20,17 @@ class Done:
 
 @dataclass
 class Checks:
-    """What is known while the steps of a recipe are checked one after the other, before anything runs.
+    """The state of a recipe's checks, which run step by step before anything else runs.
 
     Attributes:
-        config: configuration of the dense base; None where that is not at hand.
-        offline: nothing is downloaded; what needs an absent file is left out, with a line that says so.
-        found: what was found to be right, and what was left out, one line each.
-        counts: experts of each layer after the expansions so far; which layers have more is not known before the
-            analysis, only how many do.
-        least: experts that every layer is sure to have.
-        copyable: those of them that the expansion at hand may copy: it had them before.
-        counted: tokens of each language that are known to be there.
+        config: configuration of the dense base; None if it is not on this machine.
+        offline: download nothing; skip checks that need an absent file, with a line that says so.
+        found: one line for each check that passed or was skipped.
+        counts: experts of each layer after the expansions so far; before the analysis, the numbers are right, but not
+            which layers have them.
+        least: experts that every layer is certain to have.
+        copyable: experts that every layer is certain to have had before the expansion that is checked.
+        counted: tokens of each language that are known to exist.
     """
 
     recipe: Recipe
@@ -48,11 +48,11 @@ class Round:
     """One expansion of a run.
 
     Attributes:
-        number: of the expansion, from 1.
-        folder: for what it makes.
+        number: number of the expansion, from 1.
+        folder: folder for its outputs.
         start: the checkpoint that it expands; a folder or the base's hub id.
-        old: languages before it.
-        sources: training text of the old languages and its new ones.
+        old: languages before the expansion.
+        sources: training text of the old languages and of its new ones.
     """
 
     recipe: Recipe
@@ -65,7 +65,7 @@ class Round:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its steps."""
+        """The prefix of its steps' names."""
         return f"expansion {self.number}: " if len(self.recipe.rounds) > 1 else ""
 
     @property
@@ -81,7 +81,7 @@ class Round:
         return {code: self.sources[code].load().shuffle(seed=self.recipe.seed)["text"] for code in languages}
 
     def contents(self, languages: Iterable[str]) -> dict[str, Any]:
-        """What a fingerprint says of the text of these languages: where it is, and a hash of each local file."""
+        """The fingerprint of these languages' text: its sources, and a hash of each local file."""
         return contents({code: self.sources[code] for code in languages})
 
 
@@ -89,10 +89,10 @@ class Step(ABC):
     """One step of a run.
 
     Attributes:
-        name: in the run's record and on the screen.
-        output: what it makes.
-        every_rank: all ranks work, not the first alone.
-        repeatable: is done again where its inputs changed: nothing follows from it.
+        name: its name in the run's record and on the screen.
+        output: file or folder that it writes.
+        every_rank: whether all ranks work, and not only the first.
+        repeatable: whether it runs again if its inputs changed, since no other step depends on it.
     """
 
     every_rank: ClassVar[bool] = False
@@ -102,22 +102,22 @@ class Step(ABC):
 
     @abstractmethod
     def inputs(self) -> dict[str, Any]:
-        """The part of the recipe, and the contents of the files, that it is made from: JSON."""
+        """The inputs of the step as JSON: keys of the recipe, and contents of files."""
 
     @abstractmethod
     def check(self, checks: Checks) -> None:
-        """Checks all that can be known before anything runs, and adds what it found to `checks`.
+        """Checks the step as far as possible before anything runs, and adds its lines to `checks`.
 
         Raises:
-            InputError: the first mistake found.
+            InputError: the step's settings or texts are wrong.
         """
 
     @abstractmethod
     def work(self) -> Done:
-        """Makes `output`."""
+        """Runs the step, which writes `output`."""
 
     def finish(self) -> Done | None:
-        """What is left to do where an interruption came after the output; None for all of its work."""
+        """Finishes a step that was interrupted after it wrote its output; None if the step must run again."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""The last step: every checkpoint of the run scored on held-out text."""
+"""The last step, which scores every checkpoint of the run on held-out text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ class Evaluate(Step):
     """Scores the base and each stage's model.
 
     Attributes:
-        models: what results call each model, to its folder or hub id.
+        models: folder or hub id of each model, by its name in the results.
     """
 
     repeatable = True
@@ -32,7 +32,7 @@ class Evaluate(Step):
         return {"evaluation": plain(self.recipe.evaluation), "test": contents(self.recipe.test_sources)}
 
     def check(self, checks: Checks) -> None:
-        """The held-out text is checked with all other text."""
+        """Checks nothing: held-out text is checked with all other text."""
 
     def work(self) -> Done:
         recipe, settings = self.recipe, self.recipe.evaluation

@@ -47,8 +47,8 @@ class Expand(Step):
             and copied >= checks.copyable
         ):
             raise InputError(
-                f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have experts "
-                f"0..{checks.copyable - 1} only."
+                f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have only experts "
+                f"0..{checks.copyable - 1}: give one of these."
             )
         if self._copies_nearest:
             check_tokens(self.round, checks)

@@ -12,7 +12,7 @@ from .base import Checks, Done, Round, Step
 
 @dataclass
 class MakePlan(Step):
-    """Decides which layer gets how many experts."""
+    """Decides how many experts each layer gets."""
 
     round: Round
 
@@ -23,7 +23,7 @@ class MakePlan(Step):
         return {"plan": plain(self.round.expansion.planned), "old": self.round.old, "new": self.round.new}
 
     def check(self, checks: Checks) -> None:
-        """Makes a plan from equal numbers: it has the real one's totals and layer counts."""
+        """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""
         if checks.config is None:
             return
         layers, codes, settings = checks.config.num_hidden_layers, self.round.new, self.round.expansion.planned

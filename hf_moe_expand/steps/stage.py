@@ -22,7 +22,7 @@ from .base import Checks, Done, Round, Step, contents
 
 @dataclass
 class StageStep(Step, ABC):
-    """A stage on the checkpoint `before`."""
+    """A step that runs a stage on the checkpoint `before`."""
 
     round: Round
     stage: Stage
@@ -50,7 +50,7 @@ class StageStep(Step, ABC):
 
 
 class TrainStep(StageStep):
-    """A training stage."""
+    """A step that runs a training stage."""
 
     every_rank = True
     stage: TrainingStage
@@ -68,7 +68,7 @@ class TrainStep(StageStep):
             self._check_documents()
 
     def _check_documents(self) -> None:
-        """Refuses local text with fewer documents than the review mixes: it comes after days of stage 1."""
+        """Refuses local text with fewer documents than the review needs, before stage 1 trains for days."""
         review, old, new = self.settings, self.round.old, self.round.new
         wanted = dict.fromkeys(old, review.old_documents)
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * review.new_per_old)))
@@ -90,7 +90,7 @@ class TrainStep(StageStep):
 
 
 class GraftStep(StageStep):
-    """DeltaMoE's graft."""
+    """A step that runs DeltaMoE's graft."""
 
     def work(self) -> Done:
         recipe, settings = self.round.recipe, self.settings
@@ -103,5 +103,5 @@ class GraftStep(StageStep):
 
 
 def _count(source: LanguageText, most: int) -> int:
-    """Documents of a source, as far as `most`; the hub's text is taken for enough."""
+    """Counts documents of a source up to `most`; text on the hub is assumed to be enough."""
     return sum(1 for _ in islice(source.documents(), most)) if source.files() else most

@@ -1,4 +1,4 @@
-"""The methods that make a plan, one file each. A new one is a new file, imported here."""
+"""The methods that make a plan, one file each. A new method is a new file, imported here."""
 
 # The order of `--help`.
 from . import layer_moe, moe_lpr, mola, random_counts, dmoe  # noqa: F401  isort: skip

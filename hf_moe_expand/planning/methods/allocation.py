@@ -1,4 +1,4 @@
-"""What a method's function is given, and what it gives: numbers in, numbers out."""
+"""Argument and result of a method's function: the target model and the allocation of experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ class Target:
     """The model that a plan is for.
 
     Attributes:
-        num_layers: its layers.
-        seed: of every random choice.
-        measured_similarity, measured_deviation: analyses of it; None for one that was not made.
+        num_layers: number of its layers.
+        seed: random seed of all choices.
+        measured_similarity, measured_deviation: its analyses; None for an analysis that was not made.
         grows_from: experts of each layer of an expanded model; empty for a dense one.
     """
 
@@ -27,15 +27,15 @@ class Target:
 
     @property
     def least(self) -> int:
-        """Least experts that a layer is given: expert 0 and a new one; of an expanded model one new one."""
+        """Minimum of experts in a layer: 2, expert 0 and a new one; 1, a new one, for an expanded model."""
         return 1 if self.grows_from else 2
 
     @property
     def similarity(self) -> SimilarityResult:
-        """How alike the languages are in each layer.
+        """The similarity of the languages in each layer.
 
         Raises:
-            InputError: it was not measured.
+            InputError: the similarity was not measured.
         """
         if self.measured_similarity is None:
             raise InputError("The plan needs an analysis of the languages' similarity: run `analyze similarity` first.")
@@ -43,10 +43,10 @@ class Target:
 
     @property
     def deviation(self) -> DeviationResult:
-        """How far each language moves each layer.
+        """The deviation of each layer.
 
         Raises:
-            InputError: it was not measured.
+            InputError: the deviation was not measured.
         """
         if self.measured_deviation is None:
             raise InputError("The plan needs the deviation of each layer: run `analyze deviation` first.")
@@ -55,13 +55,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a method decides.
+    """The result of a method.
 
     Attributes:
-        counts: experts of each layer, expert 0 counted; for a model that grows, new experts alone.
-        details: what the counts were made from; they become the plan's `settings`.
-        groups: the languages of each expert, of a method that makes a DMoE model.
-        drawn: whether the seed decided anything.
+        counts: experts of each layer, expert 0 counted; only new experts for a model that grows.
+        details: inputs of the counts, which become the plan's `settings`.
+        groups: the languages of each expert, if the method makes a DMoE model.
+        drawn: whether the result depends on the seed.
     """
 
     counts: list[int]
@@ -74,7 +74,7 @@ def check_total(total: int, num_layers: int, minimum: int) -> None:
     """Checks that a total gives every layer its minimum.
 
     Raises:
-        InputError: it is too small.
+        InputError: the total is too small.
     """
     if total < num_layers * minimum:
         raise InputError(

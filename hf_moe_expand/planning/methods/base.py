@@ -1,7 +1,7 @@
-"""What each method is registered with, and the settings that a recipe or a command gives it.
+"""The registry of planning methods, and their settings in a recipe or on the command line.
 
 A method is one function in a file of this package. Its keyword parameters are the keys of a recipe's `plan:` and the
-options of `hf-moe-expand plan METHOD`, each declared there once, with its type, its default and its help.
+options of `hf-moe-expand plan METHOD`; the function declares the type, the default and the help of each.
 """
 
 import difflib
@@ -27,12 +27,12 @@ ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
 
 @dataclass(frozen=True)
 class Option:
-    """A command-line option that gives a key a value, for keys that `--key VALUE` does not suit.
+    """A command-line option for a key that `--key VALUE` does not suit.
 
     Attributes:
-        flag: `--by-hand`.
-        kind: the type that the command line reads; bool makes a switch.
-        value: from what was read to the key's value.
+        flag: the option, such as `--by-hand`.
+        kind: the type of the option's value; bool makes a switch.
+        value: converts the option's value to the key's value.
     """
 
     flag: str
@@ -46,15 +46,15 @@ class PlanMethod:
     """A registered method.
 
     Attributes:
-        name: in recipes, plans and on the command line.
+        name: its name in recipes, plans and on the command line.
         allocate: the function; its keyword parameters are the method's keys.
         title: its name on cards and pages.
         card: template of its model card, in `model_cards/`.
         tag: its models' tag on the hub.
-        words: how the counts come about, for a sentence of the card.
-        former: earlier names; they stay valid.
-        needs: the analysis that the plan is made from.
-        fixed_counts: whether the settings alone say each layer's count.
+        words: a phrase for the card that says how experts are distributed.
+        former: earlier names, which stay valid.
+        needs: the analysis that the plan needs.
+        fixed_counts: whether the settings alone determine each layer's count.
         grows: whether it can plan the further expansion of an expanded model.
         makes_groups: whether it groups the languages: for DMoE models, which have no classifiers.
     """
@@ -73,18 +73,18 @@ class PlanMethod:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that it goes by."""
+        """Its name and its former names."""
         return self.name, *self.former
 
     @cached_property
     def own_keys(self) -> dict[str, inspect.Parameter]:
-        """The method's own keys; an annotation is the type, a default of `Parameter.empty` means required."""
+        """The method's own keys; the annotation is the type, and the default `Parameter.empty` means required."""
         parameters = inspect.signature(self.allocate).parameters.values()
         return {parameter.name: parameter for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
 
     @cached_property
     def keys(self) -> dict[str, inspect.Parameter]:
-        """All its keys: its own, then those that methods share."""
+        """All its keys: its own, then those shared by all methods."""
         hints = inspect.get_annotations(PlanSettings)
         names = ("top_k",) if self.makes_groups else ("classifier_layers", "classifier_choice", "top_k")
         shared = {
@@ -107,7 +107,7 @@ class PlanMethod:
                 "_": KW_ONLY,
                 **{name: key.annotation for name, key in self.keys.items()},
             },
-            "__hash__": PlanSettings.__hash__,  # a dataclass would make another
+            "__hash__": PlanSettings.__hash__,  # a dataclass would generate another one
             **{name: key.default for name, key in self.keys.items() if key.default is not key.empty},
             **({"method": self.name} if self.name == DEFAULT_METHOD else {}),
         }
@@ -116,7 +116,7 @@ class PlanMethod:
 
 
 DEFAULT_METHOD = "layer-moe"
-# By name, in the order of registration.
+# The registered methods by name, in the order of registration.
 METHODS: dict[str, PlanMethod] = {}
 
 
@@ -131,12 +131,12 @@ def plan_method(name: str, **attributes: Any) -> Callable[[Callable[..., Allocat
 
 
 def find_method(name: str) -> PlanMethod | None:
-    """The method of a name or a former name; None for any other word."""
+    """The method with this name or former name; None for any other word."""
     return next((method for method in METHODS.values() if name in method.names), None)
 
 
 def method_title(name: str) -> str:
-    """What cards and pages call a method; a word that is no registered method stands for itself."""
+    """The title of a method on cards and pages; the word itself if no method has this name."""
     method = find_method(name)
     return method.title if method else name
 
@@ -144,20 +144,21 @@ def method_title(name: str) -> str:
 class PlanSettings:
     """A method and its keys: a recipe's `plan:`. `PlanSettings("moe-lpr", experts=3)` has the class of its method.
 
-    Instances are frozen dataclasses; their first field is `method`, as the user wrote it. The keys below are those of
-    every method; classifiers are for methods that make no language groups.
+    Instances are frozen dataclasses; their first field is `method`, as the user wrote it. All methods share the keys
+    below; classifiers are for methods without language groups.
 
     Raises:
-        InputError: an unknown method, a key that it lacks or does not have, or a value of another type or out of range.
+        InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
+            is out of range.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     method: str
-    classifier_layers: Annotated[Whole, Field(ge=0, description="How many layers get a classifier.")] = 0
+    classifier_layers: Annotated[Whole, Field(ge=0, description="Number of layers with a classifier.")] = 0
     classifier_choice: Annotated[
         ClassifierChoice,
-        Field(description="Which: similarity (needs its analysis), random, last, all or none."),
+        Field(description="Choice of these layers: similarity (needs its analysis), random, last, all or none."),
     ] = "similarity"
     top_k: Annotated[Count, Field(description="Active experts of a token.")] = 2
 
@@ -185,18 +186,18 @@ class PlanSettings:
 
     @property
     def common(self) -> dict[str, Any]:
-        """The keys that it shares with other methods, and their values."""
+        """The keys shared by all methods, and their values."""
         return {name: getattr(self, name) for name in self.planner.keys if name not in self.planner.own_keys}
 
     @property
     def needs(self) -> Needs | None:
-        """The analysis that the plan is made from."""
+        """The analysis that the plan needs."""
         by_similarity = self.classifier_choice == "similarity" and self.classifier_layers > 0
         return self.planner.needs or ("similarity" if by_similarity else None)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """As a field of another settings class: any method's settings, told apart by `method`."""
+        """The schema for a field of another settings class: `method` selects the settings' class."""
         if cls is not PlanSettings:
             return handler(source)
         choices = {
@@ -207,13 +208,13 @@ class PlanSettings:
 
 
 def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
-    """The settings of the method that the mapping names; settings are returned as they are.
+    """The settings of the method that the mapping names; settings are returned unchanged.
 
     Args:
-        where: what messages put in front of a key: a file, or the mapping's own key.
+        where: prefix of the keys in messages: a file, or the mapping's own key.
 
     Raises:
-        InputError: as `PlanSettings`.
+        InputError: see `PlanSettings`.
     """
     if isinstance(mapping, PlanSettings):
         return mapping

@@ -18,7 +18,7 @@ DEFAULT_RATIO = 0.4
 
 
 def _by_hand(text: str) -> list[list[str]]:
-    """`en,de;fr,es` from a command line."""
+    """Parses groups such as `en,de;fr,es`."""
     return [[code.strip() for code in group.split(",") if code.strip()] for group in text.split(";")]
 
 
@@ -29,21 +29,21 @@ def dmoe(
     groups: Annotated[
         Count | list[list[LanguageCode]],
         Field(description="Number of language groups, or the groups themselves: `[[en, de], [fr, es]]`."),
-        Option("--groups", int, "Number of language groups, each with its expert."),
+        Option("--groups", int, "Number of language groups, each with its own expert."),
         Option("--by-hand", str, 'The groups themselves, e.g. "en,de;fr,es".', _by_hand),
     ],
     grouping: Annotated[
         Text,
-        Field(description="How groups are made: `deviation`, `random`, or a file of linguistic vectors."),
+        Field(description="Similarity for the groups: `deviation`, `random`, or a file of linguistic vectors."),
         Option("--random", bool, "Random groups of equal size (ablation).", lambda _: "random"),
-        Option("--vectors", Path, "Groups by linguistic vectors (ablation): .json or .csv, language and numbers.", str),
+        Option("--vectors", Path, "Groups by linguistic vectors (ablation): a .json or .csv file.", str),
     ] = "deviation",
     ratio: Annotated[
         Number | None,
-        Field(gt=0, le=1, description=f"Share of layers, those that deviate most (default {DEFAULT_RATIO})."),
+        Field(gt=0, le=1, description=f"Share of layers to expand, those that deviate most (default {DEFAULT_RATIO})."),
     ] = None,
     threshold: Annotated[
-        Number | None, Field(description="Instead: layers of at least this deviation, scaled to 0..1.")
+        Number | None, Field(description="Least deviation of layers to expand, scaled to 0..1, instead of a ratio.")
     ] = None,
 ) -> Allocation:
     """One expert for each group of similar languages, in the layers that deviate most (DMoE).
@@ -56,14 +56,14 @@ def dmoe(
     elif grouping == "deviation":
         made = given_groups(groups, found)
     else:
-        raise InputError(f"groups: they are given by hand, so grouping `{Path(grouping).name}` must be left out.")
+        raise InputError(f"groups: the groups are given by hand, so leave out grouping `{Path(grouping).name}`.")
     if len(made) < 2:
-        raise InputError("One group of languages: a mixture needs at least 2 experts, one a group.")
+        raise InputError("groups: a mixture needs at least 2 experts, one for each group; give 2 groups or more.")
     share = DEFAULT_RATIO if ratio is None and threshold is None else ratio
     chosen = select_layers(found.deviation, share, threshold)
     details = {
         "ratio": share, "threshold": threshold, "deviation": found.deviation,
-        # The file's name alone: a plan may travel.
+        # Only the file's name: a plan may be published.
         "grouping": "by hand" if isinstance(groups, list) else Path(grouping).name,
     }  # fmt: skip
     counts = [len(made) if layer in chosen else 1 for layer in range(len(found.deviation))]
@@ -71,7 +71,7 @@ def dmoe(
 
 
 def given_groups(groups: list[list[str]], found: DeviationResult) -> list[list[str]]:
-    """The groups themselves.
+    """Checks and returns the given groups.
 
     Raises:
         InputError: a group is empty, or a language is in two groups, in none, or was not measured.
@@ -79,14 +79,14 @@ def given_groups(groups: list[list[str]], found: DeviationResult) -> list[list[s
     check_groups(groups)
     named = [language for group in groups for language in group]
     if missing := sorted(set(found.languages) - set(named)):
-        raise InputError(f"groups: {', '.join(missing)} is in no group; every language needs one.")
+        raise InputError(f"groups: {', '.join(missing)} is in no group; add each language to one.")
     if unknown := sorted(set(named) - set(found.languages)):
         raise InputError(f"groups: {', '.join(unknown)} was not measured; known: {', '.join(found.languages)}.")
     return groups
 
 
 def find_groups(number: int, grouping: str, found: DeviationResult, seed: int) -> list[list[str]]:
-    """Groups by similarity of the languages' deviation, at random, or by linguistic vectors.
+    """Groups by the similarity of the languages' changes, at random, or by linguistic vectors.
 
     Raises:
         InputError: there are more groups than languages, or the file of vectors is wrong.

@@ -1,4 +1,4 @@
-"""LayerMoE: fewer experts where languages are more alike."""
+"""LayerMoE: fewer experts in layers where languages are more similar."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,10 +19,10 @@ def layer_moe(
     target: Target,
     *,
     total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
-    minimum: Annotated[Count | None, Field(description="Least experts a layer: 2, or 1 new one if it grows.")] = None,
+    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None,
     similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None,
 ) -> Allocation:
-    """Fewer experts where languages are more alike (LayerMoE).
+    """Fewer experts in layers where languages are more similar (LayerMoE).
 
     Example: hf-moe-expand plan layer-moe --analysis analysis.json --total-experts 72 --classifier-layers 7 --out p.json
     """
@@ -34,20 +34,20 @@ def layer_moe(
 def allocate_experts(
     similarity: Sequence[float], total: int, minimum: int = 2, floor: float | None = None
 ) -> list[int]:
-    """Experts per layer, fewer where languages are more alike (LayerMoE Eq. 10).
+    """Experts of each layer, fewer where languages are more similar (LayerMoE Eq. 10).
 
     `N_l = ceil(share_l * delta)` with `share_l = (1 / S_l) / sum_j (1 / S_j)` and counts that sum to `total`. A ceiling
-    whose total is fixed is Adams' apportionment: every layer starts at `minimum`, and the next expert goes to
-    the layer with the largest `share_l / n_l`, the first such layer on a tie.
+    with a fixed total is Adams' apportionment: every layer starts at `minimum`, and the next expert goes to the layer
+    with the largest `share_l / n_l`, the first one on a tie.
 
     Args:
         similarity: S_l of each layer, positive.
         total: experts in all layers together, expert 0 of each layer counted.
-        minimum: least experts of a layer (2: expert 0 and a new one).
-        floor: similarities below it count as it.
+        minimum: minimum of experts in a layer (2: expert 0 and a new one).
+        floor: lower bound that replaces smaller similarities.
 
     Raises:
-        InputError: `total` is below `minimum` a layer, or a similarity is not positive.
+        InputError: `total` is below `minimum` for each layer, or a similarity is not positive.
     """
     if floor is not None:
         if floor <= 0:
@@ -56,8 +56,8 @@ def allocate_experts(
     for layer, value in enumerate(similarity):
         if not value > 0:
             raise InputError(
-                f"The similarity of layer {layer} is {value:g}: experts are shared out by 1/similarity, which needs "
-                "positive values. Set a floor (--similarity-floor 0.01) to count smaller values as the floor."
+                f"The similarity of layer {layer} is {value:g}, but experts are allocated by 1/similarity, which needs "
+                "positive values. Set a floor (--similarity-floor 0.01), which replaces smaller values."
             )
     check_total(total, len(similarity), minimum)
     counts = [minimum] * len(similarity)

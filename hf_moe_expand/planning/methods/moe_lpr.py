@@ -24,5 +24,5 @@ def moe_lpr(
     Example: hf-moe-expand plan moe-lpr --layers 24 --experts 6 --old en,es,zh --new el,hu,tr --out plan.json
     """
     if experts < target.least:
-        raise InputError(f"{experts} experts a layer: a mixture needs at least 2, the original FFN and a new expert.")
+        raise InputError(f"experts is {experts}: a layer needs at least 2, the original FFN and a new expert.")
     return Allocation([experts] * target.num_layers)

@@ -12,15 +12,15 @@ from .base import plan_method
 
 @plan_method(
     "random", title="random counts", card="layer_moe", tag="layer-moe",
-    words="the total shared out over the layers at random",
+    words="the total distributed over the layers at random",
 )  # fmt: skip
 def random_counts(
     target: Target,
     *,
     total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
-    minimum: Annotated[Count | None, Field(description="Least experts a layer: 2, or 1 new one if it grows.")] = None,
+    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None,
 ) -> Allocation:
-    """A total shared out at random (LayerMoE's ablation).
+    """A total number of experts, distributed over the layers at random (LayerMoE's ablation).
 
     Example: hf-moe-expand plan random --layers 24 --total-experts 72 --old en,es,zh --new el,hu,tr --out plan.json
     """
