@@ -8,6 +8,7 @@ only on its number and the seed: `--only NUMBER` runs it again and shows the tra
 """
 
 import argparse
+import copy
 import json
 import random
 import shutil
@@ -100,7 +101,7 @@ def header(rng: random.Random, folder: Path) -> str:
     elif what == "dtype":
         entry["dtype"] = rng.choice(("F64", "F16", "I8", "I32", "F8_E4M3", "F4", "BOOL", "X", None, 7))
     elif what == "shape":
-        entry["shape"] = rng.choice((POOL[rng.randrange(len(POOL))], [*entry["shape"], 1], entry["shape"][::-1]))
+        entry["shape"] = rng.choice((copy.deepcopy(rng.choice(POOL)), [*entry["shape"], 1], entry["shape"][::-1]))
     elif what == "size" and entry["shape"]:
         entry["shape"][rng.randrange(len(entry["shape"]))] = rng.choice((0, -1, 1.0, 10**12, "2", None))
     elif what == "drop":
@@ -179,7 +180,7 @@ def history(rng: random.Random, folder: Path) -> str:
     expansions = value.setdefault("expansions", [{"method": "layer-moe", "stages": []}])
     expansions[-1]["stages"].append({"stage": "review", "steps": 3, "seed": 0, "settings": {"balance": 0.1}})
     what = change(rng, expansions) if rng.random() < 0.9 else "replaced"
-    value["expansions"] = rng.choice(POOL) if what == "replaced" else expansions
+    value["expansions"] = copy.deepcopy(rng.choice(POOL)) if what == "replaced" else expansions
     file.write_text(json.dumps(value))
     return f"{file.name}: expansions: {what}"
 
@@ -243,7 +244,7 @@ def change(rng: random.Random, value: Any) -> str:
     if rng.random() < 0.15:
         del holder[key]
         return f"no {key}"
-    holder[key] = rng.choice(POOL)
+    holder[key] = copy.deepcopy(rng.choice(POOL))
     return f"{key} = {holder[key]!r}"
 
 
@@ -298,30 +299,36 @@ def run_case(number: int, seed: int, made: Path, limit: float, verbose: bool = F
             with suppress(*_DAMAGED_ALREADY):
                 damage.append(rng.choice(DAMAGES)(rng, case / "x"))
         words = f"{number}: {verb} {start}: {' | '.join(damage)}"
+        ending, reason = watched(arguments(verb, start, made, case), limit, verbose)
+        if ending == "refused" and any(path.name != "x" for path in case.iterdir()):
+            ending = "traceback"
+        return ending, words, reason.replace(scratch, "")
 
-        def late(*_: object) -> None:
-            raise Hang
 
-        before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, limit)
-        try:
-            result = CliRunner().invoke(app, arguments(verb, start, made, case))
-            error = result.exception
-        except Hang as hang:
-            error = hang
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        if verbose and error is not None:
-            traceback.print_exception(error)
-        if isinstance(error, Hang):
-            return "hang", words, f"longer than {limit:g} s"
-        if isinstance(error, InputError):
-            clean = "\n" not in str(error) and not any(path.name != "x" for path in case.iterdir())
-            return ("refused" if clean else "traceback"), words, str(error).replace(scratch, "")
-        if error is None or isinstance(error, SystemExit):
-            return "ok", words, ""
-        return "traceback", words, f"{type(error).__name__}: {str(error)[:200]!r}"
+def watched(command: list[str], limit: float, verbose: bool = False) -> tuple[str, str]:
+    """Runs a command line in this process: how it ended (`ok`, `refused`, `traceback` or `hang`), and the reason."""
+
+    def late(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        error = CliRunner().invoke(app, command).exception
+    except Hang as hang:
+        error = hang
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    if verbose and error is not None:
+        traceback.print_exception(error)
+    if isinstance(error, Hang):
+        return "hang", f"longer than {limit:g} s"
+    if isinstance(error, InputError):
+        return ("traceback" if "\n" in str(error) else "refused"), str(error)
+    if error is None or isinstance(error, SystemExit):
+        return "ok", ""
+    return "traceback", f"{type(error).__name__}: {str(error)[:200]!r}"
 
 
 def run_cases(cases: int, seed: int, limit: float = 20, first: int = 0, made: Path | None = None) -> Found:

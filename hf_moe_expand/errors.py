@@ -1,5 +1,6 @@
 """The exception for wrong input. Its message says what was wrong, where, and what to do."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,15 @@ def at(where: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{where}: {error}" if where else str(error)) from None
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error says that a disk, a quota or the largest size of a file was exceeded; libraries written in Rust
+    or C++ say so in words."""
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in numbers
+    return any(f"(os error {number})" in str(error) for number in numbers)
 
 
 def first_line(error: BaseException) -> str:

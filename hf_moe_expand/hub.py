@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 from . import __version__
 from .card import make_card, scores_of_this
 from .checkpoint.expansion_only import save_expansion
+from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError, first_line
 from .evaluation.report import Evaluation
@@ -93,6 +94,7 @@ def push_to_hub(
     folder = resolve_checkpoint(model)
     load_expanded_config(folder)
     check_code(folder)
+    CheckpointReader(folder).check_finite()
     api = HfApi(token=token)
     with _hub_errors(repo_id), tempfile.TemporaryDirectory() as scratch:
         validate_repo_id(repo_id)

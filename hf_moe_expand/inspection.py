@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .checkpoint.reader import CheckpointReader
+from .checkpoint.scratch import leftovers
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
+from .errors import InputError
 from .records import ExpansionRecord, History
 from .stages import training_stages
 from .trainers.freezing import freeze
@@ -26,6 +29,7 @@ class Inspection:
         trainable: parameters that each stage trains.
         expansions: the expansions' records in config.json.
         updates: rank and alpha of LoRA experts.
+        leftovers: what interrupted commands left beside the checkpoint, one sentence each.
     """
 
     backbone: str
@@ -37,6 +41,7 @@ class Inspection:
     trainable: dict[str, int]
     expansions: Sequence[ExpansionRecord]
     updates: tuple[int, float] | None = None
+    leftovers: Sequence[str] = ()
 
     def lines(self) -> list[str]:
         """The report, line by line."""
@@ -62,20 +67,23 @@ class Inspection:
                 f"  {stage.stage}" + (f", {stage.steps} steps, seed {stage.seed}" if stage.steps is not None else "")
                 for stage in expansion.stages
             ]
-        return lines
+        return lines + [f"left over           {sentence}" for sentence in self.leftovers]
 
 
 def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) -> Inspection:
     """Inspects a folder or hub id.
 
     Raises:
-        InputError: `model` is not an expanded checkpoint.
+        InputError: it is not an expanded checkpoint; names what interrupted commands left where it would be.
     """
+    left = leftovers(Path(model))
+    if left and not Path(model).exists():
+        raise InputError(f"{model}: no such folder. {' '.join(left)}")
     folder = resolve_checkpoint(model, revision, weights=False)
     config = load_expanded_config(folder)
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
-    return inspect_config(config)
+    return replace(inspect_config(config), leftovers=left)
 
 
 def inspect_config(config: Any) -> Inspection:

@@ -1,26 +1,45 @@
-"""Small JSON files, written whole or not at all, and read strictly."""
+"""Small files, written whole or not at all, and JSON, read strictly."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .checkpoint.scratch import beside, remove_partial_files
 from .errors import InputError
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes a value through a temporary file in the same folder.
+    """Writes a JSON file, whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written there, or a number is NaN or infinite, which JSON does not have.
+    """
+    try:
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        if "JSON compliant" not in str(error):
+            raise
+        raise InputError(f"{path}: is not written, as a number for it is NaN or infinite.") from error
+    write_text(path, text + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a text file, whole or not at all, through one beside it. What killed processes left there is removed.
 
     Raises:
         InputError: the file cannot be written.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    partial = beside(path, "partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        remove_partial_files(path)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}).") from error
 

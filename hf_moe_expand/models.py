@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .checkpoint.reader import TORCH_DTYPES, CheckpointReader
+from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
 from .checkpoint.source import load_config, resolve_checkpoint
-from .checkpoint.stored import check_complete, check_size, is_finite
+from .checkpoint.stored import check_complete, check_size
 from .errors import InputError, first_line
 from .modeling import SUPPORTED_BACKBONES, ExpandedConfig
 

@@ -12,9 +12,10 @@ from .checkpoint.source import base_config_at_hand, load_base_config, resolve_ch
 from .distributed import launched
 from .errors import InputError, at
 from .evaluation.report import Evaluation
-from .jsonfile import read_json, write_json
+from .jsonfile import write_json, write_text
 from .recipe import Recipe
 from .recipe_paths import unset_variable
+from .run_record import BEGUN, read_steps
 from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
 from .steps.base import Checks, Done, Round, Step
@@ -22,9 +23,6 @@ from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.plan import MakePlan
 from .steps.stage import GraftStep, StageStep, TrainStep
-
-# The key of the running step in a run's record.
-_BEGUN = "begun"
 
 
 def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
@@ -148,8 +146,8 @@ class _Record:
 
     def __init__(self, root: Path, steps: list[Step], start: dict[str, Any]) -> None:
         self.root, self.path, self.steps = root, root / "steps.json", steps
-        self.done: dict[str, Any] = read_json(self.path, "the record of a run") if self.path.is_file() else {}
-        # The inputs of a step include those of all steps before it.
+        self.done = read_steps(self.path)
+        # A step is made from all that the steps before it were made from.
         self.made: dict[str, dict[str, str]] = {}
         before = _hashed(start)
         for step in steps:
@@ -160,12 +158,12 @@ class _Record:
         return step.name in self.done
 
     def is_begun(self, step: Step) -> bool:
-        return self.done.get(_BEGUN, {}).get("step") == step.name
+        return self.done.get(BEGUN, {}).get("step") == step.name
 
     def changes(self, step: Step) -> list[str]:
         """The inputs that changed since the step ran."""
         unrecorded = self.is_begun(step) and step.output.exists()
-        earlier = self.done.get(_BEGUN) if unrecorded else self.done.get(step.name)
+        earlier = self.done.get(BEGUN) if unrecorded else self.done.get(step.name)
         if earlier is None:
             return []
         before, now = earlier.get("made_from", {}), self.made[step.name]
@@ -208,8 +206,8 @@ class _Record:
             if other.repeatable:
                 self.done.pop(other.name, None)
         if writes:
-            write_json(self.path, {**self.done, _BEGUN: {"step": step.name, "made_from": self.made[step.name]}})
-        self.done.pop(_BEGUN, None)
+            write_json(self.path, {**self.done, BEGUN: {"step": step.name, "made_from": self.made[step.name]}})
+        self.done.pop(BEGUN, None)
 
     def end(self, step: Step, done: Done, seconds: float) -> None:
         self.done[step.name] = {
@@ -236,8 +234,7 @@ def _keep_text(recipe: Recipe, root: Path) -> None:
     """Copies the recipe's file unchanged: its variables are not filled in, so that no local path is published."""
     kept = root / "recipe.yaml"
     if recipe.text is not None and not (kept.is_file() and kept.read_text(encoding="utf-8") == recipe.text):
-        root.mkdir(parents=True, exist_ok=True)
-        kept.write_text(recipe.text, encoding="utf-8")
+        write_text(kept, recipe.text)
 
 
 def _say_nothing(line: str) -> None:

@@ -114,8 +114,21 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: the file cannot be read, is not YAML or too large (the message gives the line), or holds no mapping.
     """
+    value = parse_yaml(read_text(path), path)
+    if not isinstance(value, dict):
+        found = "nothing" if value is None else type(value).__name__
+        raise InputError(f"{path}: must hold `key: value` lines, found {found}.")
+    return value
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a YAML file.
+
+    Raises:
+        InputError: the file cannot be read, or is not UTF-8 (with the line).
+    """
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        return Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file.") from None
     except OSError as error:
@@ -123,11 +136,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise InputError(f"{path}: not YAML: line {line}: not UTF-8 text ({error.reason}).") from None
-    value = parse_yaml(text, path)
-    if not isinstance(value, dict):
-        found = "nothing" if value is None else type(value).__name__
-        raise InputError(f"{path}: must hold `key: value` lines, found {found}.")
-    return value
 
 
 def parse_yaml(text: str, where: str | Path) -> Any:

@@ -295,6 +295,8 @@ def test_new_documents_for_each_old_one(available, old_documents, new_per_old, w
 def test_one_document_is_the_least_that_a_mix_asks_for():
     with pytest.raises(InputError, match="'el' has 1 documents, but the mix asks for 2"):
         review_documents({"en": 5, "el": 1}, ["en"], ["el"])
+
+
 @pytest.mark.parametrize("new_per_old", [0.3, 0.5, 1.0, 1.5, 2.0, 3.0])
 def test_by_default_review_takes_as_many_documents_as_every_language_has(new_per_old):
     for en, es, el in itertools.product(range(1, 9), range(1, 4), range(1, 9)):

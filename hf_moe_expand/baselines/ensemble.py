@@ -8,7 +8,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..checkpoint.source import load_config, resolve_checkpoint
-from ..errors import InputError
+from ..errors import InputError, at
 from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
 from ..models import load_for_inference, longest_block
 
@@ -84,5 +84,6 @@ def evaluate_ensemble(
     scores = {}
     for language, (_, scored, size) in streams.items():
         nats = -mix_models(torch.stack(found[language]), top_m).sum().item()
-        scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+        with at(f"ensemble: language {language!r}"):
+            scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
     return scores

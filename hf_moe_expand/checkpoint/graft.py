@@ -14,8 +14,9 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
+from .reader import is_finite
 from .source import COMPANIONS, TOKENIZER_FILES
-from .stored import StoredModel, is_finite, layer_list, name_before_insertion, places, rounded, widened
+from .stored import StoredModel, layer_list, name_before_insertion, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
 # Fields that change the computation although the shapes are the same.

@@ -176,7 +176,7 @@ def add_experts(
 
 def _copied(reader: CheckpointReader, name: str, source: str) -> OutputTensor:
     info = reader.tensors[source]
-    return OutputTensor(name, info.dtype, info.shape, lambda: reader.chunks(source))
+    return OutputTensor(name, info.dtype, info.shape, lambda: reader.finite_chunks(source))
 
 
 def _add_experts(

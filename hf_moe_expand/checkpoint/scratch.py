@@ -1,7 +1,8 @@
 """Temporary folders: partial outputs, replaced outputs and work folders; and cleaning up after killed processes.
 
-`.OUT.partial-PID-HOST` is an output in the making, `.OUT.replaced-PID-HOST` the folder that it replaces, which is set
-aside between two renames. A work folder carries a marker file, and only folders with the marker are ever removed.
+`.OUT.partial-PID-HOST` is an output in the making, a folder or a file; `.OUT.replaced-PID-HOST` is the folder that it
+replaces, which is set aside between two renames. A work folder carries a marker file, so that nothing but a work folder
+is ever removed.
 """
 
 import os
@@ -41,6 +42,28 @@ def remove_leftovers(out: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_partial_files(path: Path) -> None:
+    """Removes what processes that died while they wrote the file `path` left beside it."""
+    for file in _abandoned(path, "partial", file=True):
+        with suppress(OSError):
+            file.unlink()
+
+
+def leftovers(out: Path) -> list[str]:
+    """What interrupted commands left beside a checkpoint folder, one sentence each."""
+    found = []
+    training = out.with_name(f"{out.name}.training")
+    if is_work_folder(training):
+        saved = [path.parent.name.rpartition("-")[2] for path in training.glob("checkpoint-*/trainer_state.json")]
+        step = max((int(number) for number in saved if number.isdecimal()), default=0)
+        replacing = ", with --overwrite," if out.exists() else ""
+        goes_on = f"goes on from step {step}" if step else "starts anew"
+        found.append(f"{training} is of an interrupted training of {out.name}: the same command{replacing} {goes_on}.")
+    for folder in (*_abandoned(out, "partial"), *_abandoned(out, "replaced")):
+        found.append(f"{folder} is of a killed process: the next command that writes {out.name} removes it.")
+    return found
+
+
 def work_folder(path: str | os.PathLike) -> Path:
     """A folder for work in progress, with a marker file: a new one, or one that carries the marker already.
 
@@ -77,14 +100,14 @@ def is_work_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and (path / MARKER).is_file()
 
 
-def _abandoned(out: Path, kind: str) -> Iterator[Path]:
-    """The folders of one kind beside `out` whose process no longer runs, the latest first."""
+def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
+    """The folders (or files) of one kind beside `out` whose process runs no more, the latest first."""
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
     found = []
     with suppress(OSError):
         for entry in os.scandir(out.parent):
             name = pattern.fullmatch(entry.name)
-            if name and entry.is_dir(follow_symlinks=False):
+            if name and (entry.is_file if file else entry.is_dir)(follow_symlinks=False):
                 changed = entry.stat(follow_symlinks=False).st_ctime
                 here = name[2] in (None, gethostname())
                 # Processes of another machine cannot be seen from here.

@@ -110,7 +110,7 @@ def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:
 
 def _copied(reader: CheckpointReader, name: str) -> OutputTensor:
     info = reader.tensors[name]
-    return OutputTensor(name, info.dtype, info.shape, lambda: reader.chunks(name))
+    return OutputTensor(name, info.dtype, info.shape, lambda: reader.finite_chunks(name))
 
 
 def _written(name: str, dtype: str, tensor: torch.Tensor) -> OutputTensor:

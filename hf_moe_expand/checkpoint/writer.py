@@ -1,6 +1,5 @@
 """Writes checkpoints as a stream, one piece of one tensor in memory, and folders whole or not at all."""
 
-import errno
 import json
 import os
 import shutil
@@ -15,18 +14,16 @@ from typing import Any
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from safetensors.torch import save as save_safetensors
 
-from ..errors import InputError, first_line
+from ..errors import InputError, first_line, is_full_disk
 from ..modeling.expansion_only import RECORD
 from .reader import ITEM_BITS
 from .scratch import beside, remove_leftovers, restore
 from .source import CODE, COMPANIONS
 
 DEFAULT_SHARD_SIZE = "5GB"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-# Files that this package, transformers and the hub's client put into a checkpoint folder.
+# What this package, transformers and the hub's client put into a checkpoint folder.
 _BELONGS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *COMPANIONS, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
@@ -220,17 +217,11 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         shutil.rmtree(partial, ignore_errors=True)
         if replaced.is_dir() and not os.path.lexists(out):
             os.rename(replaced, out)
-        if _is_full(error):
+        if is_full_disk(error):
             raise InputError(
                 f"{out}: the disk is full; at least {needed:,} bytes are needed. The partial output was removed."
             ) from error
         raise
-
-
-def _is_full(error: BaseException) -> bool:
-    if isinstance(error, SafetensorError):
-        return any(f"(os error {number})" in str(error) for number in _FULL)
-    return isinstance(error, OSError) and error.errno in _FULL
 
 
 def _unwritable(out: Path, error: Exception) -> InputError:

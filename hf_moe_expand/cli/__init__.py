@@ -6,12 +6,12 @@ Heavy modules are imported inside the verbs, so that `--help` answers at once.
 import os
 import sys
 
-from ..errors import InputError
+from ..errors import InputError, is_full_disk
 
 # In the order of `--help`.
 from . import analyze, curriculum, evaluate, plan, publish, report, run, surgery, train  # noqa: F401
 from .apps import app
-from .ending import INTERRUPTED, orderly_stops, tell_interrupted, tell_unforeseen
+from .ending import INTERRUPTED, orderly_stops, tell_full_disk, tell_interrupted, tell_unforeseen
 
 __all__ = ["app", "main"]
 
@@ -35,7 +35,7 @@ def main() -> None:
         except Exception as error:
             if debug:
                 raise
-            sys.exit(tell_unforeseen(error))
+            sys.exit(tell_full_disk(error) if is_full_disk(error) else tell_unforeseen(error))
         finally:
             _leave_ranks()
 

@@ -60,6 +60,12 @@ def tell_interrupted(came: list[int]) -> int:
     return 128 + number
 
 
+def tell_full_disk(error: BaseException) -> int:
+    """Prints that the disk is full; returns the exit code."""
+    print(f"error: the disk is full ({first_line(error)}). Make room, and run the same command again.", file=sys.stderr)
+    return 2
+
+
 def tell_unforeseen(error: BaseException) -> int:
     """Prints the name of an error, and writes its traceback to a file; returns the exit code."""
     text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\nPython {sys.version}\n\n"

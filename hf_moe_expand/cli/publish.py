@@ -35,12 +35,13 @@ def card(
     if out is not None:
         check_file(out, overwrite)
     from ..card import make_card
+    from ..jsonfile import write_text
 
     text = str(make_card(model, repo_id, evaluation, evaluated_as, license, base))
     if out is None:
         print(text)
     else:
-        out.write_text(text, encoding="utf-8")
+        write_text(out, text)
         print(f"wrote {out}")
 
 

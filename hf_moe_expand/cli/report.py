@@ -24,9 +24,9 @@ def report(
     """
     out = out or run / "report.html"
     check_file(out, overwrite)
+    from ..jsonfile import write_text
     from ..report.page import make_page
 
     text = make_page(run)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    write_text(out, text)
     print(f"wrote {out}")

@@ -67,8 +67,9 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A name from `recipes 
     Example: hf-moe-expand recipes show layermoe-qwen1.5-1.8b-g1 > recipe.yaml
     """
     from ..recipes import find_recipe
+    from ..yamlfile import read_text
 
-    print(find_recipe(name).read_text(encoding="utf-8"), end="")
+    print(read_text(find_recipe(name)), end="")
 
 
 @recipes_app.command("schema")
@@ -126,6 +127,8 @@ def _print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
     if out is None:
         print(text, end="")
     else:
+        from ..jsonfile import write_text
+
         check_file(out, overwrite)
-        out.write_text(text, encoding="utf-8")
+        write_text(out, text)
         print(f"wrote {out}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..errors import InputError
+from ..errors import InputError, at
 from ..models import longest_block
 from ..settings import EvaluationSettings
 
@@ -29,7 +29,13 @@ class LanguageScore:
 
     @classmethod
     def from_nats(cls, nats: float, tokens: int, size: int) -> "LanguageScore":
-        """Computes the scores from the text's negative log-likelihood in nats."""
+        """From the text's negative log-likelihood.
+
+        Raises:
+            InputError: it is not finite: the model computes NaN or infinite values.
+        """
+        if not math.isfinite(nats):
+            raise InputError(f"the log-likelihood of the text is {-nats}: the model computes NaN or infinite values.")
         return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size)
 
 
@@ -112,7 +118,7 @@ def evaluate_model(
     """Scores each language's documents, in windows of `block_size` tokens.
 
     Raises:
-        InputError: a language has no text to score, or a number is out of range.
+        InputError: a language has no text to score, its score is not finite, or a number is out of range.
     """
     EvaluationSettings(block_size, batch_size, max_tokens)  # refuses numbers out of range
     model.eval()
@@ -121,5 +127,6 @@ def evaluate_model(
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
         ids, scored, size = language_stream(language, texts, tokenizer, max_tokens)
         nats = sum(part.sum().item() for part in target_nats(model, ids, scored, block_size, batch_size))
-        scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+        with at(f"language {language!r}"):
+            scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
     return scores

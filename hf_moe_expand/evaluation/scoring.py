@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..data.sources import LanguageText
+from ..errors import at
 from ..models import load_for_inference
 from .perplexity import evaluate_model
 from .report import Evaluation
@@ -31,7 +32,8 @@ def score_models(
     texts = {code: source.load()["text"] for code, source in sources.items()}
     for name, (path, revision) in models.items():
         model, tokenizer = load_for_inference(path, revision)
-        result.models[name] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
+        with at(name):
+            result.models[name] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
         if tasks is not None:
             result.tasks[name] = tasks.evaluate(model, tokenizer, batch_size)
     return result

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..data.sources import LanguageText
-from ..errors import InputError
+from ..errors import InputError, at
 from ..jsonfile import read_json, write_json
 from ..models import longest_block
 from ..schema import read
@@ -141,7 +141,8 @@ class ValidationCallback(TrainerCallback):
             for language, (ids, scored, size) in self.streams.items():
                 parts = target_nats(model, ids, scored, block_size, args.per_device_train_batch_size)
                 nats = sum(part.sum().item() for part in parts)
-                scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+                with at(f"validation at step {state.global_step}: language {language!r}"):
+                    scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
         self.curves.add(state.global_step, scores)
         if state.is_world_process_zero:
             self.curves.save(self.path)

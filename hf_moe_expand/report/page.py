@@ -22,6 +22,7 @@ from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord
 from ..results import DeviationResult, RoutingResult, SimilarityResult
+from ..run_record import BEGUN, read_steps
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
 from .charts import allocation_chart, change_chart, heat_map, line_chart
@@ -90,8 +91,8 @@ def make_page(run: str | Path) -> str:
             f"{root}: not the folder of a run (it has none of {', '.join(_RECORDS)}); give the `output` of a recipe "
             "that `hf-moe-expand run` has run."
         )
-    steps: dict[str, Any] = read_json(root / "steps.json", "the record of a run") if _has(root, "steps.json") else {}
-    steps.pop("begun", None)  # the running step
+    steps = read_steps(root / "steps.json")
+    steps.pop(BEGUN, None)
     history = next((made for part in reversed(parts) if len(made := part.history())), History())
     found = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
     facts = {

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
+from pydantic import AllowInfNan
 from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
@@ -24,7 +25,7 @@ _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 _PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
 _FILES = ("deepspeed", "accelerator_config", "fsdp_config")
-_STRICT = {int: Whole, float: Number, bool: Flag, type(None): type(None)}
+_STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, type(None): type(None)}
 
 
 def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[str, Any]:

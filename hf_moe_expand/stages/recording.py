@@ -3,12 +3,20 @@
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from ..data.packing import PackedText
 from ..errors import InputError
 from ..records import StageRecord, without_folders
 from .config import StageConfig
+
+
+class _SaysWhereItGoesOn(TrainerCallback):
+    """Says from which step an interrupted training goes on."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step and state.is_world_process_zero:
+            print(f"resumes at step {state.global_step} of {state.max_steps}")
 
 
 class RecordingTrainer(Trainer):
@@ -23,6 +31,21 @@ class RecordingTrainer(Trainer):
     packed: PackedText | None = None
     trained_as = "training"
     record: StageRecord | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(_SaysWhereItGoesOn())
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """The library warns of tied weights, which a training checkpoint holds once."""
+        super()._issue_warnings_after_load(
+            load_result._replace(missing_keys=[key for key in load_result.missing_keys if key not in self._tied()])
+        )
+
+    def _tied(self) -> set[str]:
+        """The names of weights that are another weight under a further name."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        return set(getattr(model, "all_tied_weights_keys", ()))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
         if self.state.global_step >= self.state.max_steps:  # resumed from the last step's checkpoint

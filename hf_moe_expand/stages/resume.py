@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ STARTED_WITH = "started_with.json"
 
 
 class TrainingFolder:
-    """`OUT.training`: created by `begin`, removed by `remove`. A folder of another origin is neither used nor removed.
+    """`OUT.training`: made by `begun`, removed by `remove`. A folder that is not ours is neither used nor removed.
 
     Args:
         out: the stage's output.
@@ -32,7 +33,7 @@ class TrainingFolder:
     def __init__(
         self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int
     ) -> None:
-        self.path = out.with_name(f"{out.name}.training")
+        self.path = _training_of(out)
         self.started_with = beginning(model, settings, data, seed)
         inputs = [model, *(file for text in data.values() for file in text.files())]
         here = self.path.resolve()
@@ -67,15 +68,34 @@ class TrainingFolder:
             )
         return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
 
-    def begin(self, writes: bool) -> None:
-        """Creates the folder and its record, on the rank that `writes`."""
+    @contextmanager
+    def begun(self, writes: bool) -> Iterator[None]:
+        """Makes the folder and its record; on the rank that `writes`. An error inside of it removes the folder again
+        where no training checkpoint was saved, from which to go on."""
         if writes:
             work_folder(self.path)
             write_json(self.path / STARTED_WITH, self.started_with)
+        try:
+            yield
+        except BaseException:
+            if writes and not any(self.path.glob("checkpoint-*")):
+                self.remove()
+            raise
 
     def remove(self) -> None:
         """Removes the folder."""
         remove_work_folder(self.path)
+
+
+def remove_training(out: Path) -> None:
+    """Removes what an interrupted training of `out` left, once `out` is whole; somebody else's folder stays."""
+    path = _training_of(out)
+    if is_work_folder(path):
+        remove_work_folder(path)
+
+
+def _training_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.training")
 
 
 def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Runs one training stage, from a checkpoint folder to a checkpoint folder."""
 
 import copy
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from ..data.sources import LanguageText
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import InputError
 from ..evaluation.validation import VALIDATION, validation_callback
-from ..models import load_tokenizer
+from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage, without_folders
 from ..trainers.freezing import freeze
 from . import BESIDE, ROAD, stage_of, trained_in
@@ -83,26 +84,34 @@ def train_stage(
         if validation is not None and validation.texts:
             path = work.path / VALIDATION
             callbacks.append(validation_callback(validation, tokenizer, path, config.block_size, list(data)))
-    work.begin(config.process_index == 0)  # before the Trainer makes the folder
+    split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
     network = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         trust_remote_code=False,
-        **sharding(config.distributed_config),  # type: ignore[arg-type]
+        **split,
     )
-    trainer = stage.make_trainer(network, config, packed, callbacks)
-    check_deepspeed(trainer, before)
-    trainer.train(resume_from_checkpoint=resume)
+    if not split and not config.deepspeed:  # else a rank holds parts alone
+        check_finite(network, model)
+    with work.begun(config.process_index == 0):  # before the Trainer makes the folder
+        trainer = stage.make_trainer(network, config, packed, callbacks)
+        check_deepspeed(trainer, before)
+        trainer.train(resume_from_checkpoint=resume)
     record = replace(trainer.record, settings=without_folders({n: v for n, v in settings.items() if n != "validation"}))
     add_stage(before, record)
     weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
     if trainer.is_world_process_zero():
         weights = stage.to_write(folder, config, weights)
-        check_finite(weights, stage.name)
+        check_trained(weights, stage.name)
         with new_folder(out, overwrite) as partial:
             save_whole(weights, before, partial, folder)
             copy_companions(folder, partial, stage.companions)
+            # Mixed precision skips steps whose gradient overflowed; JSON has no such number.
+            trainer.state.log_history = [
+                {n: v for n, v in log.items() if not isinstance(v, float) or math.isfinite(v)}
+                for log in trainer.state.log_history
+            ]
             trainer.state.save_to_json(str(partial / "trainer_state.json"))
             if callbacks:
                 shutil.copyfile(work.path / VALIDATION, partial / VALIDATION)
@@ -111,8 +120,8 @@ def train_stage(
     return record
 
 
-def check_finite(weights: Mapping[str, torch.Tensor], stage: str) -> None:
-    """Refuses weights that are not finite, before they are written.
+def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
+    """Refuses weights that are no numbers, before they are written.
 
     Raises:
         InputError: a tensor is not finite; the message names the first one.

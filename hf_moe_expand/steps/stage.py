@@ -16,6 +16,7 @@ from ..models import longest_block
 from ..records import History
 from ..schema import plain
 from ..stages.base import Situation, Stage, TrainingStage
+from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
 from .base import Checks, Done, Round, Step, contents
 
@@ -84,6 +85,7 @@ class TrainStep(StageStep):
     def finish(self) -> Done:
         if not PartialState().is_main_process:
             return Done("")
+        remove_training(self.output)  # an interruption may have come between the output and its removal
         record = History.of(load_config(self.output)).last.stages[-1]
         frozen = check_frozen(self.before, self.output, record.stage)
         return Done(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})

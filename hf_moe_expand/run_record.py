@@ -1,0 +1,45 @@
+"""steps.json: the record of a run's steps."""
+
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from .jsonfile import read_json
+from .schema import Coefficient, Text, read, settings
+
+# The key under which the step at work stands.
+BEGUN = "begun"
+
+
+@settings
+class _Step:
+    """A step that is done: seconds that it took, a line for the user, facts for the page, hashes of its inputs."""
+
+    seconds: Coefficient
+    summary: Text
+    facts: dict[Text, Any] = field(default_factory=dict)
+    made_from: dict[Text, Text] = field(default_factory=dict)
+
+
+@settings
+class _StepAtWork:
+    """The step that has begun, and hashes of its inputs."""
+
+    step: Text
+    made_from: dict[Text, Text] = field(default_factory=dict)
+
+
+def read_steps(path: Path) -> dict[str, Any]:
+    """The record, name of a step to what it says of it; empty where there is none.
+
+    Raises:
+        InputError: the file is no such record.
+    """
+    if not path.is_file():
+        return {}
+    steps = read_json(path, "the record of a run")
+    for name, step in steps.items():
+        if isinstance(step, dict):
+            step = {key: value for key, value in step.items() if key != "fingerprint"}  # of older runs
+        read(_StepAtWork if name == BEGUN else _Step, step, f"{path}: {name}")
+    return steps
