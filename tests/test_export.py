@@ -162,9 +162,7 @@ def test_without_a_native_form_it_says_why(tmp_path):
         expand_checkpoint(tmp_path / f"{name}-base", tmp_path / name, plan)
         return tmp_path / name
 
-    refused(
-        "is equivalent to an expanded bloom model: none has .* exist for granite", expanded("b", "bloom", UNIFORM)
-    )
+    refused("is equivalent to an expanded bloom model: none has .* exist for granite", expanded("b", "bloom", UNIFORM))
     refused("gemma3_text model does: Gemma 4's mixture", expanded("g", "gemma3_text", UNIFORM))
     refused("2, 3 experts; .* one number for all layers", expanded("c", "qwen2", Plan("uniform", [2, 3, 3])))
     refused("layers 2 have a classifier", expanded("k", "qwen2", Plan("layer-moe", [3, 3, 3], [2])))
