@@ -136,5 +136,5 @@ def test_the_command_line_adds_a_column(folders):
     members = [folders / name for name in "abc"]
     assert result.models["ensemble of 3, top 2"] == evaluate_ensemble(members, byte_tokenizer(), TEXTS, 2, 16)
     for wrong in (0, 4):
-        with pytest.raises(InputError, match=f"--ensemble {wrong}: mixes 1 to 3 of the 3 models given"):
+        with pytest.raises(InputError, match=f"--ensemble is {wrong}: must be from 1 to 3, the number of models given"):
             evaluate(folders, "--ensemble", wrong, "--overwrite")

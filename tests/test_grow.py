@@ -270,7 +270,7 @@ def test_evaluate_groups_languages_by_expansion(first, grown, text, tmp_path):
     told = invoke("evaluate", first, grown, *data, "--old", "en,el", "--new", "tr", "--out", out, "--overwrite")
     assert "el (old)" in told
     assert "tr (new)" in told
-    with pytest.raises(InputError, match="tr: neither an old nor a new language of these models"):
+    with pytest.raises(InputError, match="tr: not a known language of these models"):
         invoke("evaluate", first, *data, "--out", tmp_path / "other.json")
 
 
