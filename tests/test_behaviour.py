@@ -427,7 +427,8 @@ def ffn_calls(model):
     """Inside, every expanded layer's call is noted: the layer, its inputs, its output."""
     calls: list = []
     hooks = [
-        ffn.register_forward_hook(lambda module, inputs, output: calls.append((module, inputs, output)))
+        # A copy of the output: Falcon's layer adds to the original.
+        ffn.register_forward_hook(lambda module, inputs, output: calls.append((module, inputs, output.clone())))
         for ffn in model.expanded_ffns().values()
     ]
     try:
