@@ -109,21 +109,24 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     root = Path(recipe.output)
     steps, final = steps_of(recipe)
     record = _Record(root, steps, _start(recipe))
-    record.refuse_foreign()
+    record.refuse_foreign(recipe.text)
     record.refuse_changes()
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
     if state.is_main_process:
         _keep_text(recipe, root)
     for number, step in enumerate(steps, start=1):
         label = f"[{number}/{len(steps)}] {step.name}"
-        if record.is_done(step) and step.output.exists() and not (step.repeatable and record.changes(step)):
+        exists, replaced_by = step.output.exists(), record.replaced_by(step, steps[number:])
+        redo = step.repeatable and bool(record.changes(step))
+        state.wait_for_everyone()  # all ranks have looked before the first one writes
+        if record.is_done(step) and exists and not redo:
             say(f"{label}: done already ({record.done[step.name]['summary']})")
             continue
-        if needless := record.made_from(step, steps[number:]):
-            say(f"{label}: done, its output is no longer kept; to run it again, delete {needless.output} too")
+        if replaced_by:
+            say(f"{label}: done, its output is no longer kept; to run it again, delete {replaced_by.output} too")
             continue
         say(f"{label} ...")
-        unrecorded = step.output.exists() and record.is_begun(step)
+        unrecorded = exists and record.is_begun(step)
         record.begin(step, steps[number:], state.is_main_process)
         started = time.time()
         done = Done("")
@@ -166,14 +169,21 @@ class _Record:
         earlier = self.done.get(BEGUN) if unrecorded else self.done.get(step.name)
         if earlier is None:
             return []
-        before, now = earlier.get("made_from", {}), self.made[step.name]
+        if "made_from" not in earlier:
+            raise InputError(
+                f"{self.path}: was written by an earlier release of this package: give another `output`, or finish the "
+                "run with that release."
+            )
+        before, now = earlier["made_from"], self.made[step.name]
         return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
 
-    def refuse_foreign(self) -> None:
+    def refuse_foreign(self, text: str | None) -> None:
         """Refuses a first run whose output folder holds files that its steps would overwrite."""
         if self.done:
             return
-        written = [self.root / "recipe.yaml", *(step.output for step in self.steps)]
+        kept = self.root / "recipe.yaml"
+        same = text is not None and kept.is_file() and kept.read_text(encoding="utf-8-sig") == text
+        written = [*([] if same else [kept]), *(step.output for step in self.steps)]
         if there := [path for path in written if path.exists()]:
             raise InputError(
                 f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
@@ -189,7 +199,7 @@ class _Record:
                     "another `output`, undo the change, or delete this folder."
                 )
 
-    def made_from(self, step: Step, later: list[Step]) -> Step | None:
+    def replaced_by(self, step: Step, later: list[Step]) -> Step | None:
         """The first later step whose output makes this step's output unnecessary: a checkpoint replaces all outputs
         before it, a plan replaces an analysis."""
         if step.repeatable or not self.is_done(step):

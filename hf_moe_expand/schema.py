@@ -68,6 +68,8 @@ def settings(cls: type[T]) -> type[T]:
 
     def __init__(self: Any, *args: Any, **values: Any) -> None:
         try:
+            if len(args) > len(names):
+                raise TypeError(f"{made.__name__} takes at most {len(names)} arguments, but {len(args)} were given.")
             checked(self, **dict(zip(names, args, strict=False)), **values)
         except pydantic.ValidationError as error:
             raise InputError(_explained(error, made, "")) from None

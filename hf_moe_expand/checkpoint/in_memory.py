@@ -128,7 +128,7 @@ def _plan_of(config: ExpandedConfig) -> Plan:
             "The configuration has expansions already: make one with `from_dense` from the dense model's configuration."
         )
     counts, groups = config.num_experts_per_layer or [], getattr(config, "language_groups", None) or []
-    method = "uniform" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
+    method = "moe-lpr" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
     return Plan(
         "dmoe" if groups else method, counts, config.classifier_layers or [], config.router_top_k, groups=groups
     )

@@ -148,8 +148,10 @@ def _train(
     settings = _settings(key, config)
     given = {code: text.source for code, text in text_sources(validation or []).items()}
     if given:
-        texts = {**settings.validation.texts, **given}
-        settings = changed(settings, validation=changed(settings.validation, texts=texts))
+        from ..stages.config import ValidationSettings
+
+        before = settings.validation or ValidationSettings()
+        settings = changed(settings, validation=changed(before, texts={**before.texts, **given}))
     from ..stages.run import check_frozen, train_stage
 
     record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)

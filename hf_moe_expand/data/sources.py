@@ -77,7 +77,9 @@ class LanguageText:
 
     def digests(self) -> list[str]:
         """SHA-256 of each local file."""
-        return [_digest(path) for path in self.files()]
+        return [
+            _digest(path, path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) for path in self.files()
+        ]
 
     def documents(self) -> Iterator[str]:
         """Yields the documents of the local files one by one; none for text on the hub.
@@ -248,7 +250,9 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
         raise InputError(f"{path}: not a Parquet file that can be read ({first_line(error)}).") from None
 
 
-def _digest(path: Path) -> str:
+@cache
+def _digest(path: Path, *version: int) -> str:
+    """SHA-256 of a file; `version` tells an edited file from the one that was read before."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -36,4 +36,5 @@ def score_models(
             result.models[name] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
         if tasks is not None:
             result.tasks[name] = tasks.evaluate(model, tokenizer, batch_size)
+        del model  # before the next one is loaded
     return result

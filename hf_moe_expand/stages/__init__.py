@@ -40,8 +40,8 @@ def training_stages() -> "tuple[TrainingStage, ...]":
     """Every stage that trains an expanded model."""
     from .base import TrainingStage
 
-    found = (stage_of(key) for key in (*ROAD, "adapt"))
-    return tuple(stage for stage in found if isinstance(stage, TrainingStage))
+    found = (stage_of(key) for key in (*ROAD, *BESIDE))
+    return tuple(stage for stage in found if isinstance(stage, TrainingStage) and stage.families)
 
 
 def words_of(key: str) -> str:

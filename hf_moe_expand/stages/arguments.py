@@ -23,7 +23,7 @@ _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 # Set by this package: paths, seeds and arguments on which the losses rely.
 _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names")
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
-_PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
+PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
 _FILES = ("deepspeed", "accelerator_config", "fsdp_config")
 _STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, type(None): type(None)}
 
@@ -41,7 +41,7 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
             raise InputError(f"{where}: `{key}` is set by hf-moe-expand; leave it out.")
         if key in _SCORED and value not in (known[key], False):
             raise InputError(f"{where}: leave `{key}` out; held-out text is scored by `validation`, beside `training`.")
-        if key in _PUBLISHED and value != known[key]:
+        if key in PUBLISHED and value != known[key]:
             raise InputError(f"{where}: leave `{key}` out; `hf-moe-expand push` publishes the finished checkpoint.")
         if key == "save_only_model" and value:
             raise InputError(f"{where}: leave `{key}` out; an interrupted run could not resume exactly.")

@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from ..errors import InputError, at
 from ..schema import Count, Declared, Text, Whole, read, settings
-from .arguments import accepted_arguments, check_training_arguments, refused_by_the_library
+from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
 
 BlockSize = Annotated[Whole, Field(ge=2)]
 
@@ -76,9 +76,7 @@ class StageConfig(TrainingArguments):
         for name in own:
             setattr(self, name, getattr(checked, name))
         for name in ("seed", "data_seed"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 2**32:
-                raise InputError(f"{name} is {value}: must be at least 0 and below 2 ** 32.")
+            check_seed(getattr(self, name), name)
         if self.use_cpu is None:
             self.use_cpu = not torch.accelerator.is_available()
         if self.data_seed is None:
@@ -89,6 +87,7 @@ class StageConfig(TrainingArguments):
             super().__post_init__()
             self.get_process_log_level()
         accepted_arguments(self)
+        self._made = {name: getattr(self, name) for name in _argument_names()}
 
     def _was_given(self, name: str) -> bool:
         value, default = getattr(self, name), _default(name)
@@ -103,8 +102,10 @@ class StageConfig(TrainingArguments):
     def recorded(self) -> dict[str, Any]:
         """The stage's settings for its history: its own fields, and the given training arguments."""
         own = {name: getattr(self, name) for name in own_fields(type(self))}
+        changed = {name: getattr(self, name) for name, value in self._made.items() if getattr(self, name) != value}
+        training = {**self.given, **changed}  # what was given, and what was set afterwards
         return {name: _json(value) for name, value in own.items()} | {
-            "training": {name: _json(value) for name, value in self.given.items()}
+            "training": {name: _json(value) for name, value in training.items()}
         }
 
 
@@ -130,6 +131,16 @@ class StageSettings(Declared):
             config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
         config.given = dict(self.training)
         return config
+
+
+def check_seed(seed: int | None, name: str = "seed") -> None:
+    """Refuses a seed that the generators of random numbers do not take.
+
+    Raises:
+        InputError: it is negative, or has more than 32 bits.
+    """
+    if seed is not None and not 0 <= seed < 2**32:
+        raise InputError(f"{name} is {seed}: must be at least 0 and below 2 ** 32.")
 
 
 def own_fields(cls: type[StageConfig]) -> dict[str, Any]:
@@ -170,7 +181,7 @@ def _settings_class(cls: type[StageConfig]) -> type[StageSettings]:
 @cache
 def _argument_names() -> tuple[str, ...]:
     """The training arguments that a history records."""
-    others = ("block_size", "output_dir", "seed", "data_seed")
+    others = ("block_size", "output_dir", "seed", "data_seed", *PUBLISHED)  # a token is never recorded
     return tuple(f.name for f in fields(StageConfig) if f.init and f.name not in others)
 
 

@@ -48,6 +48,11 @@ class DenseConfig(StageConfig):
     )
     lora: LoraSettings | str | None = key(LoraSettings, "the adapters of `method: lora`")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora is None:
+            self.lora = LoraSettings()
+
 
 class Dense(TrainingStage):
     """The plain baselines: full fine-tuning, LoRA, LLaMA-Pro's new blocks."""
@@ -79,7 +84,9 @@ class Dense(TrainingStage):
             network = _with_adapters(network, config.lora)
         elif config.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
+        settings = config.recorded()
         trainer = RecordingTrainer(network, config, collate_without_languages, packed.dataset, callbacks=callbacks)
+        trainer.settings = settings
         trainer.packed, trainer.trained_as = packed, f"dense {config.method}"
         return trainer
 

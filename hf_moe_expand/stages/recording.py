@@ -8,7 +8,6 @@ from transformers import Trainer, TrainerCallback
 from ..data.packing import PackedText
 from ..errors import InputError
 from ..records import StageRecord, without_folders
-from .config import StageConfig
 
 
 class _SaysWhereItGoesOn(TrainerCallback):
@@ -25,11 +24,13 @@ class RecordingTrainer(Trainer):
     Attributes:
         packed: the packed text on which it trains, if known.
         trained_as: the training's name in the history.
+        settings: the stage's settings as its history has them; None if the arguments are no stage's.
         record: the training's record for the history, after the training.
     """
 
     packed: PackedText | None = None
     trained_as = "training"
+    settings: dict[str, Any] | None = None
     record: StageRecord | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,12 +76,11 @@ class RecordingTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, and sets `record` if the arguments are a stage's configuration."""
         result = super().train(*args, **kwargs)
-        config: Any = self.args
-        if isinstance(config, StageConfig):
+        if self.settings is not None:
             documents, tokens = (self.packed.documents, self.packed.tokens) if self.packed is not None else ({}, {})
             # Validation affects neither the weights nor the history.
-            settings = {name: value for name, value in config.recorded().items() if name != "validation"}
+            settings = {name: value for name, value in self.settings.items() if name != "validation"}
             self.record = StageRecord(
-                self.trained_as, result.global_step, documents, tokens, config.seed, without_folders(settings)
+                self.trained_as, result.global_step, documents, tokens, self.args.seed, without_folders(settings)
             )
         return result

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,13 @@ from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import InputError
 from ..evaluation.validation import VALIDATION, validation_callback
 from ..models import check_finite, load_tokenizer
-from ..records import StageRecord, add_stage, without_folders
+from ..records import StageRecord, add_stage
 from ..trainers.freezing import freeze
 from . import BESIDE, ROAD, stage_of, trained_in
+from .arguments import check_training_arguments
 from .base import TrainingStage
 from .checks import check_mix
-from .config import StageConfig
+from .config import StageConfig, check_seed
 from .mixing import read_curriculum
 from .resume import TrainingFolder
 
@@ -66,13 +66,16 @@ def train_stage(
     before = stage.load_config(folder)
     check_complete(folder, before)
     if seed is not None:
+        check_seed(seed)
         config.seed = config.data_seed = seed
+    check_training_arguments(config.recorded()["training"], "training")
     stage.check_data(config, data, before)
     check_mix(config, list(data))
     curriculum = read_curriculum(config, list(data))
+    recorded = config.recorded()
     if curriculum is not None:
         config.max_steps = curriculum.steps
-    settings = config.recorded() | ({} if curriculum is None else {"curriculum": curriculum.to_dict()})
+    settings = recorded | ({} if curriculum is None else {"curriculum": curriculum.to_dict()})
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
     resume = work.resume()
@@ -96,10 +99,10 @@ def train_stage(
         check_finite(network, model)
     with work.begun(config.process_index == 0):  # before the Trainer makes the folder
         trainer = stage.make_trainer(network, config, packed, callbacks)
+        trainer.settings = settings
         check_deepspeed(trainer, before)
         trainer.train(resume_from_checkpoint=resume)
-    record = replace(trainer.record, settings=without_folders({n: v for n, v in settings.items() if n != "validation"}))
-    add_stage(before, record)
+    add_stage(before, trainer.record)
     weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
     if trainer.is_world_process_zero():
         weights = stage.to_write(folder, config, weights)
@@ -117,7 +120,7 @@ def train_stage(
                 shutil.copyfile(work.path / VALIDATION, partial / VALIDATION)
         work.remove()
     trainer.accelerator.wait_for_everyone()
-    return record
+    return trainer.record
 
 
 def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
@@ -142,7 +145,7 @@ def stage_for(config: StageConfig) -> TrainingStage:
     """
     for key in (*ROAD, *BESIDE):
         stage = stage_of(key)
-        if isinstance(stage, TrainingStage) and type(config) is stage.config_class:
+        if isinstance(stage, TrainingStage) and isinstance(config, stage.config_class):
             return stage
     raise InputError(
         f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, GroupConfig, "
@@ -163,6 +166,8 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
     config = load_expanded_config(before)
     network = network_of(config)
     trained = trained_in(stage)
+    if trained is None:
+        raise InputError(f"{stage!r} is not a stage that leaves tensors alone.")
     freeze(network, trained, stage)
     moving = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     found = compare_checkpoints(before, after)

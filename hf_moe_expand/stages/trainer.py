@@ -1,7 +1,9 @@
 """StageTrainer: a `transformers.Trainer` that freezes, packs, trains and records for a stage."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -9,13 +11,15 @@ from torch.utils.data import Sampler
 
 from ..data.packing import PackedText, collate_blocks
 from ..errors import InputError
-from ..records import add_stage
+from ..evaluation.validation import VALIDATION, validation_callback
+from ..records import History, add_stage
 from ..trainers.curriculum_sampler import CurriculumSampler, LanguageMix
 from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
 from ..trainers.masking import Masking, MaskingMixin
 from ..trainers.router_losses import RouterLossMixin
 from .base import TrainingStage, languages_of
 from .config import StageConfig
+from .mixing import is_mixed
 from .recording import RecordingTrainer
 
 
@@ -66,15 +70,18 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         masking: Masking | None = None,
         **others: Any,
     ) -> None:
+        args = copy.copy(args)  # the caller's stays unchanged
         config = args if isinstance(args, self.stage.config_class) else None
         name, trained = self.stage.trained(config) if config else (self.stage.name, self.stage.trains)
         self.trained_as = "everything" if everything else name
         self.freeze_report: FreezeReport = freeze(model, EVERYTHING if everything else trained, self.trained_as)
         if config is not None:
+            self.settings = config.recorded()
             router_losses = self.stage.losses(config) if router_losses is None else router_losses
             masking = self.stage.masking(config) if masking is None else masking
         elif router_losses is None:
             router_losses = self.stage.losses(self.stage.settings().model_construct())
+        own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)
         if train_dataset is not None:
             train_dataset, mix, language_classes = self._prepared(
                 model, config, train_dataset, processing_class, mix, language_classes
@@ -84,6 +91,8 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             model, args, data_collator or collate_blocks, train_dataset, processing_class=processing_class,
             masking=masking, router_losses=router_losses, language_classes=language_classes, **others,
         )  # fmt: skip
+        if config is not None and own_text:
+            self._score_while_training(model, config, processing_class)
         if self.is_world_process_zero():
             print(self.freeze_report)
 
@@ -105,6 +114,11 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         elif "text" in columns:
             self.packed = self._packed(model, config, data, tokenizer)
         if self.packed is None:
+            if is_mixed(config):
+                raise InputError(
+                    "train_dataset is packed already, but a temperature or a curriculum draws each language on its "
+                    "own: pass text, or what `pack_texts` returned."
+                )
             if config is not None and classes is None and "language_ids" in columns:
                 old, new = languages_of(model.config)
                 classes = self.stage.language_classes(model.config, [*old, *new])
@@ -123,9 +137,21 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             )
         old, new = languages_of(model.config)
         texts = _by_language(data, old, new)
-        self.stage.check_text(config, texts, old, new)
+        self.stage.check_model(model.config)
+        self.stage.check_data(config, texts, model.config)
         with config.main_process_first(desc="pack"):
             return self.stage.pack(texts, tokenizer, model.config, config)
+
+    def _score_while_training(self, model: Any, config: Any, tokenizer: Any) -> None:
+        """Scores the held-out text that the configuration names, as `train_stage` does."""
+        validation = getattr(config, "validation", None)
+        if validation is None or not validation.texts:
+            return
+        if tokenizer is None:
+            raise InputError("validation names held-out text: pass the tokenizer as processing_class.")
+        trained = list(self.packed.tokens) if self.packed is not None else list(History.of(model.config).languages)
+        path = Path(str(self.args.output_dir)) / VALIDATION
+        self.add_callback(validation_callback(validation, tokenizer, path, config.block_size, trained))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:

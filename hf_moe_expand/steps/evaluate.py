@@ -1,10 +1,15 @@
 """The last step, which scores every checkpoint of the run on held-out text."""
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.source import resolve_checkpoint
+from ..errors import at
+from ..evaluation.perplexity import language_stream
 from ..evaluation.scoring import score_models
+from ..models import load_tokenizer
 from ..recipe import Recipe
 from ..schema import plain
 from .base import Checks, Done, Step, contents
@@ -32,7 +37,15 @@ class Evaluate(Step):
         return {"evaluation": plain(self.recipe.evaluation), "test": contents(self.recipe.test_sources)}
 
     def check(self, checks: Checks) -> None:
-        """Checks nothing: held-out text is checked with all other text."""
+        """Refuses held-out text whose first document is longer than `max_tokens`: none of it would be scored."""
+        recipe, most = self.recipe, self.recipe.evaluation.max_tokens
+        if checks.offline or most is None:
+            return
+        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+        for code, source in recipe.test_sources.items():
+            if source.files():
+                with at(f"test.{code}"):
+                    language_stream(code, {code: list(islice(source.documents(), 1))}, tokenizer, most)
 
     def work(self) -> Done:
         recipe, settings = self.recipe, self.recipe.evaluation
