@@ -158,7 +158,7 @@ def test_packed_blocks_train_without_a_tokenizer(root, tmp_path):
 
 
 WRONG = {
-    "unknown language": (tagged("el", "tr"), True, True, "has the language tr, but this model knows en, el"),
+    "unknown language": (tagged("el", "tr"), True, True, "has the unknown language tr; known: en, el"),
     "no tokenizer": (tagged("el"), True, False, "and the tokenizer as processing_class"),
     "no configuration": (tagged("el"), False, True, r"pass PostPretrainConfig\(...\) as args"),
     "an old language": (tagged("en", "el"), True, True, "set `replay: true` to train on old ones too"),
