@@ -13,7 +13,7 @@ from conftest import invoke, save_dense, write_texts
 from transformers import TrainerCallback
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
-from hf_moe_expand.checkpoint.scratch import work_folder
+from hf_moe_expand.checkpoint.scratch import is_work_folder, remove_work_folder, work_folder
 from hf_moe_expand.cli.ending import tell_full_disk
 from hf_moe_expand.errors import InputError, is_full_disk
 from hf_moe_expand.inspection import inspect_checkpoint
@@ -123,12 +123,38 @@ def test_the_folder_of_a_training_that_is_done_is_removed(tmp_path):
     out = tmp_path / "out"
     remove_training(out)
     (tmp_path / "out.training").mkdir()
+    (tmp_path / "out.training" / "x").touch()
     remove_training(out)
-    assert (tmp_path / "out.training").is_dir()
+    assert (tmp_path / "out.training" / "x").is_file()
     shutil.rmtree(tmp_path / "out.training")
     work_folder(tmp_path / "out.training")
     remove_training(out)
     assert not (tmp_path / "out.training").exists()
+
+
+@pytest.mark.parametrize("kept", range(1, 5))
+def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, kept):
+    folder = work_folder(tmp_path / "work")
+    for name in (".a", "b", "c"):
+        (folder / name).touch()
+    removed, unlink = [], Path.unlink
+
+    def interrupted(path, missing_ok=False):
+        removed.append(path)
+        if len(removed) == kept:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove_work_folder(folder)
+    assert is_work_folder(folder)
+    remove_work_folder(folder)
+    assert not folder.exists()
+    folder.mkdir()  # the end of the removal was interrupted
+    remove_work_folder(folder)
+    assert not folder.exists()
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):

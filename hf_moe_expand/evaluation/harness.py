@@ -175,8 +175,6 @@ def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> di
         if not math.isfinite(value):  # no document had it; JSON has no such number
             continue
         stderr = values.get(f"{metric}_stderr,{kind}")
-        known = isinstance(stderr, (int, float)) and math.isfinite(stderr)
-        found[metric if kind == "none" else key] = Metric(
-            float(value), float(stderr) if known else None, better.get(metric)
-        )
+        error = float(stderr) if isinstance(stderr, (int, float)) and math.isfinite(stderr) else None
+        found[metric if kind == "none" else key] = Metric(float(value), error, better.get(metric))
     return found
