@@ -132,7 +132,7 @@ def test_the_folder_of_a_training_that_is_done_is_removed(tmp_path):
     assert not (tmp_path / "out.training").exists()
 
 
-@pytest.mark.parametrize("kept", range(1, 5))
+@pytest.mark.parametrize("kept", range(1, 4))
 def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, kept):
     folder = work_folder(tmp_path / "work")
     for name in (".a", "b", "c"):
@@ -151,10 +151,7 @@ def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, k
             remove_work_folder(folder)
     assert is_work_folder(folder)
     remove_work_folder(folder)
-    assert not folder.exists()
-    folder.mkdir()  # the end of the removal was interrupted
-    remove_work_folder(folder)
-    assert not folder.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def work_folder(path: str | os.PathLike) -> Path:
     """A folder for work in progress, with a marker file: a new one, or one that carries the marker already.
 
     Raises:
-        InputError: a folder with other files or a file lies there, or the folder cannot be made.
+        InputError: something else lies there, or the folder cannot be made.
     """
     path = Path(path)
     if os.path.lexists(path) and not is_work_folder(path):
@@ -93,18 +93,22 @@ def remove_work_folder(path: str | os.PathLike) -> None:
     if not is_work_folder(path):
         raise InputError(f"{path}: is no work folder of this program, so it is not removed.")
     # The marker goes last: a folder that a killed process removed in part is still known as ours.
-    for entry in sorted(path.iterdir(), key=lambda entry: entry.name == MARKER):
+    for entry in path.iterdir():
+        if entry.name == MARKER:
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
+    gone = beside(path, "partial")
     with suppress(OSError):
-        path.rmdir()
+        os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def is_work_folder(path: Path) -> bool:
-    """Whether a folder carries the marker, or is empty, as one is whose removal was interrupted at its end."""
-    return path.is_dir() and not path.is_symlink() and ((path / MARKER).is_file() or not any(path.iterdir()))
+    """Whether a folder carries the marker."""
+    return path.is_dir() and not path.is_symlink() and (path / MARKER).is_file()
 
 
 def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
