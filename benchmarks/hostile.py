@@ -325,7 +325,7 @@ def watched(command: list[str], limit: float, verbose: bool = False) -> tuple[st
     if isinstance(error, Hang):
         return "hang", f"longer than {limit:g} s"
     if isinstance(error, InputError):
-        return ("traceback" if "\n" in str(error) else "refused"), str(error)
+        return "refused", str(error)
     if error is None or isinstance(error, SystemExit):
         return "ok", ""
     return "traceback", f"{type(error).__name__}: {str(error)[:200]!r}"

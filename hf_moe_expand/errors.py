@@ -6,7 +6,11 @@ from contextlib import contextmanager
 
 
 class InputError(ValueError):
-    """Wrong input. The command line prints its message without a traceback."""
+    """Wrong input. The command line prints its message, always one line, without a traceback."""
+
+    def __init__(self, message: str) -> None:
+        # Names and values that a user gave may hold line ends, or what a terminal obeys.
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
 
 
 @contextmanager

@@ -138,6 +138,14 @@ class RoutingResult:
     random_perplexity: dict[Text, Number]
     random_seeds: list[Whole]
 
+    def __post_init__(self) -> None:
+        names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")
+        lists = {f"{name}.{code}": values for name in names for code, values in getattr(self, name).items()}
+        _check_lengths(len(self.layers), lists | {"similarity": self.similarity})
+        for index, layer in enumerate(self.layers):
+            if len({len(layers[index]) for layers in self.top1_share.values()}) > 1:
+                raise InputError(f"top1_share: languages have different numbers of experts in layer {layer}.")
+
     def of_kind(self, old: bool) -> list[str]:
         """The base model's languages if `old`, else the other languages."""
         return [language for language, number in self.classes.items() if (number == 0) == old]

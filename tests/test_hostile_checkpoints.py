@@ -54,7 +54,7 @@ def test_every_damage_changes_a_file(hostile, tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "ending"),
-    [(ZeroDivisionError("x"), "traceback"), (InputError("two\nlines"), "traceback"), (InputError("x"), "refused")],
+    [(ZeroDivisionError("x"), "traceback"), (InputError("two\nlines"), "refused"), (InputError("x"), "refused")],
 )
 def test_it_notices_what_it_looks_for(hostile, tmp_path, monkeypatch, error, ending):
     class Runner:

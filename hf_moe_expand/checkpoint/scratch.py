@@ -92,7 +92,18 @@ def remove_work_folder(path: str | os.PathLike) -> None:
         return
     if not is_work_folder(path):
         raise InputError(f"{path}: is not a work folder of this program, so it is not removed; move it away.")
-    shutil.rmtree(path, ignore_errors=True)
+    # The marker goes last: a folder that a killed process removed in part is still known as ours.
+    for entry in path.iterdir():
+        if entry.name == MARKER:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    gone = beside(path, "partial")
+    with suppress(OSError):
+        os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def is_work_folder(path: Path) -> bool:

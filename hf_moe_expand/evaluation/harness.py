@@ -1,5 +1,6 @@
 """Runs tasks of lm-evaluation-harness on a loaded model."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,11 +43,6 @@ class TaskScore:
     version: str | None
     harness: str
     group: str | None = None
-
-    @classmethod
-    def from_mapping(cls, value: Mapping[str, Any]) -> "TaskScore":
-        """Reads the output of `dataclasses.asdict`."""
-        return cls(**{**value, "metrics": {name: Metric(**metric) for name, metric in value["metrics"].items()}})
 
 
 class HarnessTasks:
@@ -170,14 +166,16 @@ def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore
 
 
 def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> dict[str, Metric]:
-    """Joins each metric with its standard error, such as `acc,none` with `acc_stderr,none`."""
+    """Joins each metric with its standard error, such as `acc,none` with `acc_stderr,none`; leaves out values that are not
+    finite."""
     found = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
+        if not math.isfinite(value):  # no document had it; JSON has no such number
+            continue
         stderr = values.get(f"{metric}_stderr,{kind}")
-        found[metric if kind == "none" else key] = Metric(
-            float(value), float(stderr) if isinstance(stderr, (int, float)) else None, better.get(metric)
-        )
+        error = float(stderr) if isinstance(stderr, (int, float)) and math.isfinite(stderr) else None
+        found[metric if kind == "none" else key] = Metric(float(value), error, better.get(metric))
     return found

@@ -50,18 +50,16 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Evaluation":
+        """Reads `evaluation.json`.
+
+        Raises:
+            InputError: the file is missing or is no evaluation; the message names the key that is wrong.
+        """
         value = read_json(path, "an evaluation")
         if missing := sorted({"old", "new", "models"} - set(value)):
             raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
-        models = {
-            n: {c: read(LanguageScore, score, f"{path}: models.{n}.{c}") for c, score in scores.items()}
-            for n, scores in value["models"].items()
-        }
-        tasks = {
-            n: {task: TaskScore.from_mapping(score) for task, score in found.items()}
-            for n, found in value.get("tasks", {}).items()
-        }
-        return cls(value["old"], value["new"], models, value.get("expansions", []), tasks)
+        known = {name: value[name] for name in ("old", "new", "models", "expansions", "tasks") if name in value}
+        return read(cls, known, f"{path}: not an evaluation")
 
     def groups(self) -> list[tuple[str, list[str]]]:
         """The languages as the table groups them: `old`, then `new` or the languages of each of several expansions."""

@@ -302,7 +302,7 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
     logs: list[dict[str, Any]] = []
     if _has(folder, "trainer_state.json"):
         state = read_json(folder / "trainer_state.json", "a trainer's state")
-        logs = [log for log in state.get("log_history", ()) if "step" in log]
+        logs = _logs(state.get("log_history"), folder / "trainer_state.json")
     curves = ValidationCurves.load(folder) if _has(folder, VALIDATION) else None
     if entry is None and not logs and curves is None:
         return None
@@ -321,6 +321,14 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
         "settings": without_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)) if settings else None,
         "figures": figures,
     }
+
+
+def _logs(history: Any, file: Path) -> list[dict[str, Any]]:
+    """The numbers of a training's log, those with a step."""
+    if not isinstance(history, list | None) or not all(isinstance(log, dict) for log in history or ()):
+        raise InputError(f"{file}: not a trainer's state: log_history is no list of mappings.")
+    logs = [{k: v for k, v in log.items() if isinstance(v, int | float) and abs(v) < 1e300} for log in history or ()]
+    return [log for log in logs if "step" in log]
 
 
 def _name(part: _Part, stage: str) -> str:

@@ -1,0 +1,344 @@
+"""Commands that are killed at a random point: nothing is lost, and the same command afterwards ends as if nothing were.
+
+    python benchmarks/kills.py --cases 300 --seed 0
+
+A case runs a verb in a forked process, which at a random write (a file opened for writing, a rename, a folder made or
+removed) or moment gets SIGKILL, SIGTERM, SIGHUP or SIGINT, or finds the disk full from there on. Then the inputs and
+files of others must be the same bytes, the output absent or whole, and the same command must end with the bytes of an
+undisturbed one and without leftovers. A case depends on its number and the seed alone, but for the moments.
+"""
+
+import argparse
+import errno
+import gc
+import hashlib
+import importlib
+import os
+import pkgutil
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import datasets
+import torch
+from hostile import make
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+import hf_moe_expand
+from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
+from hf_moe_expand.stages.resume import remove_training
+
+FULL = "full disk"
+ENDINGS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, FULL)
+_LIMIT = 120  # seconds
+# They hold times.
+_TIMED = ("trainer_state.json", "steps.json", "report.html")
+_DATA = "--data el={made}/el.jsonl"
+_DELTA = "--base {made}/base --instruct {made}/tuned"
+VERBS = {
+    "expand": "expand {made}/base {out} --plan {made}/plan.json",
+    "expand, sharded": "expand {made}/base {out} --plan {made}/plan.json --max-shard-size 20KB",
+    "grow": "grow {made}/expanded {out} --plan {made}/grow.json --keep-routers",
+    "shrink": "shrink {made}/grown {out} --to 1",
+    "graft": f"graft {{made}}/expanded {{out}} {_DELTA}",
+    "merge average": "merge average {made}/base {made}/tuned --out {out}",
+    "merge delta": f"merge delta {{made}}/base {{out}} {_DELTA}",
+    "expand-depth": "expand-depth {made}/base {out} --blocks 1",
+    "export": "export {made}/plain {out}",
+    "export, one expert": "export {made}/expanded {out} --expert 0",
+    "train": f"train post-pretrain {{made}}/expanded {{out}} {_DATA} --config {{made}}/stage.yaml",
+    "train dense": f"train dense {{made}}/base {{out}} {_DATA} --config {{made}}/stage.yaml",
+    "adapt": "train adapt {made}/dmoe {out} --data hu={made}/el.jsonl --config {made}/adapt.yaml",
+    "run": "run {made}/recipe.yaml",
+    "push": "push {made}/expanded a/b --dry-run --base a/c",
+    "evaluate": f"evaluate {{made}}/base {_DATA} --new el --out {{out}} --block-size 8",
+    "deviation": f"analyze deviation {{made}}/base {_DATA} --out {{out}} --steps 1 --batch-size 1 --block-size 4 "
+    "--last-layers 1",
+    "plan": "plan moe-lpr --layers 2 --experts 3 --old en --new el --out {out}",
+    "card": "card {made}/expanded --out {out} --base a/b",
+    "diff": "diff {made}/base {made}/tuned",
+}
+# These replace a checkpoint that is there.
+REPLACING = ("expand", "merge average", "train")
+_TRAINS = ("train", "train dense", "adapt", "run")
+
+
+def make_all(folder: Path) -> None:
+    """The checkpoints, plans, texts and settings that the verbs start from."""
+    make(folder)
+    tuned = shutil.copytree(folder / "base", folder / "tuned")
+    weights = load_file(tuned / "model.safetensors")
+    save_file({name: weight * 1.01 for name, weight in weights.items()}, tuned / "model.safetensors", {"format": "pt"})
+    grow_checkpoint(folder / "expanded", folder / "grown", Plan.load(folder / "grow.json"), keep_routers=True)
+    expand_checkpoint(folder / "base", folder / "plain", Plan("layer-moe", [2, 2], old=["en"], new=["el"]))
+    groups = Plan("dmoe", [2, 1], groups=[["en"], ["el"]])
+    expand_checkpoint(folder / "base", folder / "dmoe", groups)
+    (folder / "el.jsonl").write_text('{"text": "a tiny text, long enough for some blocks of a few tokens each"}\n' * 3)
+    shutil.copy(folder / "el.jsonl", folder / "en.jsonl")
+    training = "training: {max_steps: 3, save_steps: 1, per_device_train_batch_size: 1, disable_tqdm: true}\n"
+    (folder / "stage.yaml").write_text(f"block_size: 8\n{training}")
+    (folder / "adapt.yaml").write_text(f"block_size: 8\nsample_tokens: 400\n{training}")
+    indented = f"  block_size: 8\n  {training}"
+    (folder / "recipe.yaml").write_text(
+        f"base: {folder}/base\noutput: {folder.parent}/work/out\nold: {{en: {folder}/en.jsonl}}\n"
+        f"new: {{el: {folder}/el.jsonl}}\ntest: {{el: {folder}/el.jsonl}}\n"
+        "plan: {method: layer-moe, total_experts: 4, classifier_layers: 1}\n"
+        "analysis: {tokens: 8, block_size: 8}\nevaluation: {block_size: 8}\n"
+        f"post_pretrain:\n{indented}review:\n  old_documents: 1\n  new_per_old: 1\n{indented}"
+    )
+
+
+def tree(path: Path) -> dict[str, str]:
+    """Each file below `path`, or `path` itself, to a hash of its bytes; folders to nothing."""
+    if path.is_file():
+        return {"": _hash(path)}
+    return {str(file.relative_to(path)): _hash(file) for file in sorted(path.rglob("*")) if not file.is_symlink()}
+
+
+def _hash(file: Path) -> str:
+    if file.is_dir():
+        return ""
+    if file.name in _TIMED:
+        return "timed"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+class Events:
+    """Counts what this process writes below a folder; at event `stop` it calls `happens`."""
+
+    def __init__(self, folder: Path, stop: int, happens: Callable[[str], None]) -> None:
+        self.folder, self.stop, self.happens, self.count = str(folder), stop, happens, 0
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile"):
+            return
+        if event == "open" and not (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+        if str(arguments[0]).startswith(self.folder) or event in ("os.remove", "os.rmdir"):
+            self.count += 1
+            if self.count >= self.stop > 0:
+                self.happens(event)
+
+
+def forked(
+    command: list[str], work: Path, stop: int = 0, ending: Any = None, moment: float = 0
+) -> tuple[int, int, str]:
+    """Runs the command line in a fork, in the folder `work / "cwd"`: its exit code (negative: a signal), its writes,
+    and what it said."""
+    said = work.parent / "said"
+    process = os.fork()
+    if not process:
+        _child(command, work, said, stop, ending)
+    if moment:
+        time.sleep(moment)
+        os.kill(process, ending)
+    _, status = os.waitpid(process, 0)
+    text = said.read_text(errors="replace")
+    writes = [line for line in text.splitlines() if line.startswith("writes: ")]
+    return os.waitstatus_to_exitcode(status), int(writes[-1].split()[1]) if writes else 0, text
+
+
+def _child(command: list[str], work: Path, said: Path, stop: int, ending: Any) -> None:
+    code = 70
+    try:
+        with open(said, "w") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        os.chdir(work / "cwd")
+        signal.alarm(_LIMIT)
+        sys.argv = ["hf-moe-expand", *command]
+        datasets.config.HF_DATASETS_CACHE = work.parent / "cache"
+        passed: list[bool] = []
+
+        def happens(event: str) -> None:
+            if ending == FULL:
+                if event in ("open", "os.mkdir"):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return
+            if not passed:
+                passed.append(True)
+                os.kill(os.getpid(), ending)
+
+        events = Events(work, stop, happens)
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stopped:
+            code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+        sys.stdout.flush()
+        os.write(1, f"\nwrites: {events.count}\n".encode())
+    finally:
+        os._exit(code)
+
+
+@dataclass
+class Found:
+    """Cases, and what went wrong in them."""
+
+    cases: int = 0
+    failures: list[str] = field(default_factory=list)
+    hangs: int = 0
+    lost: int = 0
+    differing: int = 0
+
+
+class Kills:
+    """Runs cases on the inputs in `folder / "made"`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.made, self.work = folder / "made", folder / "work"
+        self.made.mkdir()
+        make_all(self.made)
+        for module in pkgutil.walk_packages(hf_moe_expand.__path__, "hf_moe_expand."):  # then forks have them
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+        gc.freeze()
+        self.inputs = tree(self.made)
+        self.whole: dict[str, tuple[dict[str, str], int, float]] = {}
+
+    def command(self, verb: str, replacing: bool) -> list[str]:
+        line = VERBS[verb].format(made=self.made, out=self.work / "out") + (" --overwrite" if replacing else "")
+        return line.split()
+
+    def begin(self, verb: str, replacing: bool) -> dict[str, str]:
+        """An empty folder with files of others, and the checkpoint to replace; returns the others' hashes."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        shutil.rmtree(self.work.parent / "cache", ignore_errors=True)
+        names = ["note.txt", "out.bak/x", ".out.partial-user/x", ".out.partial", ".out.replaced/x", "outer/config.json",
+                 ".out.json.partial", f".other.partial-{2**22 + 1}/x"]  # fmt: skip
+        if verb not in _TRAINS:
+            names += ["out.training/x", "out.grown/x"]
+        for name in names:
+            file = self.work / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{name} of another")
+        (self.work / "cwd").mkdir()
+        others = tree(self.work)
+        if replacing:
+            shutil.copytree(self.made / "tuned", self.work / "out")
+        return others
+
+    def undisturbed(self, verb: str) -> tuple[dict[str, str], int, float]:
+        """What the command makes, how often it writes, and how long it takes."""
+        if verb not in self.whole:
+            self.begin(verb, False)
+            started = time.monotonic()
+            code, writes, said = forked(self.command(verb, False), self.work)
+            if code != (1 if verb == "diff" else 0):
+                raise RuntimeError(f"{verb}: {code}: {said[-2000:]}")
+            self.whole[verb] = tree(self.work / "out"), writes, time.monotonic() - started
+        return self.whole[verb]
+
+    def case(self, number: int, seed: int, found: Found) -> None:
+        """One case: a verb by its number, the rest at random."""
+        rng = random.Random(f"{seed}-{number}")
+        verb = list(VERBS)[number % len(VERBS)]
+        whole, writes, seconds = self.undisturbed(verb)
+        replacing = verb in REPLACING and rng.random() < 0.4
+        ending = rng.choice(ENDINGS)
+        timed = ending != FULL and rng.random() < 0.25
+        stop = 0 if timed else rng.randint(1, max(1, writes + 2 * replacing))
+        moment = rng.uniform(0.02, seconds) if timed else 0
+        others = self.begin(verb, replacing)
+        before = tree(self.work / "out")
+        command = self.command(verb, replacing)
+        code, _, said = forked(command, self.work, stop, ending, moment)
+        place = f"{moment:.2f} s" if timed else f"write {stop} of {writes}"
+        words = f"{number}: {verb}{' --overwrite' if replacing else ''}: {ending!s} at {place}"
+        found.cases += 1
+
+        def bad(what: str) -> None:
+            found.failures.append(f"{words}: {what}")
+
+        final = 1 if verb == "diff" else 0
+        # A signal that comes before there are handlers ends the process.
+        ways = (2,) if ending == FULL else (-ending,) if ending == signal.SIGKILL else (128 + ending, -ending)
+        if code == -signal.SIGALRM:
+            found.hangs += 1
+        if code not in (*ways, final):
+            bad(f"exit code {code}: {said.strip().splitlines()[-2:]}")
+        self._check_others(others, found, bad)
+        now = tree(self.work / "out")
+        complete = now == whole or not whole
+        if verb != "run" and now not in ({}, whole, before):
+            found.differing += 1
+            bad(f"half an output: {sorted(set(now) ^ set(whole)) or [n for n in now if now[n] != whole[n]]}")
+        code, _, again = forked(command, self.work)
+        if code != final and not (code == 2 and complete and "exists already" in again):
+            bad(f"the same command again: exit code {code}: {again.strip().splitlines()[-2:]}")
+        now = tree(self.work / "out")
+        if now != whole:
+            found.differing += 1
+            bad(f"other bytes: {sorted(set(now) ^ set(whole)) or [n for n in now if now[n] != whole[n]]}")
+        self._check_others(others, found, bad)
+        if complete and code == 2:
+            remove_training(self.work / "out")  # the output was whole already; `inspect` names what lies beside it
+            shutil.rmtree(self.work / "out.work", ignore_errors=True)
+        known = {name.split("/")[0] for name in others} | {"out"}
+        if left := sorted({path.name for path in self.work.iterdir()} - known):
+            bad(f"leftovers: {left}")
+
+    def _check_others(self, others: dict[str, str], found: Found, bad: Callable[[str], None]) -> None:
+        now = tree(self.work)
+        if lost := [name for name, content in others.items() if now.get(name) != content]:
+            found.lost += len(lost)
+            bad(f"files of others: {lost}")
+        if extra := [name for name in now if name.startswith("cwd/")]:
+            bad(f"left in the working folder: {extra}")
+        if tree(self.made) != self.inputs:
+            found.differing += 1
+            bad("an input changed")
+
+
+def run_cases(
+    cases: int, seed: int, first: int = 0, verbs: tuple[str, ...] = (), say: Callable[[str], None] = lambda line: None
+) -> Found:
+    """Runs cases `first` to `first + cases`, those of `verbs` alone where some are named."""
+    found = Found()
+    with tempfile.TemporaryDirectory() as scratch:
+        kills = Kills(Path(scratch))
+        for number in range(first, first + cases):
+            if verbs and list(VERBS)[number % len(VERBS)] not in verbs:
+                continue
+            known = len(found.failures)
+            kills.case(number, seed, found)
+            for line in found.failures[known:]:
+                say(line)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--verb", action="append", default=[], help="of these verbs alone; repeat")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.simplefilter("ignore")
+    started = time.monotonic()
+    found = run_cases(
+        options.cases, options.seed, options.first, tuple(options.verb), lambda line: print(line, flush=True)
+    )
+    print(f"{found.cases} cases: {len(found.failures)} failures, {found.hangs} hangs, {found.lost} foreign files lost, "
+          f"{found.differing} differing bytes; {time.monotonic() - started:.0f} s")  # fmt: skip
+    raise SystemExit(bool(found.failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""A sample of `benchmarks/kills.py`, and what interrupted commands leave, say and clean up."""
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import invoke, save_dense, write_texts
+from transformers import TrainerCallback
+
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
+from hf_moe_expand.checkpoint.scratch import is_work_folder, remove_work_folder, work_folder
+from hf_moe_expand.cli.ending import tell_full_disk
+from hf_moe_expand.errors import InputError, is_full_disk
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.jsonfile import read_json, write_json, write_text
+from hf_moe_expand.stages.resume import remove_training
+from hf_moe_expand.stages.trainer import StageTrainer
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
+# No process has it: Linux counts to 2 ** 22.
+DEAD = 2**22 + 1
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("kills")
+    save_dense(root / "base", tie_word_embeddings=True)
+    expand_checkpoint(root / "base", root / "expanded", PLAN)
+    write_texts(root / "el.jsonl", ["a text that is long enough for a block " * 4] * 4)
+    return root
+
+
+def train(root, out, **changes):
+    config = PostPretrainConfig(
+        **{"block_size": 16, "max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 1, "disable_tqdm": True}
+        | changes
+    )
+    return train_stage(root / "expanded", out, {"el": LanguageText("el", str(root / "el.jsonl"))}, config)
+
+
+def stop_at(step, monkeypatch):
+    """Trainings are interrupted after this step."""
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args, state, control, **others):
+            if state.global_step == step:
+                raise KeyboardInterrupt
+
+    make = StageTrainer.__init__
+
+    def made(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.add_callback(Stop())
+
+    monkeypatch.setattr(StageTrainer, "__init__", made)
+
+
+def test_killed_commands_lose_nothing():
+    """In a process of its own, which forks: this one has threads."""
+    command = [sys.executable, str(BENCHMARKS / "kills.py"), "--cases", "12", "--seed", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 cases: 0 failures, 0 hangs, 0 foreign files lost, 0 differing bytes" in done.stdout
+
+
+def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, monkeypatch, capsys, caplog):
+    with monkeypatch.context() as patched:
+        stop_at(5, patched)
+        with pytest.raises(KeyboardInterrupt):
+            train(root, tmp_path / "out")
+    assert "resumes" not in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"out: no such folder\. .*out\.training is of an interrupted training of out: "
+                       r"the same command goes on from step 4\."):  # fmt: skip
+        inspect_checkpoint(tmp_path / "out")
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        train(root, tmp_path / "out")
+    finally:
+        library.removeHandler(caplog.handler)
+    said = capsys.readouterr()
+    assert "resumes at step 4 of 6\n" in said.out
+    assert "missing keys" not in said.err + caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupted_training_without_checkpoints_leaves_nothing(root, tmp_path, monkeypatch):
+    stop_at(1, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        train(root, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_inspect_names_leftovers(root, tmp_path):
+    out = shutil.copytree(root / "expanded", tmp_path / "out")
+    assert "left over" not in invoke("inspect", out)
+    work_folder(tmp_path / "out.training")
+    for name in (f".out.partial-{DEAD}", f".out.partial-{os.getpid()}", ".out.partial-user", f".other.partial-{DEAD}"):
+        (tmp_path / name).mkdir()
+    left = [line for line in invoke("inspect", out).splitlines() if line.startswith("left over")]
+    assert [line.split()[2] for line in left] == [
+        str(tmp_path / "out.training"),
+        str(tmp_path / f".out.partial-{DEAD}"),
+    ]
+    assert left[0].endswith("the same command, with --overwrite, starts anew.")
+    assert left[1].endswith("the next command that writes out removes it.")
+    for name in ("checkpoint-4", "checkpoint-12", "checkpoint-x"):
+        (tmp_path / "out.training" / name).mkdir()
+        write_json(tmp_path / "out.training" / name / "trainer_state.json", {})
+    assert "with --overwrite, goes on from step 12." in invoke("inspect", out)
+    (tmp_path / "out.training" / ".hf-moe-expand").unlink()  # somebody else's
+    assert "out.training" not in invoke("inspect", out)
+
+
+def test_the_folder_of_a_training_that_is_done_is_removed(tmp_path):
+    out = tmp_path / "out"
+    remove_training(out)
+    (tmp_path / "out.training").mkdir()
+    (tmp_path / "out.training" / "x").touch()
+    remove_training(out)
+    assert (tmp_path / "out.training" / "x").is_file()
+    shutil.rmtree(tmp_path / "out.training")
+    work_folder(tmp_path / "out.training")
+    remove_training(out)
+    assert not (tmp_path / "out.training").exists()
+
+
+@pytest.mark.parametrize("kept", range(1, 4))
+def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, kept):
+    folder = work_folder(tmp_path / "work")
+    for name in (".a", "b", "c"):
+        (folder / name).touch()
+    removed, unlink = [], Path.unlink
+
+    def interrupted(path, missing_ok=False):
+        removed.append(path)
+        if len(removed) == kept:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove_work_folder(folder)
+    assert is_work_folder(folder)
+    remove_work_folder(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "x.json"
+    kept = [".x.json.partial", f".y.json.partial-{DEAD}", f".x.json.partial-{os.getppid()}", ".x.json.partial-user"]
+    for name in kept:
+        (tmp_path / name).write_text("of another")
+    (tmp_path / f".x.json.partial-{DEAD}").write_text("of a dead process")
+    write_json(file, {"a": 1})
+    assert {path.name for path in tmp_path.iterdir()} == {"x.json", *kept}
+    assert {(tmp_path / name).read_text() for name in kept} == {"of another"}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(file, {"a": 2})
+    with pytest.raises(KeyboardInterrupt):
+        write_text(file, "2")
+    assert read_json(file, "x") == {"a": 1}
+    assert {path.name for path in tmp_path.iterdir()} == {"x.json", *kept}
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.ENOSPC, "x"), True), (OSError(errno.EDQUOT, "x"), True), (OSError(errno.EFBIG, "x"), True),
+        (OSError(errno.EACCES, "x"), False), (RuntimeError("No space left on device (os error 28)"), True),
+        (OSError("x"), False), (ValueError("x"), False),
+    ],
+)  # fmt: skip
+def test_a_full_disk_is_told_in_one_line(error, full, capsys):
+    assert is_full_disk(error) == full
+    if full:
+        assert tell_full_disk(error) == 2
+        assert capsys.readouterr().err.startswith("error: the disk is full (")

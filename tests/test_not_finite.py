@@ -1,0 +1,120 @@
+"""NaN and infinite values are refused at every door, in one sentence, and nothing is written."""
+
+import json
+import math
+
+import pytest
+from conftest import invoke, save_dense, write_texts
+from safetensors.torch import load_file, save_file
+
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, grow_checkpoint, train_stage
+from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import scoring
+from hf_moe_expand.evaluation.harness import _metrics
+from hf_moe_expand.evaluation.perplexity import LanguageScore
+from hf_moe_expand.jsonfile import write_json
+from hf_moe_expand.report.page import _logs
+from hf_moe_expand.schema import read
+from hf_moe_expand.stages.config import settings_of
+
+PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
+GROWTH = Plan("layer-moe", [3, 1, 3], old=["en", "el"], new=["hu"], grows_from=[2, 1, 2])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A dense and an expanded checkpoint, each with one NaN."""
+    root = tmp_path_factory.mktemp("damaged")
+    save_dense(root / "base")
+    expand_checkpoint(root / "base", root / "expanded", PLAN)
+    for name in ("base", "expanded"):
+        file = root / name / "model.safetensors"
+        weights = load_file(file)
+        damaged = next(key for key in weights if key.startswith("model.layers.1.mlp") and "down_proj" in key)
+        weights[damaged].view(-1)[5] = math.nan
+        save_file(weights, file, {"format": "pt"})
+    write_texts(root / "el.jsonl", ["a text that is long enough for a block " * 4] * 4)
+    return root
+
+
+def test_no_checkpoint_is_made_of_a_damaged_one(root):
+    refused = pytest.raises(InputError, match=r"tensor 'model\.layers\.1\.mlp.*' holds NaN or infinite values")
+    out = root / "out"
+    with refused:
+        expand_checkpoint(root / "base", out, PLAN)
+    with refused:
+        expand_depth(root / "base", out, 1)
+    with refused:
+        grow_checkpoint(root / "expanded", out, GROWTH)
+    with refused:
+        invoke("export", root / "expanded", out, "--expert", "0")
+    with refused:
+        invoke("push", root / "expanded", "me/x", "--dry-run", "--base", "me/base")
+    with refused:
+        config = PostPretrainConfig(block_size=16, max_steps=1)
+        train_stage(root / "expanded", out, {"el": LanguageText("el", str(root / "el.jsonl"))}, config)
+    assert {path.name for path in root.iterdir()} == {"base", "expanded", "el.jsonl"}
+
+
+def test_each_tensor_is_looked_at_once(root, monkeypatch):
+    looked = []
+    monkeypatch.setattr("hf_moe_expand.checkpoint.reader.is_finite", lambda piece: looked.append(1) or True)
+    reader = CheckpointReader(root / "base")
+    name = next(iter(reader.tensors))
+    assert b"".join(reader.finite_chunks(name)) == b"".join(reader.finite_chunks(name)) == b"".join(reader.chunks(name))
+    assert len(looked) == 1
+
+
+def test_a_score_that_is_not_finite_names_model_and_language(monkeypatch, root):
+    with pytest.raises(InputError, match="NaN or infinite"):
+        LanguageScore.from_nats(math.nan, 3, 10)
+    monkeypatch.setattr(scoring, "load_for_inference", lambda *_: (None, None))
+    monkeypatch.setattr(scoring, "evaluate_model", lambda *_: LanguageScore.from_nats(math.inf, 3, 10))
+    with pytest.raises(InputError, match=r"^tuned: the log-likelihood of the text is -inf"):
+        scoring.score_models({"tuned": ("x", None)}, {}, [["en"]])
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_json_files_hold_finite_numbers_alone(tmp_path, number):
+    with pytest.raises(InputError, match=r"x\.json: is not written, as a number for it is NaN or infinite"):
+        write_json(tmp_path / "x.json", {"a": [number]})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_without_a_finite_value_is_left_out():
+    found = _metrics({"acc,none": 0.5, "acc_stderr,none": math.nan, "bleu,none": math.nan}, {})
+    assert list(found) == ["acc"]
+    assert found["acc"].stderr is None
+
+
+def test_a_training_argument_is_finite():
+    settings = read(settings_of(PostPretrainConfig), {"training": {"max_grad_norm": math.inf}})
+    with pytest.raises(InputError, match="training: max_grad_norm is inf: must be finite"):
+        settings.config("out", 0)
+
+
+def test_logs_of_a_trainer_show_numbers(tmp_path):
+    logs = [{"step": 1, "loss": 2.0, "grad_norm": math.inf, "note": "x"}, {"loss": 1.0}, {"step": 2, "loss": []}]
+    assert _logs(logs, tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2}]
+    assert _logs(None, tmp_path) == []
+    with pytest.raises(InputError, match="log_history is no list"):
+        _logs({"step": 1}, tmp_path)
+
+
+def test_an_overflow_in_a_training_leaves_readable_records(root, tmp_path, monkeypatch):
+    """fp16's scaler skips such a step and logs its gradient."""
+    from hf_moe_expand.stages.recording import RecordingTrainer
+
+    save_dense(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", PLAN)
+    log = RecordingTrainer.log
+    monkeypatch.setattr(
+        RecordingTrainer, "log", lambda self, logs, *rest: log(self, {**logs, "scale": math.inf}, *rest)
+    )
+    config = PostPretrainConfig(block_size=16, max_steps=2, logging_steps=1, disable_tqdm=True)
+    text = {"el": LanguageText("el", str(root / "el.jsonl"))}
+    train_stage(tmp_path / "expanded", tmp_path / "out", text, config)
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text(), parse_constant=pytest.fail)
+    assert all("loss" in entry or "train_loss" in entry for entry in state["log_history"])
