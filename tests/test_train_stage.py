@@ -2,6 +2,7 @@
 are somebody else's."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -139,10 +140,16 @@ def test_a_learning_rate_that_diverges_is_an_error_that_names_the_step(root, dat
     nothing_written(tmp_path / "out")
 
 
-def test_the_loss_of_a_weight_that_is_no_number_is_an_error_at_step_1(root, data, tmp_path):
+def test_a_weight_that_is_no_number_is_refused_before_the_training(root, data, tmp_path):
     with_tensors(root / "expanded", tmp_path / "spoilt", with_nan)
-    with pytest.raises(InputError, match="post-pretrain: the loss is nan at step 1: the training diverged"):
+    with pytest.raises(InputError, match=r"spoilt: tensor '\S+' holds NaN or infinite values"):
         train_stage(tmp_path / "spoilt", tmp_path / "out", data, config())
+    nothing_written(tmp_path / "out")
+
+
+def test_the_loss_after_a_step_too_long_is_an_error_that_names_its_step(root, data, tmp_path):
+    with pytest.raises(InputError, match=r"post-pretrain: the loss is (nan|inf) at step 2: the training diverged"):
+        train_stage(root / "expanded", tmp_path / "out", data, config(learning_rate=1e30, max_steps=3))
     nothing_written(tmp_path / "out")
 
 
@@ -154,16 +161,16 @@ def test_weights_that_the_last_step_spoilt_are_not_written(root, data, tmp_path)
 
 
 def test_on_the_command_line_divergence_is_exit_code_2(root, tmp_path, monkeypatch, capsys):
-    with_tensors(root / "expanded", tmp_path / "spoilt", with_nan)
-    (tmp_path / "stage.yaml").write_text("block_size: 16\ntraining: {max_steps: 1, disable_tqdm: true}\n")
-    folders, text = (tmp_path / "spoilt", tmp_path / "out"), f"el={root / 'el.jsonl'}"
+    settings = "block_size: 16\ntraining: {max_steps: 3, learning_rate: 1e30, disable_tqdm: true}\n"
+    (tmp_path / "stage.yaml").write_text(settings)
+    folders, text = (root / "expanded", tmp_path / "out"), f"el={root / 'el.jsonl'}"
     arguments = ("train", "post-pretrain", *folders, "--data", text, "--config", tmp_path / "stage.yaml")
     monkeypatch.setattr(sys, "argv", ["hf-moe-expand", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert "error: post-pretrain: the loss is nan at step 1" in said
+    assert re.search(r"error: post-pretrain: the loss is (nan|inf) at step 2", said)
     assert "Traceback" not in said
     nothing_written(tmp_path / "out")
 

@@ -162,12 +162,12 @@ WRONG = {
     "no tokenizer": (tagged("el"), True, False, "and the tokenizer as processing_class"),
     "no configuration": (tagged("el"), False, True, r"pass PostPretrainConfig\(...\) as args"),
     "an old language": (tagged("en", "el"), True, True, "set `replay: true` to train on old ones too"),
-    "no text of the new one": (tagged("en"), True, True, "el: no text was given for a language that this expansion"),
+    "no text of the new one": (tagged("en"), True, True, "el: a language of this expansion has no text"),
     "a row without a language": (
         concatenate_datasets([tagged("el"), Dataset.from_dict({"text": ["x"], "language": [None]})]), True, True,
-        "has the language None",
+        "has the unknown language None",
     ),
-    "too little text": (tagged("el").select([]), True, True, "el: no text was given"),
+    "too little text": (tagged("el").select([]), True, True, "el: a language of this expansion has no text"),
 }  # fmt: skip
 
 

@@ -166,8 +166,7 @@ def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore
 
 
 def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> dict[str, Metric]:
-    """Joins each metric with its standard error, such as `acc,none` with `acc_stderr,none`; leaves out values that are not
-    finite."""
+    """Joins each metric with its standard error, such as `acc,none` with `acc_stderr,none`; only finite values stay."""
     found = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
