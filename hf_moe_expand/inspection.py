@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from .checkpoint.reader import CheckpointReader
-from .checkpoint.scratch import leftovers
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
 from .errors import InputError
 from .records import ExpansionRecord, History
+from .scratch import leftovers
 from .stages import training_stages
 from .trainers.freezing import freeze
 

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .checkpoint.scratch import beside, remove_partial_files
 from .errors import InputError
+from .scratch import beside, remove_partial_files
 
 
 def write_json(path: str | Path, value: Any) -> None:

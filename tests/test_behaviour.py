@@ -408,7 +408,7 @@ def test_use_expert_sends_all_tokens_to_one_expert_while_it_lasts(trained, confi
             assert torch.equal(logits(trained), found[0])
         assert torch.equal(logits(trained), found[1])
     most = max(configuration.plan.experts_per_layer)
-    with trained.use_expert(most), pytest.raises(ValueError, match=f"Expert {most} was asked for, but layer 0 has"):
+    with trained.use_expert(most), pytest.raises(ValueError, match=f"Layer 0 has no expert {most}; give one of"):
         logits(trained)
 
 

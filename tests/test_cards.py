@@ -153,7 +153,7 @@ def test_results_put_old_languages_first_and_compare_with_the_base(checkpoint, e
 def test_the_name_in_the_evaluation(checkpoint, evaluation):
     renamed = checkpoint.rename(checkpoint.with_name("other"))
     with pytest.raises(
-        InputError, match=r"has scores of tiny, between, tiny-el, but none of other; say which .*evaluated"
+        InputError, match=r"has scores of tiny, between, tiny-el, but none of other; name this .*evaluated"
     ):
         make_card(renamed, evaluation=evaluation)
     assert "1.010" in str(make_card(renamed, evaluation=evaluation, evaluated_as="tiny-el"))

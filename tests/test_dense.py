@@ -14,10 +14,10 @@ from hf_moe_expand import DenseConfig, Plan, cli, expand_checkpoint, train_stage
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.scratch import work_folder
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.scratch import work_folder
 from hf_moe_expand.stages import dense
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.dense import LoraSettings, check_old_blocks
@@ -220,7 +220,7 @@ def test_refusals_name_what_is_wrong(root, data, tmp_path):
         config(method="half")
     with pytest.raises(InputError, match="training: unknown key `max_step`; did you mean `max_steps`"):
         settings_of(DenseConfig)(training={"max_step": 1}).config(tmp_path, seed=0)
-    refused("the method is full; set `method: lora`", config(lora=LoraSettings(r=3)))
+    refused("the method is full, but lora has settings; set `method: lora`", config(lora=LoraSettings(r=3)))
     refused("no new blocks: insert some with `expand-depth`", config(method="new-blocks"))
     refused("No text was given", config(), texts={})
     refused("is the input folder", config(), out=root / "base")

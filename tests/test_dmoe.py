@@ -244,7 +244,7 @@ def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(traine
     assert History.of(adapted).last.copied_expert == 1
     assert History.of(adapted).last.stages == [done.record]
     assert not (tmp_path / "hi.grown").exists()
-    with pytest.raises(InputError, match=r"knows 'hi' already \(expert 3"):
+    with pytest.raises(InputError, match=r"has 'hi' already \(expert 3"):
         adapt_language(tmp_path / "hi", tmp_path / "again", text["hi"], config)
     second = LanguageText("ro", text["es"].source)
     assert adapt_language(tmp_path / "hi", tmp_path / "ro", second, config).expert == 4
@@ -266,7 +266,7 @@ def test_a_router_row_that_moved_in_adaptation_is_found_out(trained, text, tmp_p
 def test_wrong_input_is_named(expanded, text, tmp_path):
     out = tmp_path / "out"
     data = {code: source for code, source in text.items() if code != "hi"}
-    with pytest.raises(InputError, match=r"Group 1 \(el\): no text was given"):
+    with pytest.raises(InputError, match=r"Group 1 \(el\): none of its languages has text"):
         train_stage(expanded, out, {c: s for c, s in data.items() if c != "el"}, GroupConfig(block_size=16))
     with pytest.raises(InputError, match="hi: not a language of this expansion"):
         train_stage(expanded, out, text, JointConfig(block_size=16))

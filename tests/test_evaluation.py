@@ -102,7 +102,7 @@ def test_table_and_json(tmp_path):
     with pytest.raises(InputError, match="not an evaluation"):
         Evaluation.from_json(tmp_path / "other.json")
     (tmp_path / "half.json").write_text('{"old": [], "new": ["el"], "models": {"base": {"el": {"perplexity": 2.0}}}}')
-    with pytest.raises(InputError, match=r"half.json: models.base.el: `bits_per_byte` is missing"):
+    with pytest.raises(InputError, match=r"half.json: not an evaluation: models.base.el: `bits_per_byte` is missing"):
         Evaluation.from_json(tmp_path / "half.json")
 
 

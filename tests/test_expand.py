@@ -238,7 +238,7 @@ def tensors_of(content, tmp_path):
 def test_a_full_disk_leaves_nothing_behind(base, tmp_path, monkeypatch):
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(InputError, match="the disk has 100 free"):
+    with pytest.raises(InputError, match="the disk has 100 bytes free"):
         expand_checkpoint(base, tmp_path / "out", PLAN)
     monkeypatch.setattr(shutil, "disk_usage", real)
     opened = builtins.open

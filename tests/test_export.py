@@ -163,7 +163,7 @@ def test_without_a_native_form_it_says_why(tmp_path):
         return tmp_path / name
 
     refused("is equivalent to an expanded bloom model: none has .* exist for granite", expanded("b", "bloom", UNIFORM))
-    refused("gemma3_text model does: Gemma 4's mixture", expanded("g", "gemma3_text", UNIFORM))
+    refused("expanded gemma3_text model: Gemma 4's mixture", expanded("g", "gemma3_text", UNIFORM))
     refused("2, 3 experts; .* one number for all layers", expanded("c", "qwen2", Plan("uniform", [2, 3, 3])))
     refused("layers 2 have a classifier", expanded("k", "qwen2", Plan("layer-moe", [3, 3, 3], [2])))
     refused("layers 1 are dense, but every layer of flex_olmo", expanded("o", "olmo2", WITH_DENSE))
@@ -201,5 +201,5 @@ def test_an_expert_that_not_every_layer_has(tmp_path):
     export_expert(tmp_path / "out", tmp_path / "one", 1)
     with pytest.raises(InputError, match="not an expanded one"):
         export_expert(tmp_path / "base", tmp_path / "no", 0)
-    with pytest.raises(InputError, match="not -1"):
+    with pytest.raises(InputError, match="has no expert -1"):
         export_expert(tmp_path / "out", tmp_path / "no", -1)

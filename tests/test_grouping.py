@@ -175,7 +175,7 @@ def test_vectors_from_json_and_csv(tmp_path):
         ("v.json", '{"el": [1, 2], "hu": [1]}', "el has 2, hu has 1"),
         ("v.json", '{"el": [1, 2], "hu": [0, 0]}', "vector of hu is all zeros"),
         ("v.json", '{"el": [1, 2], "hu": [1, "--"]}', 'hu: "--" is not a finite number'),
-        ("v.json", '{"el": [1, 2], "hu": [1, NaN]}', "NaN is no JSON number"),
+        ("v.json", '{"el": [1, 2], "hu": [1, NaN]}', "NaN is not a JSON number"),
         ("v.json", '{"el": [1, 2], "hu": 7}', "hu: 7 is not a list of numbers"),
         ("v.json", "[1]", "not linguistic vectors"),
         ("v.csv", "el,1,2\nhu,--,1\n", 'v.csv: hu: "--" is not a finite number'),

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
-from hf_moe_expand.checkpoint.expand import new_router, new_weight, versions
+from hf_moe_expand.checkpoint.expand import versions
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS, add_experts
+from hf_moe_expand.checkpoint.new_weights import new_router, new_weight
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import ExpansionRecord
 
@@ -181,7 +182,7 @@ def test_it_writes_shards_and_replaces_a_folder_where_it_is_told(made, tmp_path)
 def test_an_incomplete_checkpoint_or_an_expert_that_is_not_there_is_refused(made, tmp_path):
     record = ExpansionRecord(method="uniform", old_languages=["en"], new_languages=["tr"], base_model="base")
     for sources, message in (
-        ({0: [-1]}, r"expert -1 was to be copied, but layer 0 has experts 0\.\.2"),
+        ({0: [-1]}, r"layer 0 has no expert -1 to copy; give one of 0\.\.2"),
         ({-1: [0]}, "layer -1 has no router"),
         ({3: [0]}, "layer 3 has no router"),
         ({1: [0]}, "layer 1 has no router"),

@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
 ROOMS = (
     ("_auto_classes", "errors"),
     ("",),
-    ("extra", "jsonfile", "languages", "recipe_paths", "records", "schema", "yamlfile"),
-    ("recipes", "results", "settings"),
+    ("extra", "scratch"),
+    ("jsonfile", "languages", "recipe_paths", "records", "schema", "yamlfile"),
+    ("recipes", "results", "run_record", "settings"),
     ("modeling",),
     ("planning",),
     ("data",),

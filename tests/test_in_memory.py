@@ -70,11 +70,11 @@ def test_a_dmoe_plan_makes_a_dmoe_model():
     ("config_class", "fields", "method"),
     [
         (LayerMoEConfig, {"num_experts_per_layer": [3, 1, 2], "classifier_layers": [2]}, "layer-moe"),
-        (LayerMoEConfig, {"num_experts_per_layer": [2, 2, 2], "conditional_routing": True}, "uniform"),
+        (LayerMoEConfig, {"num_experts_per_layer": [2, 2, 2], "conditional_routing": True}, "moe-lpr"),
         (
             LayerMoEConfig,
             {"num_experts_per_layer": [2, 2, 2], "expert_kind": "lora", "lora_rank": 3, "lora_alpha": 5.0},
-            "uniform",
+            "moe-lpr",
         ),
         (DMoEConfig, {"num_experts_per_layer": [1, 2, 2], "language_groups": [["el"], ["hu"]]}, "dmoe"),
     ],

@@ -254,7 +254,7 @@ def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused(new | {"hu": texts["el"]}, PostPretrainConfig(), "hu: not a language of this expansion")
-    refused({"el": texts["el"]}, PostPretrainConfig(), "tr: no text was given")
+    refused({"el": texts["el"]}, PostPretrainConfig(), "tr: a language of this expansion has no text")
     refused(texts, PostPretrainConfig(), "en, zh: post-pretraining reads only new languages; set `replay: true`")
     refused(
         new,
@@ -472,5 +472,5 @@ def test_what_a_further_expansion_copies(recipe):
     with pytest.raises(InputError, match=r"copy_from is 2: the first expansion can copy only expert 0"):
         with_copies(2, 0)
     for wrong in ("next", -1):
-        with pytest.raises(InputError, match=f"copy_from: '?{wrong}'? is neither"):
+        with pytest.raises(InputError, match=f"copy_from is '?{wrong}'?: must be an expert's number"):
             with_copies(0, wrong)

@@ -214,7 +214,7 @@ def test_an_expert_that_a_layer_may_not_have_cannot_be_copied(root):
     path.write_text(f"{text}    expand: {{copy_from: 1}}\n")
     assert validate_recipe(Recipe.load(path))
     path.write_text(f"{text}    expand: {{copy_from: 2}}\n")
-    with pytest.raises(InputError, match=r"expansion 2: expand.copy_from is 2, but .* experts 0\.\.1 only"):
+    with pytest.raises(InputError, match=r"expansion 2: expand.copy_from is 2, but .* only experts 0\.\.1"):
         validate_recipe(Recipe.load(path))
 
 

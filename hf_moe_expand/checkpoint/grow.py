@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ..errors import InputError
+from ..errors import InputError, at
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
@@ -106,7 +106,9 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         raise InputError(
             f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
         )
-    known = History.of(config).languages
+    with at(str(folder)):
+        history = History.of(config)
+        known = [*history.first.old_languages, *history.languages]
     if again := [code for code in plan.new if code in known]:
         raise InputError(f"{', '.join(again)}: already a language of the model; leave it out of --new.")
     return config

@@ -21,8 +21,8 @@ from ..errors import InputError, first_line
 from ..jsonfile import read_json
 from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
 from ..records import History
+from ..scratch import restore
 from .fields import check_fields, check_values
-from .scratch import restore
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
 TOKENIZER_FILES = (

@@ -18,8 +18,8 @@ from safetensors.torch import save as save_safetensors
 
 from ..errors import InputError, first_line, is_full_disk
 from ..modeling.expansion_only import RECORD
+from ..scratch import beside, remove_leftovers, restore
 from .reader import ITEM_BITS
-from .scratch import beside, remove_leftovers, restore
 from .source import CODE, COMPANIONS
 
 DEFAULT_SHARD_SIZE = "5GB"

@@ -247,7 +247,7 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches(batch_size=256, columns=kept):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a Parquet file that can be read ({first_line(error)}).") from None
+        raise InputError(f"{path}: cannot be read as a Parquet file ({first_line(error)}).") from None
 
 
 @cache

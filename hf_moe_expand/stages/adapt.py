@@ -25,11 +25,11 @@ from ..evaluation.perplexity import evaluate_model
 from ..models import load_for_inference
 from ..records import ExpansionRecord, History, StageRecord
 from ..schema import Count, Whole
+from ..scratch import scratch_folder
 from ..trainers.freezing import Trained
 from .base import TrainingStage
 from .config import BlockSize, StageConfig, key
 from .run import check_frozen, train_stage
-from .scratch import scratch_folder
 from .trainer import StageTrainer
 
 

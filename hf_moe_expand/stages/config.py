@@ -5,6 +5,7 @@ A subclass declares its fields once, for the checks, the keys of a stage in a re
 """
 
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -198,9 +199,11 @@ def _from_json(value: Any) -> Any:
             return json.loads(value)
         except json.JSONDecodeError as error:
             raise InputError(f"{value!r}: not a JSON object ({error.msg}).") from None
-    return _json(value)
+    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
 
 
 def _json(value: Any) -> Any:
     """Converts settings to mappings, and members of enumerations to their values."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number
     return asdict(value) if is_dataclass(value) else getattr(value, "value", value)  # type: ignore[arg-type]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.scratch import is_work_folder, remove_work_folder, work_folder
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+from ..scratch import is_work_folder, remove_work_folder, work_folder
 
 STARTED_WITH = "started_with.json"
 

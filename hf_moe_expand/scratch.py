@@ -10,11 +10,11 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
 
-from ..errors import InputError
+from .errors import InputError
 
 MARKER = ".hf-moe-expand"
 _DAY = 24 * 60 * 60
@@ -104,6 +104,26 @@ def remove_work_folder(path: str | os.PathLike) -> None:
     with suppress(OSError):
         os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
+    """Yields an empty folder that is removed at the end; a folder left by a killed process is emptied first.
+
+    Args:
+        makes: whether this process, of several ranks, creates and removes the folder.
+
+    Raises:
+        InputError: `path` exists and is not a work folder.
+    """
+    if makes:
+        remove_work_folder(path)
+        work_folder(path)
+    try:
+        yield path
+    finally:
+        if makes:
+            remove_work_folder(path)
 
 
 def is_work_folder(path: Path) -> bool:
