@@ -13,8 +13,11 @@ import pytest
 from hf_moe_expand import cli
 
 # A verb that writes a folder until something stops it.
+# It undoes the SIG_IGN that `nohup` and `&` hand down, as in a terminal.
 WAITS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from pathlib import Path
 from hf_moe_expand import cli
 from hf_moe_expand.checkpoint.writer import new_folder
