@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import invoke
+from jsonschema import Draft202012Validator
 
 from hf_moe_expand.planning.methods import METHODS, PlanSettings
 from hf_moe_expand.recipe import Recipe, recipe_schema
@@ -72,8 +73,7 @@ def test_the_command_prints_it(tmp_path):
 
 @pytest.fixture(scope="module")
 def validator():
-    jsonschema = pytest.importorskip("jsonschema")
-    kind = jsonschema.Draft202012Validator
+    kind = Draft202012Validator
     kind.check_schema(recipe_schema())
     return kind(recipe_schema())
 
