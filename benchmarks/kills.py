@@ -91,7 +91,7 @@ def make_all(folder: Path) -> None:
     (folder / "adapt.yaml").write_text(f"block_size: 8\nsample_tokens: 400\n{training}")
     indented = f"  block_size: 8\n  {training}"
     (folder / "recipe.yaml").write_text(
-        f"base: {folder}/base\noutput: {folder.parent}/work/out\nold: {{en: {folder}/en.jsonl}}\n"
+        f"base: {folder}/base\noutput: {folder.parent}/results/out\nold: {{en: {folder}/en.jsonl}}\n"
         f"new: {{el: {folder}/el.jsonl}}\ntest: {{el: {folder}/el.jsonl}}\n"
         "plan: {method: layer-moe, total_experts: 4, classifier_layers: 1}\n"
         "analysis: {tokens: 8, block_size: 8}\nevaluation: {block_size: 8}\n"
@@ -198,7 +198,7 @@ class Kills:
     """Runs cases on the inputs in `folder / "made"`."""
 
     def __init__(self, folder: Path) -> None:
-        self.made, self.work = folder / "made", folder / "work"
+        self.made, self.work = folder / "made", folder / "results"
         self.made.mkdir()
         make_all(self.made)
         for module in pkgutil.walk_packages(hf_moe_expand.__path__, "hf_moe_expand."):  # then forks have them

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,18 +37,13 @@ def _verb(key: str) -> Callable[..., None]:
 
 
 def _former_verb(key: str, former: str) -> Callable[..., None]:
-    def train(
-        model: Model,
-        out: OutFolder,
-        data: Data,
-        config: Config = None,
-        validation: Validation = None,
-        seed: Seed = 0,
-        overwrite: Overwrite = False,
-    ) -> None:
+    verb = _verb(key)
+
+    @wraps(verb)
+    def train(*arguments: Any, **options: Any) -> None:
         message = f"`train {former}` is now `train {key}`; the next release will have only the new name."
         warnings.warn(message, FutureWarning, stacklevel=2)
-        _train(key, model, out, data, config, validation, seed, overwrite)
+        verb(*arguments, **options)
 
     return train
 
