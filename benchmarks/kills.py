@@ -324,7 +324,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--verb", action="append", default=[], help="of these verbs alone; repeat")
+    parser.add_argument(
+        "--verb", action="append", choices=sorted(VERBS), default=[], help="of these verbs alone; repeat"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()

@@ -13,6 +13,7 @@ from conftest import invoke, save_dense, write_texts
 
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
+from hf_moe_expand.errors import InputError
 from hf_moe_expand.recipe import Recipe
 
 README = Path(__file__).parents[1] / "README.md"
@@ -34,6 +35,16 @@ def commands(group=None, path=()):
 def test_every_verb_has_help_with_an_example(verb):
     text = invoke(*verb, "--help")
     assert f"Example: hf-moe-expand {' '.join(verb)}" in " ".join(text.split()) or "accelerate launch" in text
+
+
+def test_a_former_verb_warns_and_does_what_the_present_one_does(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    arguments = [tmp_path / "model", tmp_path / "out", "--data", f"el={tmp_path / 'empty.jsonl'}"]
+    with pytest.raises(InputError) as present:
+        invoke("train", "joint", *arguments)
+    with pytest.warns(FutureWarning, match="`train normal` is now `train joint`"), pytest.raises(InputError) as former:
+        invoke("train", "normal", *arguments)
+    assert str(former.value) == str(present.value)
 
 
 def test_help_answers_at_once_and_loads_no_torch():
