@@ -45,6 +45,7 @@ from .stages.review import ReviewTrainer as ReviewTrainer
 from .stages.run import train_stage as train_stage
 from .trainers.losses import BalanceLoss as BalanceLoss
 from .trainers.losses import ClassifierLoss as ClassifierLoss
+from .trainers.losses import DistillationLoss as DistillationLoss
 from .trainers.losses import GateBudgetLoss as GateBudgetLoss
 from .trainers.losses import GroupLoss as GroupLoss
 from .trainers.losses import LanguagePriorLoss as LanguagePriorLoss

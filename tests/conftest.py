@@ -1,10 +1,13 @@
 """Fixtures: tiny backbones, real text where it is at hand, and a fresh interpreter without the package."""
 
+import gc
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed import TCPStore
+from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -29,6 +34,14 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
 DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
 FIGURES = DATA.parent / "reference" / "published_figures.json"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collection():
+    """Excludes all imported modules from garbage collection: accelerate collects after each training."""
+    gc.collect()
+    gc.freeze()
+
 
 VOCABULARY = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 256}
 SIZES = {
@@ -148,6 +161,25 @@ def run_ranks(*command: str, count: int = 2, configuration: Path | None = None) 
         raise
     assert ranks.returncode == 0, errors
     return out
+
+
+def fork_ranks(script: str, *arguments: str, count: int = 2) -> None:
+    """Runs a script of this folder, or a module, on several ranks.
+
+    They are forked from a process that has imported all they need: a rank of `run_ranks` imports for seconds first.
+    """
+    from forked_rank import run_rank
+
+    multiprocessing.set_forkserver_preload(["hf_moe_expand.trainers.sft", "hf_moe_expand.stages.run"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options = {"nprocs": count, "start_method": "forkserver", "join": False}
+    started = start_processes(run_rank, (script, arguments, count, store.port), **options)
+    deadline = time.monotonic() + 600
+    while not started.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in started.processes:
+                process.kill()
+            raise TimeoutError(f"{script}: the ranks hang.")
 
 
 # One backbone of each kind of FFN call, of head and of key names; the others are in the wide matrix.

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from hf_moe_expand import (
     BalanceLoss,
     ClassifierLoss,
+    DistillationLoss,
     GateBudgetLoss,
     LanguagePriorLoss,
     LayerMoEConfig,
@@ -67,7 +68,7 @@ def build(backbone="qwen2", **fields):
 def train(
     folder, stage="review", balance=0.0, prior=0.1, classifier=0.1, batch=8, steps=1, padded=False, checkpointing=False,
     same=False, halves=False, everything=False, backbone="qwen2", logs=None, model=None, save=None, localized=0.0,
-    budget=0.0, fields=None, losses=None,
+    budget=0.0, distillation=0.0, fields=None, losses=None,
 ):  # fmt: skip
     model = build(backbone, **fields or {}) if model is None else model
     ids, languages = rows()
@@ -85,6 +86,7 @@ def train(
     if losses is None:
         losses = [BalanceLoss(balance), LanguagePriorLoss(prior), GateBudgetLoss(budget)]
         losses += [LocalizedBalanceLoss(localized), ClassifierLoss(classifier)]
+        losses += [DistillationLoss(distillation)] if distillation else []
     kind = ReviewTrainer if stage == "review" else PostPretrainTrainer
     trainer = kind(
         model, args=arguments, train_dataset=dataset, data_collator=collate_padded if padded else collate_blocks,

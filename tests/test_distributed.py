@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import HERE, run_ranks, save_dense, write_texts
+from conftest import HERE, fork_ranks, run_ranks, save_dense, write_texts
 from one_step import train
 from ranks import STEPS, adapt, dense, model_of, options, post_pretraining, stage
 from safetensors.torch import load_file
@@ -36,7 +36,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(root):
     """What each check gave, all of them run in one launch."""
-    run_ranks(str(HERE / "ranks.py"), str(root), *CHECKS)
+    fork_ranks("ranks.py", str(root), *CHECKS)
     return {check: torch.load(root / f"{check}.pt", weights_only=False) for check in CHECKS}
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import yaml
@@ -14,6 +15,9 @@ from conftest import save_dense, write_texts
 
 import hf_moe_expand
 from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.schema import Coefficient
+from hf_moe_expand.stages.config import declared_losses, key, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "extending.md").read_text("utf-8")
@@ -78,8 +82,16 @@ def test_the_guides_loss_trains(place, monkeypatch):
     real = hf_moe_expand.PostPretrainConfig
     small = {**SMALL, "block_size": 32, "logging_steps": 1}
     monkeypatch.setattr(hf_moe_expand, "PostPretrainConfig", lambda out, **given: real(out, **given, **small))
-    (loss,) = [text for text in blocks("python") if not text.startswith("# ")]
+    loss, field = [text for text in blocks("python") if not text.startswith("# ")]
     namespace: dict = {}
     exec(loss, namespace)
     (logged,) = [entry for entry in namespace["trainer"].state.log_history if "router_entropy_loss" in entry]
     assert 0 < logged["router_entropy_loss"] <= 1.0987  # log 3
+    namespace |= {"Annotated": Annotated, "Coefficient": Coefficient, "key": key}
+    exec(f"@dataclass\nclass Longer(hf_moe_expand.ReviewConfig):\n    {field}", namespace | globals(), namespace)
+    longer = namespace["Longer"]
+    assert longer("out", router_entropy_coef=0.5).router_entropy_coef == 0.5
+    losses = declared_losses(longer, settings_of(longer)(router_entropy_coef=0.5))
+    assert losses[-1] == namespace["RouterEntropyLoss"](0.5)
+    with pytest.raises(InputError, match="router_entropy_coef is -1"):
+        longer("out", router_entropy_coef=-1.0)

@@ -5,7 +5,7 @@ import json
 import one_step
 import pytest
 import torch
-from conftest import run_ranks
+from conftest import fork_ranks
 from one_step import rows
 
 from hf_moe_expand.trainers import language_importance, localized_balance_loss
@@ -92,7 +92,7 @@ def test_trainers_add_the_localized_balance(tmp_path):
     }
     padded = one_step.train(tmp_path, **nothing, localized=3.0, padded=True)
     settings = json.dumps({**nothing, "localized": 3.0, "batch": 4})
-    run_ranks("one_step.py", str(tmp_path / "ranks.pt"), settings)
+    fork_ranks("one_step.py", str(tmp_path / "ranks.pt"), settings)
     for found in (padded, torch.load(tmp_path / "ranks.pt")):
         for name, value in trained.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import HERE, checkpointed, enable_checkpointing, run_ranks, tiny_config
+from conftest import checkpointed, enable_checkpointing, fork_ranks, tiny_config
 from datasets import Dataset
 from one_step import build, rows, train
 from transformers import Trainer, TrainingArguments
@@ -130,11 +130,12 @@ def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path):
         {"stage": "post", "balance": 1.0, "prior": 0.0, "classifier": 0.0},
         {"stage": "review", "prior": 1.0, "classifier": 1.0},
         BUDGET,
+        {"stage": "post", "prior": 0.0, "classifier": 0.0, "distillation": 5.0},
     ],
-    ids=["post-pretrain", "review", "budget"],
+    ids=["post-pretrain", "review", "budget", "distillation"],
 )
 def test_p6_two_ranks_make_the_step_of_one(tmp_path, options):
-    run_ranks(str(HERE / "one_step.py"), str(tmp_path / "two.pt"), json.dumps({**options, "batch": 4}))
+    fork_ranks("one_step.py", str(tmp_path / "two.pt"), json.dumps({**options, "batch": 4}))
     assert_same(torch.load(tmp_path / "two.pt"), train(str(tmp_path / "one"), **options, batch=8))
 
 

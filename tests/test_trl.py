@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from conftest import HERE, byte_tokenizer, checkpointed, run_ranks
+from conftest import byte_tokenizer, checkpointed, fork_ranks
 from datasets import Dataset
 from one_sft_step import LANGUAGES, NEW_EXPERTS, ROWS, lora, save_expanded, settings, train, trainer
 from one_step import build
@@ -129,7 +129,7 @@ def test_p6_accumulation_does_not_multiply_the_balance_weight(tmp_path, adapter)
 def test_p6_two_ranks_make_the_step_of_one(tmp_path):
     options = {"balance": 1.0, "prior": 1.0, "classifier": 1.0}
     cut = {**options, "per_device_train_batch_size": 4}
-    run_ranks(str(HERE / "one_sft_step.py"), str(tmp_path / "two.pt"), json.dumps(cut))
+    fork_ranks("one_sft_step.py", str(tmp_path / "two.pt"), json.dumps(cut))
     assert_same(torch.load(tmp_path / "two.pt"), train(tmp_path / "one", **options))
 
 

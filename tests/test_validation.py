@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import byte_tokenizer, invoke, run_ranks, save_dense, write_texts
+from conftest import byte_tokenizer, fork_ranks, invoke, save_dense, write_texts
 from safetensors.torch import load_file
 from transformers import Trainer
 
@@ -130,8 +130,8 @@ def test_two_ranks_score_what_one_does_and_one_writes(root):
         (root / f"{batch}.yaml").write_text(json.dumps(settings))
     expand_checkpoint(save_dense(root / "no-dropout"), root / "plain", Plan("uniform", [2, 1, 1], new=["el", "tr"]))
     invoke("train", "post-pretrain", root / "plain", root / "one", *text, "--config", root / "4.yaml")
-    run_ranks(
-        "-m", "hf_moe_expand.cli", "train", "post-pretrain", *map(str, (root / "plain", root / "two")), *text,
+    fork_ranks(
+        "hf_moe_expand.cli", "train", "post-pretrain", *map(str, (root / "plain", root / "two")), *text,
         "--config", str(root / "2.yaml"),
     )  # fmt: skip
     one, two = curves(root / "one"), curves(root / "two")

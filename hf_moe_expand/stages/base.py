@@ -15,7 +15,7 @@ from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
 from ..trainers.freezing import Trained
 from ..trainers.masking import Masking, check_gates
-from .config import StageConfig, StageSettings, settings_of
+from .config import StageConfig, StageSettings, declared_losses, settings_of
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class TrainingStage(Stage):
         return settings_of(self.config_class)
 
     def losses(self, config: Any) -> list[Any]:
-        """The router losses for its configuration."""
-        return []
+        """The router losses for its configuration: those that its fields declare."""
+        return list(declared_losses(self.config_class, config))
 
     def trained(self, config: Any) -> tuple[str, Trained]:
         """Its name in a history, and the parts of the model that train, for this configuration."""

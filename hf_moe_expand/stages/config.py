@@ -19,13 +19,17 @@ from transformers import TrainingArguments
 
 from ..errors import InputError, at
 from ..schema import Count, Declared, Text, Whole, read, settings
+from ..trainers.losses import RouterLoss
 from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
 
 BlockSize = Annotated[Whole, Field(ge=2)]
 
 
 def key(default: Any, help: str) -> Any:
-    """A field of a stage: its default, and its description for documentation and `--help`."""
+    """A field of a stage: its default, and its description for documentation and `--help`.
+
+    A stage trains on the losses that the types of its fields name: `Annotated[Coefficient, BalanceLoss]`.
+    """
     if isinstance(default, type):
         return field(default_factory=default, metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -151,10 +155,32 @@ def own_fields(cls: type[StageConfig]) -> dict[str, Any]:
     return {f.name: _without_json(hints[f.name]) for f in fields(cls) if f.name not in library}
 
 
+def declared_losses(cls: type[StageConfig], values: Any) -> list[RouterLoss]:
+    """The losses whose coefficients are fields of a stage's configuration, in the order of the fields.
+
+    Args:
+        values: the configuration or the settings that hold the fields' values. A field of the loss itself, such as
+            `GateBudgetLoss.gate_budget`, takes the value of the stage's field of this name, if there is one.
+    """
+    hints = own_fields(cls)
+    found = []
+    for name, hint in hints.items():
+        for loss in getattr(hint, "__metadata__", ()):
+            if not (isinstance(loss, type) and issubclass(loss, RouterLoss)):
+                continue
+            coef = getattr(values, name)
+            if coef or loss.logged_at_zero:
+                others = {f.name: getattr(values, f.name) for f in fields(loss) if f.name != "coef" and f.name in hints}
+                found.append(loss(coef, **others))
+    return found
+
+
 def _without_json(hint: Any) -> Any:
     """The type of a field without the text that a command line's JSON is; `_from_json` has read it."""
     options = typing.get_args(hint)
-    if any(isinstance(option, type) and is_dataclass(option) for option in options):
+    if typing.get_origin(hint) is not Annotated and any(
+        isinstance(option, type) and is_dataclass(option) for option in options
+    ):
         return typing.Union[tuple(option for option in options if option is not str)]  # noqa: UP007
     return hint
 

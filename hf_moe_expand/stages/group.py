@@ -5,7 +5,7 @@ Example: hf-moe-expand train group qwen-dmoe qwen-dmoe-1 --data el=el.jsonl --da
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch.utils.data import Sampler
@@ -27,8 +27,8 @@ class GroupConfig(MixedConfig):
     renamed: ClassVar = {"balance": "balance_coef", "group": "group_coef"}
 
     block_size: BlockSize = key(2048, "tokens in a block")
-    group_coef: Coefficient = key(1.28, "lambda: weight of the language-group loss")
-    balance_coef: Coefficient = key(0.0, "weight of the load-balancing loss")
+    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")
+    group_coef: Annotated[Coefficient, GroupLoss] = key(1.28, "lambda: weight of the language-group loss")
     validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
 
@@ -40,9 +40,6 @@ class Group(MixingStage):
     config_class = GroupConfig
     trains = EVERYTHING
     one_expert_runs = True
-
-    def losses(self, config: GroupConfig) -> list[Any]:
-        return [BalanceLoss(config.balance_coef), GroupLoss(config.group_coef)]
 
     def block_groups(self, texts: Iterable[str], model_config: Any, config: GroupConfig) -> list[list[str]]:
         return super().block_groups(texts, model_config, config) or model_config.language_groups

@@ -4,7 +4,7 @@ Example: hf-moe-expand train joint qwen-dmoe-1 qwen-dmoe-2 --data el=el.jsonl --
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from ..schema import Coefficient
 from ..trainers.freezing import EVERYTHING
@@ -22,7 +22,7 @@ class JointConfig(MixedConfig):
     renamed: ClassVar = {"balance": "balance_coef"}
 
     block_size: BlockSize = key(2048, "tokens in a block")
-    balance_coef: Coefficient = key(0.02, "weight of the load-balancing loss")
+    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.02, "weight of the load-balancing loss")
     masking: Masking | str | None = key(Masking, "masking during training")
     validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
@@ -39,9 +39,6 @@ class Joint(MixingStage):
 
     def check_model(self, model_config: Any) -> None:
         """Accepts any expanded model."""
-
-    def losses(self, config: JointConfig) -> list[Any]:
-        return [BalanceLoss(config.balance_coef)]
 
     def language_classes(self, model_config: Any, languages: Any) -> None:
         """No loss of this stage needs languages."""

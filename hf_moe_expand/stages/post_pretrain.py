@@ -5,7 +5,7 @@ Example: hf-moe-expand train post-pretrain qwen-el qwen-el-1 --data el=el.jsonl 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from ..errors import InputError
 from ..schema import Coefficient, Flag, Share
@@ -26,16 +26,20 @@ class PostPretrainConfig(MixedConfig):
         "localized_balance": "localized_balance_coef",
     }  # fmt: skip
 
-    balance_coef: Coefficient = key(0.01, "weight of the load-balancing loss")
-    language_prior_coef: Coefficient = key(0.0, "weight of the LPR loss, for one-stage training; needs `replay`")
+    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.01, "weight of the load-balancing loss")
+    language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(
+        0.0, "weight of the LPR loss, for one-stage training; needs `replay`"
+    )
     replay: Flag = key(False, "train on text of the old languages too")
     everything: Flag = key(False, "train all parameters, the plain mixture of experts as a baseline")
     masking: Masking | str | None = key(Masking, "masking during training")
-    budget_coef: Coefficient = key(
+    budget_coef: Annotated[Coefficient, GateBudgetLoss] = key(
         0.1, "weight of the loss that keeps the gates at `gate_budget` (conditional routing)"
     )
     gate_budget: Share = key(0.8, "target of the gates: mean weight of the routed experts")
-    localized_balance_coef: Coefficient = key(0.0, "weight of LoRAMoE's localized balancing constraint")
+    localized_balance_coef: Annotated[Coefficient, LocalizedBalanceLoss] = key(
+        0.0, "weight of LoRAMoE's localized balancing constraint"
+    )
     validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
 
@@ -48,16 +52,6 @@ class PostPretrain(MixingStage):
 
     def trained(self, config: PostPretrainConfig) -> tuple[str, Trained]:
         return ("everything", EVERYTHING) if config.everything else (self.name, self.trains)
-
-    def losses(self, config: PostPretrainConfig) -> list[Any]:
-        losses: list[Any] = [
-            BalanceLoss(config.balance_coef),
-            LanguagePriorLoss(config.language_prior_coef),
-            GateBudgetLoss(config.budget_coef, config.gate_budget),
-        ]
-        if config.localized_balance_coef:
-            losses.append(LocalizedBalanceLoss(config.localized_balance_coef))
-        return losses
 
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*(old if settings.replay else ()), *new]

@@ -5,7 +5,7 @@ Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --dat
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from datasets import Dataset
 
@@ -13,7 +13,7 @@ from ..data.mixing import review_documents
 from ..errors import InputError
 from ..schema import Coefficient, Count, Positive
 from ..trainers.freezing import Trained
-from ..trainers.losses import BalanceLoss, ClassifierLoss, LanguagePriorLoss
+from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
 from .base import TrainingStage, languages_of
 from .config import BlockSize, StageConfig, ValidationSettings, key
 from .trainer import StageTrainer
@@ -21,7 +21,8 @@ from .trainer import StageTrainer
 
 @dataclass
 class ReviewConfig(StageConfig):
-    """Stage 2 (MoE-LPR Eq. 11, LayerMoE Eq. 12): `L_NTP + language_prior_coef * L_LPR + classifier_coef * L_CLS`."""
+    """Stage 2 (MoE-LPR Eq. 11, LayerMoE Eq. 12): `L_NTP + language_prior_coef * L_LPR + classifier_coef * L_CLS`, to
+    which `distillation_coef * L_KD` may be added."""
 
     renamed: ClassVar = {
         "balance": "balance_coef", "language_prior": "language_prior_coef", "classifier": "classifier_coef",
@@ -30,9 +31,12 @@ class ReviewConfig(StageConfig):
     block_size: BlockSize = key(512, "tokens in a block")
     old_documents: Count | None = key(None, "documents of each old language; by default as many as the text allows")
     new_per_old: Positive = key(2.0, "new documents for each old document")
-    language_prior_coef: Coefficient = key(0.1, "weight of the LPR loss")
-    classifier_coef: Coefficient = key(0.1, "weight of the classifiers' loss")
-    balance_coef: Coefficient = key(0.0, "weight of the load-balancing loss")
+    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")
+    language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(0.1, "weight of the LPR loss")
+    classifier_coef: Annotated[Coefficient, ClassifierLoss] = key(0.1, "weight of the classifiers' loss")
+    distillation_coef: Annotated[Coefficient, DistillationLoss] = key(
+        0.0, "weight of self-distillation: old-language tokens keep the base's predictions"
+    )
     validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
 
 
@@ -43,13 +47,6 @@ class Review(TrainingStage):
     config_class = ReviewConfig
     trains = Trained(classifiers=True)
     optional = True
-
-    def losses(self, config: ReviewConfig) -> list[Any]:
-        return [
-            BalanceLoss(config.balance_coef),
-            LanguagePriorLoss(config.language_prior_coef),
-            ClassifierLoss(config.classifier_coef),
-        ]
 
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]

@@ -5,6 +5,7 @@ from .balance import BalanceLoss, expert_selections, load_balance_loss
 from .base import OLD, LayerLoss, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses
 from .classifier import ClassifierLoss, classifier_loss
 from .deprecated import RouterLossWeights
+from .distillation import DistillationLoss, distillation_loss
 from .gate_budget import GateBudgetLoss, gate_budget_loss
 from .group import GroupLoss
 from .language_prior import LanguagePriorLoss, language_prior_routing_loss
@@ -18,6 +19,7 @@ __all__ = [
     "OLD",
     "BalanceLoss",
     "ClassifierLoss",
+    "DistillationLoss",
     "GateBudgetLoss",
     "GroupLoss",
     "LanguagePriorLoss",
@@ -30,6 +32,7 @@ __all__ = [
     "TokenMasks",
     "checked_losses",
     "classifier_loss",
+    "distillation_loss",
     "expert_selections",
     "gate_budget_loss",
     "language_importance",

@@ -105,6 +105,7 @@ class RouterLoss(ABC):
         needs_languages: whether it trains on tokens of known language, so that the trainer needs languages.
         needs_groups: whether the classes of languages are language groups, of which group g has expert g.
         needs_outputs: whether it reads `LossBatch.outputs`.
+        logged_at_zero: whether a stage computes it, for the log, where its coefficient is 0.
 
     Raises:
         InputError: the coefficient is negative or not a number.
@@ -117,6 +118,7 @@ class RouterLoss(ABC):
     needs_languages: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     needs_outputs: ClassVar[bool] = False
+    logged_at_zero: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coef) and self.coef >= 0):

@@ -38,7 +38,7 @@ class GateBudgetLoss(LayerLoss):
     """`gate_budget_loss` over the tokens of the step, in the layers with a gate (lambda_CMR of Elbayad et al.).
 
     Args:
-        budget: b, the share of the routed experts, from 0 to 1.
+        gate_budget: b, the share of the routed experts, from 0 to 1.
 
     Raises:
         InputError: the budget is not from 0 to 1.
@@ -48,15 +48,15 @@ class GateBudgetLoss(LayerLoss):
     metrics = ("budget_loss",)
 
     coef: float = 0.1
-    budget: float = 0.8
+    gate_budget: float = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.budget <= 1:
-            raise InputError(f"GateBudgetLoss: budget is {self.budget}: must be at least 0 and at most 1.")
+        if not 0 <= self.gate_budget <= 1:
+            raise InputError(f"GateBudgetLoss: gate_budget is {self.gate_budget}: must be at least 0 and at most 1.")
 
     def applies_to(self, routing: LayerRouting) -> bool:
         return routing.conditional
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
-        return gate_budget_loss(batch.routing[layer].router_logits, self.budget, batch.tokens.counted_T, count)
+        return gate_budget_loss(batch.routing[layer].router_logits, self.gate_budget, batch.tokens.counted_T, count)

@@ -69,6 +69,7 @@ class LocalizedBalanceLoss(LayerLoss):
     metrics = ("localized_balance_loss",)
     needs_languages = True
     per_micro_batch = True
+    logged_at_zero = False
 
     delta: float = 0.1
 

@@ -1,0 +1,20 @@
+"""The ranks of `conftest.fork_ranks`."""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run_rank(rank: int, script: str, arguments: Sequence[str], count: int, port: int) -> None:
+    """Runs a script of this folder, or a module, as one of `count` ranks, which meet at the store on this port."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    sys.argv = [script, *arguments]
+    if script.endswith(".py"):
+        runpy.run_path(str(Path(__file__).with_name(script)), run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__")
