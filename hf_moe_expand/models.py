@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .checkpoint.proven import PROVEN
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
 from .checkpoint.source import load_config, resolve_checkpoint
 from .checkpoint.stored import check_complete, check_size
 from .errors import InputError, first_line
-from .modeling import SUPPORTED_BACKBONES, ExpandedConfig
+from .modeling import ExpandedConfig
 
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
 
@@ -31,7 +32,7 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
     config = load_config(folder)
     reader = CheckpointReader(folder)
     # For other architectures and quantised checkpoints, only the library knows the tensors that the files must hold.
-    known = isinstance(config, ExpandedConfig) or config.model_type in SUPPORTED_BACKBONES
+    known = isinstance(config, ExpandedConfig) or config.model_type in PROVEN
     if known and getattr(config, "quantization_config", None) is None:
         check_complete(folder, config)
     else:

@@ -1,8 +1,8 @@
 """Temporary folders: partial outputs, replaced outputs and work folders; and cleaning up after killed processes.
 
 `.OUT.partial-PID-HOST` is an output in the making, a folder or a file; `.OUT.replaced-PID-HOST` is the folder that it
-replaces, which is set aside between two renames. A work folder carries a marker file, so that nothing but a work folder
-is ever removed.
+replaces, which is set aside between two renames; `.OUT.grown-PID-HOST` is the model that an adaptation trains. A work
+folder carries a marker file, so that nothing but a work folder is ever removed.
 """
 
 import os
@@ -17,11 +17,12 @@ from socket import gethostname
 from .errors import InputError
 
 MARKER = ".hf-moe-expand"
+_KINDS = ("partial", "replaced", "grown")
 _DAY = 24 * 60 * 60
 
 
 def beside(out: Path, kind: str) -> Path:
-    """The folder of this process beside `out`; `kind` is `partial` or `replaced`."""
+    """The folder of this process beside `out`; `kind` is `partial`, `replaced` or `grown`."""
     return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
 
 
@@ -37,9 +38,13 @@ def restore(out: Path) -> None:
 def remove_leftovers(out: Path) -> None:
     """Removes folders that dead processes left beside `out`, after restoring `out` if one died while replacing it."""
     restore(out)
-    for kind in ("partial", "replaced"):
-        for folder in _abandoned(out, kind):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in (*_all_abandoned(out), *_abandoned(training_of(out), "partial")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def training_of(out: Path) -> Path:
+    """The folder of the training checkpoints of `out`."""
+    return out.with_name(f"{out.name}.training")
 
 
 def remove_partial_files(path: Path) -> None:
@@ -52,14 +57,14 @@ def remove_partial_files(path: Path) -> None:
 def leftovers(out: Path) -> list[str]:
     """What interrupted commands left beside a checkpoint folder, one sentence each."""
     found = []
-    training = out.with_name(f"{out.name}.training")
+    training = training_of(out)
     if is_work_folder(training):
         saved = [path.parent.name.rpartition("-")[2] for path in training.glob("checkpoint-*/trainer_state.json")]
         step = max((int(number) for number in saved if number.isdecimal()), default=0)
         replacing = ", with --overwrite," if out.exists() else ""
         goes_on = f"goes on from step {step}" if step else "starts anew"
         found.append(f"{training} is of an interrupted training of {out.name}: the same command{replacing} {goes_on}.")
-    for folder in (*_abandoned(out, "partial"), *_abandoned(out, "replaced")):
+    for folder in _all_abandoned(out):
         found.append(f"{folder} is of a killed process: the next command that writes {out.name} removes it.")
     return found
 
@@ -129,6 +134,10 @@ def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
 def is_work_folder(path: Path) -> bool:
     """Whether a folder carries the marker."""
     return path.is_dir() and not path.is_symlink() and (path / MARKER).is_file()
+
+
+def _all_abandoned(out: Path) -> list[Path]:
+    return [folder for kind in _KINDS for folder in _abandoned(out, kind)]
 
 
 def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:

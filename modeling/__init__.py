@@ -4,11 +4,11 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .backbone import DecoderFFN, decoder_ffns
 from .configuration_dmoe import DMoEConfig
 from .configuration_layer_moe import LayerMoEConfig
-from .expanded_config import SUPPORTED_BACKBONES, ExpandedConfig, on_new_config_class, static_class
+from .expanded_config import ExpandedConfig, on_new_config_class, static_class
 from .expanded_ffn import ExpandedFFN
-from .expanded_model import decoder_ffns
 from .modeling_dmoe import DMoEForCausalLM, DMoEModel
 from .modeling_layer_moe import LayerMoEForCausalLM, LayerMoEModel
 from .routing import LayerRouting
@@ -16,10 +16,10 @@ from .routing_control import Routing
 
 __all__ = [
     "MODEL_CLASSES",
-    "SUPPORTED_BACKBONES",
     "DMoEConfig",
     "DMoEForCausalLM",
     "DMoEModel",
+    "DecoderFFN",
     "ExpandedConfig",
     "ExpandedFFN",
     "LayerMoEConfig",

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from .backbone import decoder_ffns
 from .conditional_routing import ConditionalGate
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
@@ -24,39 +25,9 @@ from .ffn_expert import copy_ffn
 from .lora_expert import LoraA, LoraB, LoraFactor, init_lora_a, lora_expert
 from .routing import Classifier, Router, init_router
 from .routing_control import Routing, RoutingControl
+from .separate_ffn import SeparateFFN, put_in_place
 
-_FFN_NAMES = ("mlp", "feed_forward", "ffn")
 _CLASSES: dict[tuple[type, str], type] = {}
-
-
-def decoder_ffns(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the FFN of each decoder layer, dense or expanded, in layer order.
-
-    Raises:
-        ValueError: the model has no list of decoder layers with an FFN module.
-    """
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and _ffn_name(module[0])
-    ]
-    if not lists:
-        raise ValueError(
-            f"{type(model).__name__} cannot be expanded: its decoder layers hold no FFN module under one of the names "
-            f"{', '.join(_FFN_NAMES)}."
-        )
-    list_name, layers = max(lists, key=lambda item: len(item[1]))
-    found = []
-    for index, layer in enumerate(layers):
-        name = _ffn_name(layer)
-        if name is None:
-            raise ValueError(f"{type(model).__name__} cannot be expanded: layer {index} has no FFN module.")
-        found.append((f"{list_name}.{index}.{name}", getattr(layer, name)))
-    return found
-
-
-def _ffn_name(layer: nn.Module) -> str | None:
-    return next((name for name in _FFN_NAMES if isinstance(getattr(layer, name, None), nn.Module)), None)
 
 
 class ExpandedModelMixin:
@@ -109,17 +80,26 @@ class ExpandedModelMixin:
         new_expert: Callable[[nn.Module], nn.Module] = copy_ffn
         if config.expert_kind == "lora":
             new_expert = partial(lora_expert, rank=config.lora_rank, alpha=config.lora_alpha)
-        for index, (name, ffn) in enumerate(decoder_ffns(self)):  # type: ignore[arg-type]
+        for index, ffn in enumerate(decoder_ffns(self)):  # type: ignore[arg-type]
             num_experts = config.num_experts_per_layer[index]
             if num_experts > 1:
+                if ffn.is_mixture:
+                    raise ValueError(
+                        f"num_experts_per_layer[{index}] is {num_experts}, but the backbone has a mixture of experts "
+                        "in this layer: give 1."
+                    )
                 has_classifier = index in config.classifier_layers
                 earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(
-                    ffn, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control, earlier,
-                    config.conditional_routing, new_expert,
+                    ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
+                    earlier, config.conditional_routing, new_expert,
                 )  # fmt: skip
-                parent, attribute = name.rsplit(".", 1)
-                setattr(self.get_submodule(parent), attribute, expanded)  # type: ignore[attr-defined]
+                parent, attribute = ffn.place.rsplit(".", 1)
+                layer = self.get_submodule(parent)  # type: ignore[attr-defined]
+                if isinstance(ffn.module, SeparateFFN):
+                    put_in_place(layer, expanded)
+                else:
+                    setattr(layer, attribute, expanded)
         self.routing_control = control
         super().post_init()  # type: ignore[misc]
 
@@ -128,8 +108,8 @@ class ExpandedModelMixin:
         # every rank keeps them whole. The library would warn of a rule that applies to no layer.
         super().init_parallel_plans()  # type: ignore[misc]
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
-        prefix = re.sub(r"\.\d+\.", ".*.", ffns[0][0]) + "."
-        expanded = [isinstance(ffn, ExpandedFFN) for _, ffn in ffns]
+        prefix = re.sub(r"\.\d+\.", ".*.", ffns[0].place) + "."
+        expanded = [isinstance(ffn.module, ExpandedFFN) for ffn in ffns]
         plan: Any = {}
         for rule, style in self._tp_plan.items():
             if not rule.startswith(prefix) or not all(expanded):
@@ -139,6 +119,12 @@ class ExpandedModelMixin:
                 plan[f"{prefix}experts.*.{rule.removeprefix(prefix)}"] = style
         self._tp_plan = plan
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # For custom code the library skips modules without weights of their own, although some of them (Falcon-H1's
+        # model) initialise buffers of others. Ours initialises as the library's own code does.
+        return False
+
     def initialize_weights(self) -> None:
         # Our modules first: the library passes all modules of the inner base model to that model's class, which cannot
         # initialise them.
@@ -146,7 +132,12 @@ class ExpandedModelMixin:
             updates = (module for module in ffn.experts.modules() if isinstance(module, LoraFactor))
             for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *updates):
                 if module is not None:
-                    self._initialize_weights(module, self.is_custom_code())  # type: ignore[attr-defined]
+                    self._initialize_weights(module)  # type: ignore[attr-defined]
+            if self.config.expert_kind == "lora":  # type: ignore[attr-defined]
+                # GPT-2 initialises a layer of its FFN by name; in these experts an update stands there.
+                for expert in list(ffn.experts)[1:]:
+                    for module in expert.modules():
+                        module._is_hf_initialized = True  # type: ignore[assignment]
         super().initialize_weights()  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import torch
-from conftest import save_dense, tiny_dense
+from conftest import BACKBONE_NAMES, save_dense, tiny_dense
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints, part_of
-from hf_moe_expand.modeling import SUPPORTED_BACKBONES, decoder_ffns
+from hf_moe_expand.modeling import decoder_ffns
 
 runner = CliRunner()
 
@@ -99,10 +99,10 @@ def test_errors_are_neither(monkeypatch, capsys, pair):
     assert "no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backbone", SUPPORTED_BACKBONES)
+@pytest.mark.parametrize("backbone", BACKBONE_NAMES)
 def test_every_tensor_of_every_backbone_has_a_part(backbone):
     model = tiny_dense(backbone)
-    ffns = tuple(f"{name}." for name, _ in decoder_ffns(model))
+    ffns = tuple(f"{ffn.name}.{inner}" for ffn in decoder_ffns(model) for inner in ffn.module.state_dict())
     embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
     for name, parameter in model.named_parameters():
         part = part_of(name)

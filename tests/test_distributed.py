@@ -170,7 +170,7 @@ def test_two_ranks_adapt_a_model_to_a_language(found, root):
     alone = adapt(root, "adapted alone", 4, use_cpu=True)
     assert found["adaptation"] == pytest.approx(alone.perplexity)
     same_checkpoint(root / "adapted", root / "adapted alone")
-    assert not (root / "adapted.grown").exists()
+    assert not [path.name for path in root.iterdir() if "grown" in path.name]
 
 
 def test_a_stage_on_a_model_that_transformers_splits(found, root):

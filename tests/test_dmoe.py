@@ -243,7 +243,7 @@ def test_adaptation_copies_the_nearest_expert_and_leaves_every_other_byte(traine
     assert adapted.language_groups == [*GROUPS, ["hi"]]
     assert History.of(adapted).last.copied_expert == 1
     assert History.of(adapted).last.stages == [done.record]
-    assert not (tmp_path / "hi.grown").exists()
+    assert not [path.name for path in tmp_path.iterdir() if "grown" in path.name]
     with pytest.raises(InputError, match=r"has 'hi' already \(expert 3"):
         adapt_language(tmp_path / "hi", tmp_path / "again", text["hi"], config)
     second = LanguageText("ro", text["es"].source)

@@ -15,14 +15,14 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import DATA, invoke, save_dense, tiny_config, write_texts
+from conftest import BACKBONE_NAMES, DATA, invoke, save_dense, tiny_config, write_texts
 from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.checkpoint.export import NATIVE_FORMS
-from hf_moe_expand.modeling import SUPPORTED_BACKBONES, LayerMoEConfig
+from hf_moe_expand.modeling import LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
@@ -273,7 +273,7 @@ def test_what_serving_back_ends_ask_for_holds_where_the_guide_says_so(workplace,
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attention)
     ids, ready, planned = torch.arange(12)[None], set(), set()
-    for backbone in SUPPORTED_BACKBONES:
+    for backbone in BACKBONE_NAMES:
         config = LayerMoEConfig.from_dense(tiny_config(backbone), num_experts_per_layer=[3, 1, 2])
         assert config.get_text_config() is config
         fields = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -293,7 +293,7 @@ def test_what_serving_back_ends_ask_for_holds_where_the_guide_says_so(workplace,
     row = re.search(r"the backbone's own: (.*?)\. Not (.*?) \|", (DOCS / "serving.md").read_text("utf-8"))
     named, others = ({plain(name) for name in group.split(", ")} for group in row.groups())
     assert ready == named
-    assert named | others == {plain(name) for name in SUPPORTED_BACKBONES}
+    assert named | others == {plain(name) for name in BACKBONE_NAMES}
     assert named - planned == {"gpt2"}
 
 

@@ -163,16 +163,17 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     refused(base, PLAN, "expert_init is 'zero'", expert_init="zero")
     refused(base / "config.json", PLAN, "is a file")
     reasons = {
-        "t5": "it is not a decoder language model. Supported: bloom, cohere",
+        "t5": "it is an encoder-decoder; give a decoder",
         "vit": "it is not a decoder language model",
-        "mixtral": "it is a mixture of experts already",
-        "qwen3_moe": "it is a mixture of experts already",
-        "opt": "not in a module that could become an expert",
+        "mixtral": "it is a mixture of experts in every layer; give a dense decoder",
+        "qwen3_moe": "it is a mixture of experts in every layer",
+        "bert": "it is an encoder, or an encoder that may run as a decoder",
+        "mamba": "it is a state-space, convolutional or recurrent model with layers that have no FFN",
     }
     for architecture, reason in reasons.items():
         shutil.copytree(base, tmp_path / architecture)
         (tmp_path / architecture / "config.json").write_text(json.dumps({"model_type": architecture}))
-        refused(tmp_path / architecture, PLAN, f"architecture '{architecture}' is not supported: .*{reason}")
+        refused(tmp_path / architecture, PLAN, f"a {architecture} checkpoint cannot be expanded: {reason}")
     computed = {
         "quantised": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "are quantised"),
         "sliced": ({"model_type": "bloom", "slow_but_exact": True, "pretraining_tp": 2}, "the FFN in slices"),

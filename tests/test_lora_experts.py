@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import (
+    BACKBONE_NAMES,
     byte_tokenizer,
     enable_checkpointing,
     invoke,
@@ -40,7 +41,6 @@ from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.modeling import SUPPORTED_BACKBONES
 from hf_moe_expand.modeling.lora_expert import LoraFactor, LoraLinear, lora_expert
 from hf_moe_expand.stages.run import check_frozen
 
@@ -159,7 +159,7 @@ def test_gradients_are_the_chain_rules(backbone):
                     torch.testing.assert_close(factor.weight.grad, expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("backbone", SUPPORTED_BACKBONES)
+@pytest.mark.parametrize("backbone", BACKBONE_NAMES)
 def test_every_backbones_ffn_has_its_weights_in_linear_layers_alone(backbone):
     with torch.device("meta"):
         model = LayerMoEForCausalLM(build(backbone).config)

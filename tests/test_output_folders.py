@@ -233,3 +233,14 @@ def test_folders_without_the_marker_are_neither_used_nor_removed(tmp_path):
         assert (tmp_path / name).exists()
     with pytest.raises(InputError, match="cannot be made"):
         work_folder(tmp_path / "file" / "work")
+
+
+def test_a_refused_command_removes_what_dead_processes_left(tmp_path):
+    out, dead = tmp_path / "out", 2**22 + 1
+    ours = [f".out.partial-{dead}", f".out.replaced-{dead}", f".out.grown-{dead}", f".out.training.partial-{dead}"]
+    theirs = [f".out.partial-{os.getpid()}", ".out.partial-user", f".output.partial-{dead}", "out.training"]
+    for name in ("out", *ours, *theirs):
+        (tmp_path / name).mkdir()
+    with pytest.raises(InputError, match="exists already"):
+        check_output(out, overwrite=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *theirs])

@@ -73,7 +73,7 @@ def measure_deviation(
         InputError: a language has too little text; `work_dir` was made with another model, text or other settings; a
             setting is out of range; or training left an FFN unchanged or not finite.
     """
-    ffns = decoder_ffns(model)
+    ffns = [(ffn.name, ffn.module) for ffn in decoder_ffns(model)]
     chosen = _chosen_layers(len(ffns), last_layers, layers)
     numbers: dict[str, Any] = {
         "steps": steps,

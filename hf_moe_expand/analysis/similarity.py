@@ -46,7 +46,9 @@ def ffn_inputs(model: nn.Module, receive: Any) -> Iterator[None]:
     def hook(layer: int) -> Any:
         return lambda module, args: receive(layer, args[0])
 
-    handles = [ffn.register_forward_pre_hook(hook(i)) for i, (_, ffn) in enumerate(decoder_ffns(model))]
+    handles = [
+        model.get_submodule(ffn.place).register_forward_pre_hook(hook(i)) for i, ffn in enumerate(decoder_ffns(model))
+    ]
     try:
         yield
     finally:

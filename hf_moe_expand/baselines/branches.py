@@ -94,7 +94,7 @@ def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[Outp
     shapes = {key: tuple(value.shape) for key, value in expanded.state_dict().items()}
     for name, place in places(expanded).items():
         if place.dense is None:
-            dtype = ffn_dtype(first, *ffns[place.layer])
+            dtype = ffn_dtype(first, ffns[place.layer])
             outputs.append(routing_tensor(name, dtype, shapes[name], place.inner, (seed, place.layer)))
         elif place.dense not in first.names:  # tied
             continue

@@ -11,12 +11,13 @@ from ..errors import InputError
 from .reader import CheckpointReader
 from .stored import load_any_config, network_of, stored_names
 
-# Module names in the supported backbones.
+# Names of modules in the backbones.
 _PARTS = {
     "routers": {"router", "conditional_gate"},
     "classifiers": {"classifier"},
     "attention": {"self_attn", "self_attention", "attn", "attention"},
-    "FFNs": {"mlp", "ffn", "feed_forward"},
+    "linear attention, convolutions and state spaces": {"linear_attn", "conv", "mamba", "temporal_block"},
+    "FFNs": {"mlp", "ffn", "feed_forward", "mlp_block", "fc1", "fc2"},
     "embeddings": {"wte", "wpe", "embed_in"},
     "head": {"lm_head", "embed_out"},
 }
@@ -48,7 +49,7 @@ class Comparison:
 
 def part_of(name: str) -> str:
     """The part of a model that a tensor belongs to, by its name: attention, FFNs, expert 0, other experts, routers,
-    classifiers, norms, embeddings, head or other."""
+    classifiers, linear attention and the like, norms, embeddings, head or other."""
     words = name.split(".")
     if "experts" in words:
         return "expert 0" if words[words.index("experts") + 1] == "0" else "other experts"

@@ -13,12 +13,13 @@ from transformers import PreTrainedConfig
 
 from .. import __version__
 from ..errors import InputError
-from ..modeling import DMoEConfig, LayerMoEConfig, decoder_ffns
+from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns
 from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
 from .new_weights import new_weight, random_weight
+from .promises import check_architecture
 from .reader import TORCH_DTYPES, TensorInfo
 from .source import COMPANIONS, load_base_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
@@ -78,6 +79,7 @@ def expand_checkpoint(
     folder = resolve_checkpoint(base, revision)
     check_output(out, overwrite, folder)
     dense_config = load_base_config(folder)
+    check_architecture(dense_config, base)
     check_dense_plan(plan, dense_config, base, conditional_routing)
     dense = StoredModel(folder, dense_config)
     lora = lora_fields(dense.network, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
@@ -165,7 +167,7 @@ def lora_fields(network: Any, plan: Plan, expert_init: str, rank: int, alpha: fl
         raise InputError(
             f"expert_init is {expert_init!r}, but LoRA experts start as expert 0, with an update of zero: leave it out."
         )
-    _, ffn = decoder_ffns(network)[0]
+    ffn = next(ffn.module for ffn in decoder_ffns(network) if not ffn.is_mixture)
     narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
     if not 1 <= rank < narrowest:
         raise InputError(
@@ -191,10 +193,9 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
     for name, parameter in expanded.state_dict().items():
         place = where[name]
         if place.dense is None:
-            prefix, ffn = ffns[place.layer]
             outputs.append(
                 routing_tensor(
-                    name, ffn_dtype(dense, prefix, ffn), tuple(parameter.shape), place.inner, (seed, place.layer)
+                    name, ffn_dtype(dense, ffns[place.layer]), tuple(parameter.shape), place.inner, (seed, place.layer)
                 )
             )
             continue
@@ -202,24 +203,24 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
         if info is None:  # tied
             continue
         if expert_init == "random" and place.expert:
-            prefix, ffn = ffns[place.layer]
-            rest = place.dense.removeprefix(f"{prefix}.")
+            ffn = ffns[place.layer]
+            rest = place.dense.removeprefix(f"{ffn.name}.")
             outputs.append(
-                _random_expert_tensor(name, info, dense.network, ffn, rest, (seed, place.layer, place.expert))
+                _random_expert_tensor(name, info, dense.network, ffn.module, rest, (seed, place.layer, place.expert))
             )
         else:
             outputs.append(dense.copied(place.dense, name))
     return outputs
 
 
-def ffn_dtype(dense: StoredModel, prefix: str, ffn: nn.Module) -> str:
+def ffn_dtype(dense: StoredModel, ffn: DecoderFFN) -> str:
     """The type in which a dense layer's FFN is stored; the router gets the same type.
 
     Raises:
         InputError: the weights are quantised.
     """
-    first = next(name for name, _ in ffn.named_parameters())
-    dtype = dense.reader.tensors[dense.names[f"{prefix}.{first}"]].dtype
+    first = next(name for name, _ in ffn.module.named_parameters())
+    dtype = dense.reader.tensors[dense.names[f"{ffn.name}.{first}"]].dtype
     if dtype not in TORCH_DTYPES:
         raise InputError(f"{dense.folder}: the FFN weights are stored as {dtype}; expand the unquantised checkpoint.")
     return dtype

@@ -127,7 +127,11 @@ def _compare(
         if original is not None:
             a, b = expanded.reader.tensors[stored], dense.reader.tensors[original]
             hashed = _sha256(dense.reader, original)
-            if (a.dtype, a.shape) == (b.dtype, b.shape) and _sha256(expanded.reader, stored) == hashed:
+            if (
+                b.made is None
+                and (a.dtype, a.shape) == (b.dtype, b.shape)
+                and _sha256(expanded.reader, stored) == hashed
+            ):
                 record[stored] = {"name": original, "sha256": hashed}
                 continue
             changed.append(stored)

@@ -9,11 +9,11 @@ from transformers.activations import ACT2FN
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig
+from ..planning.plan import MOST_EXPERTS
 from ..records import History
 
 # No model comes near these numbers; building larger lists and modules would take for ever.
 MOST_LAYERS = 4096
-MOST_EXPERTS = 65_536
 MOST_ELEMENTS = 1 << 31
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -39,7 +39,8 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
         for names, most in ((_LAYERS, MOST_LAYERS), (_SIZES, MOST_ELEMENTS)):
             for name in names:
                 value = mapping.get(name)
-                if value is not None and not (_is_count(value) and value <= most):
+                by_layer = value if isinstance(value, list) and names is _SIZES else [value]
+                if value is not None and not (by_layer and all(_is_count(one, most=most) for one in by_layer)):
                     raise _wrong(folder, where + name, value, f"a whole number from 1 to {most:,}")
         for name in _ACTIVATIONS:
             if isinstance(value := mapping.get(name), str) and value not in ACT2FN:
@@ -90,8 +91,8 @@ def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
     return InputError(f"{folder}: its configuration cannot be read ({name} is {said}, not {wanted}).")
 
 
-def _is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: Any, least: int = 1, most: int = MOST_ELEMENTS) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:

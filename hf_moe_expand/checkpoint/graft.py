@@ -301,8 +301,8 @@ def _sampled(target: StoredModel, base: StoredModel, homes: dict[str, str | None
 def _ffn_matrices(base: StoredModel) -> list[str]:
     """Names of the first matrix of each layer's FFN."""
     return [
-        next(f"{prefix}.{name}" for name, value in ffn.named_parameters() if value.dim() > 1)
-        for prefix, ffn in decoder_ffns(base.network)
+        next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
+        for ffn in decoder_ffns(base.network)
     ]
 
 

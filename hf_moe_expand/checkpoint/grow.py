@@ -155,7 +155,7 @@ def add_experts(
             )
     check_complete(folder, config)
     reader = CheckpointReader(folder)
-    prefixes = [name for name, _ in decoder_ffns(network_of(config))]
+    prefixes = [ffn.place for ffn in decoder_ffns(network_of(config))]
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)

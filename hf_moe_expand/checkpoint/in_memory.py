@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as init
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -17,6 +16,7 @@ from ..planning.plan import Plan
 from ..records import History
 from .expand import check_dense_plan, check_kinds, first_record, lora_fields, planned_config
 from .new_weights import new_weight, random_weight
+from .promises import check_architecture
 from .source import check_base_config
 from .stored import places
 
@@ -110,6 +110,7 @@ def _check_dense(dense: Any) -> None:
     if not isinstance(dense, PreTrainedModel):
         raise InputError(f"{name}: not a model of transformers; for a PEFT model, give its `merge_and_unload()`.")
     check_base_config(dense.config, name)
+    check_architecture(dense.config, name)
     wanted: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(dense.config)]
     if not isinstance(dense, wanted):
         raise InputError(f"{name}: only a model with its language-model head is expanded; load a {wanted.__name__}.")
@@ -156,13 +157,13 @@ def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -
     state = {}
     for name, empty in expanded.state_dict().items():
         place = where[name]
-        prefix, ffn = ffns[place.layer] if place.layer >= 0 else ("", nn.Identity())
-        like = next(ffn.parameters()) if place.dense is None else weights[place.dense]
+        ffn = ffns[place.layer]
+        like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
         if place.dense is None:
             new = new_weight(place.inner, tuple(empty.shape), (seed, place.layer))
         elif expert_init == "random" and place.expert:
-            rest = place.dense.removeprefix(f"{prefix}.")
-            new = random_weight(dense, ffn, rest, (seed, place.layer, place.expert))
+            rest = place.dense.removeprefix(f"{ffn.name}.")
+            new = random_weight(dense, ffn.module, rest, (seed, place.layer, place.expert))
         else:
             state[name] = like.clone() if place.expert else like
             continue

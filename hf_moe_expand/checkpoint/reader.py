@@ -5,7 +5,7 @@ import json
 import struct
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,13 +33,18 @@ _SAMPLE = 1 << 12
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's type and shape, as its safetensors header gives them, and the place of its bytes."""
+    """A tensor's type and shape, as its safetensors header gives them, and the place of its bytes.
+
+    Attributes:
+        made: function that makes a tensor whose parts alone are stored; None for a stored tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
     start: int
     end: int
+    made: Callable[[], torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -119,9 +124,34 @@ class CheckpointReader:
                 found.update(file.read(min(_SAMPLE, info.nbytes)))
         return found.hexdigest()
 
+    def put_together(
+        self, name: str, shape: tuple[int, ...], parts: Sequence[str], made: Callable[[dict[str, torch.Tensor]], Any]
+    ) -> None:
+        """Replaces stored tensors by the one that transformers makes of them when it loads the checkpoint.
+
+        Args:
+            name: name of the tensor that is made.
+            parts: names of the stored tensors.
+            made: makes the tensor from its parts.
+        """
+        stored = {part: self.tensors.pop(part) for part in parts}
+        first = stored[parts[0]]
+
+        def make() -> torch.Tensor:
+            return made({part: self._load(part, info) for part, info in stored.items()})
+
+        size = prod(shape) * ITEM_BITS[first.dtype] // 8
+        self.tensors[name] = TensorInfo(first.dtype, shape, first.file, 0, size, make)
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor, in pieces."""
-        info = self.tensors[name]
+        return self._chunks(name, self.tensors[name])
+
+    def _chunks(self, name: str, info: TensorInfo) -> Iterator[bytes]:
+        if info.made is not None:
+            for piece in info.made().flatten().split(_PIECE):
+                yield piece.contiguous().view(torch.uint8).numpy().tobytes()
+            return
         with open(info.file, "rb") as file:
             file.seek(info.start)
             left = info.nbytes
@@ -175,6 +205,9 @@ class CheckpointReader:
             )
         size = ITEM_BITS[info.dtype] // 8
         stop = info.numel if stop is None else stop
+        if info.made is not None:
+            yield from info.made().flatten()[start:stop].split(_PIECE)
+            return
         with open(info.file, "rb") as file:
             file.seek(info.start + start * size)
             for place in range(start, stop, _PIECE):
@@ -185,11 +218,13 @@ class CheckpointReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""
-        info = self.tensors[name]
+        return self._load(name, self.tensors[name])
+
+    def _load(self, name: str, info: TensorInfo) -> torch.Tensor:
         header = json.dumps(
             {name: {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.nbytes]}}
         ).encode()
-        return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self.chunks(name)))[name]
+        return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self._chunks(name, info)))[name]
 
 
 def is_finite(piece: torch.Tensor) -> bool:

@@ -61,7 +61,7 @@ def shrink_checkpoint(
     _check_left_alone(expansions[to:], folder)
     check_complete(folder, config)
     reader = CheckpointReader(folder)
-    prefixes = [name for name, _ in decoder_ffns(network_of(config))]
+    prefixes = [ffn.place for ffn in decoder_ffns(network_of(config))]
     kept_file = folder / KEPT_ROUTERS.format(to)
     kept = load_file(kept_file) if kept_file.is_file() else None
     config.num_experts_per_layer = history[to - 1]

@@ -1,6 +1,7 @@
 """Finds the local checkpoint folder and the configuration for a folder or hub id."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .. import modeling
 from ..errors import InputError, first_line
 from ..jsonfile import read_json
-from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
+from ..modeling import ExpandedConfig
 from ..records import History
 from ..scratch import restore
 from .fields import check_fields, check_values
+from .proven import LEFT_OUT, UNCERTAIN
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
 TOKENIZER_FILES = (
@@ -35,9 +38,6 @@ TOKENIZER_FILES = (
 COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors")
 # The code that travels inside an expanded checkpoint, by file name.
 CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
-
-_COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_FFN_NOT_A_MODULE = ("biogpt", "opt", "xglm")
 
 
 def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, weights: bool = True) -> Path:
@@ -112,7 +112,13 @@ def load_config(folder: Path) -> PreTrainedConfig:
         InputError: config.json is broken, contradicts itself, or is of a model type that the installed transformers
             does not know.
     """
-    check_fields(read_json(folder / "config.json", "a configuration"), folder)
+    fields = read_json(folder / "config.json", "a configuration")
+    check_fields(fields, folder)
+    if fields.get("auto_map") and fields.get("model_type") not in CONFIG_MAPPING and not _is_ours(fields):
+        raise InputError(
+            f"{folder}: its architecture {fields.get('model_type')!r} is code inside the checkpoint (auto_map), which "
+            "no command runs: give a model whose architecture transformers itself has."
+        )
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if hasattr(config, "validate"):
@@ -121,6 +127,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
     check_values(config, folder)
     return config
+
+
+def _is_ours(fields: Mapping[str, Any]) -> bool:
+    return fields.get("model_type") in {config.model_type for config in modeling.MODEL_CLASSES}
 
 
 def load_expanded_config(folder: Path) -> Any:
@@ -150,9 +160,20 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
         InputError: the architecture is not supported or computes its FFN in slices, or the checkpoint is expanded
             already or quantised.
     """
-    config = load_config(folder)
+    config = text_config(load_config(folder))
     check_base_config(config, folder)
     return config
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text decoder inside a model of several kinds of input; any other configuration as it
+    is."""
+    inner = config.get_text_config(decoder=True)
+    if inner is config or type(inner) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    inner.dtype = inner.dtype or config.dtype
+    inner.name_or_path = config.name_or_path
+    return inner
 
 
 def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
@@ -163,11 +184,8 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
     """
     if isinstance(config, ExpandedConfig):
         raise InputError(f"{name}: is an expanded checkpoint already; give the dense model that it came from.")
-    if config.model_type not in SUPPORTED_BACKBONES:
-        raise InputError(
-            f"{name}: architecture {config.model_type!r} is not supported{_reason(config)}. "
-            f"Supported: {', '.join(SUPPORTED_BACKBONES)}."
-        )
+    if reason := _reason(config):
+        raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {reason}.")
     if foreign := [field for field in ExpandedConfig.__annotations__ if hasattr(config, field)]:
         raise InputError(
             f"{name}: its configuration has {foreign[0]}, a field of expanded models, but it is a "
@@ -182,14 +200,15 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
         )
 
 
-def _reason(config: PreTrainedConfig) -> str:
-    if any(getattr(config, name, None) for name in _COUNTS_OF_EXPERTS):
-        return ": it is a mixture of experts already"
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or config.is_encoder_decoder:
-        return ": it is not a decoder language model"
-    if config.model_type in _FFN_NOT_A_MODULE:
-        return ": its layers hold the FFN's linear layers one by one, not in a module that could become an expert"
-    return ""
+def _reason(config: Any) -> str | None:
+    """Why an architecture has no FFNs that could become experts; None if it may have."""
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder; give a decoder"
+    if config.model_type in LEFT_OUT and config.model_type not in UNCERTAIN:
+        return f"it is {LEFT_OUT[config.model_type]}; give a dense decoder (docs/backbones.md)"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "it is not a decoder language model that transformers knows; give a dense decoder (docs/backbones.md)"
+    return None
 
 
 def grown_from(name: str) -> tuple[list[int], list[str]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.integrations import deepspeed
 
 from ..errors import InputError, first_line
@@ -176,17 +176,47 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
 
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """Maps each of the model's keys to the checkpoint's key by the library's own renaming at loading (GPT-NeoX's
-    `embed_out`, BLOOM's keys without `transformer.`). Of tied tensors, whichever the files hold, the key is that of the
-    tensor to which the others are tied."""
-    renamings = [rule for rule in get_model_conversion_mapping(network) if isinstance(rule, WeightRenaming)]
+    `embed_out`, BLOOM's keys without `transformer.`). Tensors that the library puts together from several at loading
+    are put together in `reader`. Of tied tensors, whichever the files hold, the key is that of the tensor to which the
+    others are tied."""
+    rules = get_model_conversion_mapping(network)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     known = network.state_dict()
-    names = {
-        rename_source_key(name, renamings, [], network.base_model_prefix, known)[0]: name for name in reader.tensors
-    }
+    names: dict[str, str] = {}
+    parts: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(reader.tensors, key=dot_natural_key):
+        key, pattern = rename_source_key(name, renamings, converters, network.base_model_prefix, known)
+        if pattern is None or key not in known:
+            names[key] = name
+        else:
+            parts.setdefault(key, []).append((pattern, name))
+    for key, found in parts.items():
+        _put_together(reader, network, key, found, converters)
+        names[key] = key
     for target, source in (getattr(network, "all_tied_weights_keys", None) or {}).items():
         if source not in names and target in names:
             names[source] = names.pop(target)
     return names
+
+
+def _put_together(
+    reader: CheckpointReader, network: Any, key: str, parts: list[tuple[str, str]], converters: list[WeightConverter]
+) -> None:
+    """Puts a tensor of the model together from stored ones, as the library's rule does.
+
+    Args:
+        parts: the rule's pattern for each stored tensor, and the tensor's name.
+    """
+    rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
+
+    def made(tensors: dict[str, torch.Tensor]) -> Any:
+        convert = copy.deepcopy(rule)
+        for pattern, name in parts:
+            convert.add_tensor(key, name, pattern, tensors[name])  # type: ignore[arg-type]
+        return convert.convert(key, model=network, config=network.config)[key]
+
+    reader.put_together(key, tuple(network.state_dict()[key].shape), [name for _, name in parts], made)
 
 
 @dataclass(frozen=True)
@@ -210,14 +240,14 @@ def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
     found = {key: Place(key) for key in network.state_dict()}
     ffns: dict[int, nn.Module] = network.expanded_ffns() if hasattr(network, "expanded_ffns") else {}
-    prefixes = [name for name, _ in decoder_ffns(network)] if ffns else []
+    found_ffns = decoder_ffns(network) if ffns else []
     for layer, ffn in ffns.items():
         for inner in ffn.state_dict():
-            key = f"{prefixes[layer]}.{inner}"
+            key = f"{found_ffns[layer].place}.{inner}"
             if inner.startswith("experts."):
                 _, expert, rest = inner.split(".", 2)
                 is_update = network.config.expert_kind == "lora" and int(expert) > 0
-                found[key] = Place(None if is_update else f"{prefixes[layer]}.{rest}", layer, int(expert), inner)
+                found[key] = Place(None if is_update else f"{found_ffns[layer].name}.{rest}", layer, int(expert), inner)
             else:
                 found[key] = Place(None, layer, None, inner)
     return found
@@ -258,7 +288,7 @@ def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
 
 def layer_list(network: Any) -> str:
     """The name of a model's list of layers, such as `model.layers`."""
-    return decoder_ffns(network)[0][0].rsplit(".", 2)[0]
+    return decoder_ffns(network)[0].place.rsplit(".", 2)[0]
 
 
 def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:

@@ -18,7 +18,7 @@ from safetensors.torch import save as save_safetensors
 
 from ..errors import InputError, first_line, is_full_disk
 from ..modeling.expansion_only import RECORD
-from ..scratch import beside, remove_leftovers, restore
+from ..scratch import beside, remove_leftovers
 from .reader import ITEM_BITS
 from .source import CODE, COMPANIONS
 
@@ -124,7 +124,8 @@ def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:
 
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:
-    """Checks that `out` may become an output folder. First restores `out` if a process died while replacing it.
+    """Checks that `out` may become an output folder. First removes what dead processes left beside it, and
+    restores `out` if one died while replacing it.
 
     Raises:
         InputError: `out` exists (without `overwrite`), is one of the inputs, holds one or lies in one, cannot be
@@ -132,7 +133,7 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
     """
     out = Path(out)
     try:
-        restore(out)
+        remove_leftovers(out)
         _check_inputs(out, inputs)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)

@@ -9,6 +9,8 @@ from ..jsonfile import read_json, write_json
 from ..languages import LanguageCode, check_old_and_new
 from ..schema import Count, Text, Whole, read, settings
 
+MOST_EXPERTS = 65_536
+
 
 @settings
 class Plan:
@@ -44,6 +46,8 @@ class Plan:
             raise InputError("method is empty: name the plan's method, or give a word of your own.")
         if not counts or min(counts) < 1:
             raise InputError("experts_per_layer must give every layer at least 1 expert.")
+        if sum(counts) > MOST_EXPERTS:
+            raise InputError(f"experts_per_layer: a model may have at most {MOST_EXPERTS:,} experts in all.")
         if max(counts) < 2:
             raise InputError("experts_per_layer is 1 everywhere: no layer would be expanded.")
         for layer in self.classifier_layers:

@@ -5,7 +5,6 @@ Example: hf-moe-expand train adapt qwen-dmoe-2 qwen-dmoe-ro --data ro=ro.jsonl -
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -25,7 +24,7 @@ from ..evaluation.perplexity import evaluate_model
 from ..models import load_for_inference
 from ..records import ExpansionRecord, History, StageRecord
 from ..schema import Count, Whole
-from ..scratch import scratch_folder
+from ..scratch import beside, scratch_folder
 from ..trainers.freezing import Trained
 from .base import TrainingStage
 from .config import BlockSize, StageConfig, key
@@ -150,9 +149,9 @@ def adapt_language(
         texts = source.load().shuffle(seed=seed)["text"]
         found = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
         del network
-    (found,) = broadcast_object_list([found])
+    found, place = broadcast_object_list([found, beside(out, "grown")])
     nearest = min(range(len(found)), key=found.__getitem__)
-    with scratch_folder(Path(out).with_name(f"{out.name}.grown"), state.is_main_process) as scratch:
+    with scratch_folder(place, state.is_main_process) as scratch:
         grown = scratch / "model"
         if state.is_main_process:
             counts = expanded.num_experts_per_layer

@@ -11,7 +11,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..scratch import is_work_folder, remove_work_folder, work_folder
+from ..scratch import is_work_folder, remove_work_folder, training_of, work_folder
 
 STARTED_WITH = "started_with.json"
 
@@ -33,7 +33,7 @@ class TrainingFolder:
     def __init__(
         self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int
     ) -> None:
-        self.path = _training_of(out)
+        self.path = training_of(out)
         self.started_with = beginning(model, settings, data, seed)
         inputs = [model, *(file for text in data.values() for file in text.files())]
         here = self.path.resolve()
@@ -89,13 +89,9 @@ class TrainingFolder:
 
 def remove_training(out: Path) -> None:
     """Removes what an interrupted training of `out` left, once `out` is whole; somebody else's folder stays."""
-    path = _training_of(out)
+    path = training_of(out)
     if is_work_folder(path):
         remove_work_folder(path)
-
-
-def _training_of(out: Path) -> Path:
-    return out.with_name(f"{out.name}.training")
 
 
 def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""What an architecture must keep to be expanded, checked on a tiny twin of the model.
+
+Architectures in `PROVEN` have passed the same checks in the tests; any other passes them when `expand` meets it.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ..errors import InputError, first_line
+from ..modeling import LayerMoEConfig, decoder_ffns
+from .proven import LEFT_OUT, PROVEN
+from .stored import places
+from .twin import VOCABULARY, tiny_twin
+
+_EXPERTS = 3
+_NEW_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A tiny dense model, the model right after its expansion, and one whose experts and routers have changed since."""
+
+    dense: Any
+    expanded: Any
+    trained: Any
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "Twin":
+        """The twin of a dense model's configuration.
+
+        Raises:
+            ValueError: no twin can be built; the message has the reason.
+        """
+        dense = tiny_twin(config)
+        counts = [1 if ffn.is_mixture else _EXPERTS for ffn in decoder_ffns(dense)]
+        own: Any = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=counts)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            expanded = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+        weights = dense.state_dict()
+        with torch.no_grad():
+            for key, place in places(expanded).items():
+                if place.dense is not None:
+                    expanded.state_dict()[key].copy_(weights[place.dense])
+        return cls(dense, expanded, _moved(expanded))
+
+
+class Promise(NamedTuple):
+    """A promise, in the words of a refusal, and the check that it holds for a twin."""
+
+    name: str
+    words: str
+    holds: Callable[[Twin], bool]
+
+
+def _tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY - 1, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def _logits(model: Any) -> torch.Tensor:
+    return model(_tokens()).logits
+
+
+@torch.no_grad()
+def _moved(model: Any) -> Any:
+    """A copy whose new experts and routers have changed."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    for ffn in model.expanded_ffns().values():
+        for module in (*ffn.experts[1:], ffn.router):
+            for parameter in module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def _starts_as_the_base(twin: Twin) -> bool:
+    expected, found = _logits(twin.dense), _logits(twin.expanded)
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def _keeps_the_base(twin: Twin) -> bool:
+    expected = _logits(twin.dense)
+    with twin.trained.use_expert(0):
+        return torch.equal(_logits(twin.trained), expected)
+
+
+def _learns(twin: Twin) -> bool:
+    model, ids = copy.deepcopy(twin.trained).train(), _tokens(rows=4, length=16)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    new = [p for f in model.expanded_ffns().values() for m in (*f.experts[1:], f.router) for p in m.parameters()]
+    return all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in new)
+
+
+def _is_saved_whole(twin: Twin) -> bool:
+    with TemporaryDirectory() as folder:
+        twin.trained.save_pretrained(folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
+        again, found = loaded
+        expected = twin.trained.state_dict()
+        state = again.state_dict()
+        same = list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
+    return same and not any(found.values())
+
+
+def _generates_with_a_cache(twin: Twin) -> bool:
+    ids = _tokens()
+    options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with_cache, without = (twin.trained.generate(ids, **options, use_cache=cached) for cached in (True, False))
+    return torch.equal(with_cache, without)
+
+
+PROMISES = (
+    Promise("start", "the expanded model computes what the base does", _starts_as_the_base),
+    Promise("expert 0", "expert 0 alone is the base, bit for bit", _keeps_the_base),
+    Promise("gradients", "every new expert and router learns", _learns),
+    Promise("files", "the model is the same after saving and loading", _is_saved_whole),
+    Promise("cache", "generation with a cache equals the full forward pass", _generates_with_a_cache),
+)
+
+
+def broken_promise(config: PreTrainedConfig) -> str | None:
+    """What the architecture of a dense configuration does not keep; None if it keeps every promise."""
+    try:
+        twin = Twin.of(config)
+    except Exception as error:  # models raise many types
+        return first_line(error)
+    for promise in PROMISES:
+        try:
+            if not promise.holds(twin):
+                return f"it does not hold that {promise.words}"
+        except Exception as error:
+            return f"it cannot be shown that {promise.words} ({first_line(error)})"
+    return None
+
+
+def check_architecture(config: PreTrainedConfig, name: Any) -> None:
+    """Refuses an architecture that does not keep the promises; messages call the model `name`. A proven one passes at
+    once, any other is tried on a tiny twin.
+
+    Raises:
+        InputError: a promise does not hold; the message names it.
+    """
+    if config.model_type in PROVEN:
+        return
+    values = config.to_dict()
+    if reason := _broken(type(config), json.dumps(values, sort_keys=True, default=str)):  # type: ignore[arg-type]
+        known = LEFT_OUT.get(config.model_type)
+        reason = f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
+        raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {reason} (docs/backbones.md).")
+
+
+@lru_cache(maxsize=8)
+def _broken(kind: Any, values: str) -> str | None:
+    return broken_promise(kind(**json.loads(values)))

@@ -1,0 +1,54 @@
+"""The architectures of transformers: those that were proven to keep every promise, and the reason for each other one.
+
+The tests walk the library's own list: `promises.broken_promise` must hold for each proven name, and a name that is in
+neither table fails the suite.
+"""
+
+PROVEN = (
+    "afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
+    "cohere", "cohere2", "ctrl", "cwm", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "exaone_moe", "falcon", "falcon_h1", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt-sw3", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "granite_swa", "helium",
+    "hunyuan_v1_dense", "hy_v3", "hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "laguna", "lfm2", "lfm3",
+    "llama", "mimo_v2_flash", "minicpm3", "ministral", "ministral3", "mistral", "modernbert-decoder", "mpt",
+    "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "openai-gpt", "opt", "persimmon", "phi", "phi3",
+    "qwen2", "qwen3", "qwen3_5_text", "recurrent_gemma", "seed_oss", "smollm3", "stablelm", "starcoder2", "trocr",
+    "vaultgemma", "xglm", "youtu",
+)  # fmt: skip
+
+_NO_FFN = "a state-space, convolutional or recurrent model with layers that have no FFN"
+_NO_TWIN = "of a class of which no tiny model can be built"
+_REASONS: dict[str, tuple[str, ...]] = {
+    "a mixture of experts in every layer": (
+        "aria_text", "cohere2_moe", "dbrx", "deepseek_v2", "deepseek_v4", "dots1", "flex_olmo", "gpt_oss", "granitemoe",
+        "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "inkling2_text", "inkling_text", "jetmoe", "kolibri1",
+        "lfm2_moe", "llama4_text", "longcat_flash", "mellum", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral",
+        "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open", "zaya",
+    ),
+    "an encoder, or an encoder that may run as a decoder: two modules share its FFN": (
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "git", "megatron-bert",
+        "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
+        "xlm-roberta-xl", "xlnet", "xmod",
+    ),
+    "the decoder of an encoder-decoder": (
+        "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
+        "prophetnet", "whisper",
+    ),
+    _NO_FFN: (
+        "bamba", "falcon_mamba", "granitemoehybrid", "hrm_text", "jamba", "mamba", "mamba2", "nemotron_h", "rwkv",
+        "xlstm", "zamba", "zamba2",
+    ),
+    "a model of images, sound or bytes around a text decoder": (
+        "blt", "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified",
+        "gemma4_unified_assistant", "got_ocr2", "llama4", "mllama", "moshi", "moss_transcribe_diarize", "musicgen",
+        "musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp",
+    ),
+    "a model whose generation with a cache differs from the full forward pass": ("cpmant",),
+    _NO_TWIN: (
+        "cohere_compass_text", "dots3_note_text", "kimi_linear", "qwen4_exp_text",
+    ),
+}  # fmt: skip
+LEFT_OUT = {name: reason for reason, names in _REASONS.items() for name in names}
+# Models of these architectures differ: a configuration may pass the checks although the default one does not.
+UNCERTAIN = (*_REASONS[_NO_FFN], *_REASONS[_NO_TWIN])

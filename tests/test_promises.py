@@ -1,0 +1,247 @@
+"""Every dense decoder that transformers has: the promises, on a tiny twin; and its checkpoint from folder to folder."""
+
+import json
+
+import pytest
+import torch
+from conftest import SIZES, VOCABULARY, byte_tokenizer, run_fresh
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2Model
+
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand.checkpoint.promises import PROMISES, Twin, broken_promise, check_architecture
+from hf_moe_expand.checkpoint.proven import LEFT_OUT, PROVEN
+from hf_moe_expand.checkpoint.twin import LAYERS, tiny_twin
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling import decoder_ffns
+
+INSTALLED = [name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+# Those that users bring today, in a fresh process.
+TODAY = (
+    "apertus", "cohere2", "ernie4_5", "exaone4", "gemma4_text", "glm4", "lfm2", "ministral3", "olmo3", "opt",
+    "qwen3_5_text", "seed_oss", "xglm",
+)  # fmt: skip
+IDS = torch.arange(3, 15)[None]
+
+
+def saved_twin(name, folder):
+    twin = tiny_twin(CONFIG_MAPPING[name]())
+    twin.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return twin
+
+
+def expanded(name, folder):
+    """A dense checkpoint of the architecture and its expansion, every layer with a dense FFN grown to two experts."""
+    twin = saved_twin(name, folder / "dense")
+    counts = [1 if ffn.is_mixture else 2 for ffn in decoder_ffns(twin)]
+    expand_checkpoint(folder / "dense", folder / "expanded", Plan("own", counts, old=["en"], new=["el"]))
+    return twin
+
+
+def test_every_architecture_of_the_library_is_proven_or_has_a_reason():
+    """A new release of transformers shows its architectures here: each belongs in one of the two tables."""
+    known = {*PROVEN, *LEFT_OUT}
+    assert sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known) == []
+    assert not set(PROVEN) & set(LEFT_OUT)
+    assert len(INSTALLED) >= 70
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_proven_architecture_keeps_every_promise(name):
+    assert broken_promise(CONFIG_MAPPING[name]()) is None
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", INSTALLED)
+def test_its_expanded_checkpoint_loads_with_the_values_of_the_dense_one(name, tmp_path):
+    expanded(name, tmp_path)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "expanded", output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad(), model.eval().use_expert(0):
+        assert torch.equal(model(IDS).logits, dense(IDS).logits)
+
+
+@pytest.mark.wide
+def test_the_bases_of_today_load_in_a_fresh_process(tmp_path):
+    program = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+found = {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    model = AutoModelForCausalLM.from_pretrained(folder / "expanded", trust_remote_code=True).eval()
+    dense = AutoModelForCausalLM.from_pretrained(folder / "dense").eval()
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad(), model.use_expert(0):
+        same = torch.equal(model(ids).logits, dense(ids).logits)
+    found[folder.name] = [type(model).__module__.split(".")[0], same, len(model.expanded_ffns())]
+print(json.dumps(found))
+"""
+    names = [name for name in TODAY if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    for name in names:
+        expanded(name, tmp_path / "checkpoints" / name)
+    found = json.loads(run_fresh(program, str(tmp_path / "checkpoints")).splitlines()[-1])
+    assert found == {name: ["transformers_modules", True, LAYERS] for name in names}
+
+
+class FourthConfig(Qwen2Config):
+    model_type = "fourth"
+
+
+class PlainFeedForward(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.into = nn.Linear(config.hidden_size, 40)
+        self.out = nn.Linear(40, config.hidden_size)
+
+    def forward(self, states):
+        return self.out(torch.relu(self.into(states)))
+
+
+class FourthForCausalLM(Qwen2ForCausalLM):
+    """A class that the project has never seen: the FFN is another one, under another name."""
+
+    config_class = FourthConfig
+    mixes_tokens = False
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = PlainFeedForward(config) if not self.mixes_tokens else Neighbours(config)
+        self.post_init()
+
+
+class Neighbours(PlainFeedForward):
+    """Not an FFN: a token's output depends on the token before it."""
+
+    def forward(self, states):
+        return super().forward(states + states.roll(1, dims=-2))
+
+
+@pytest.fixture
+def fourth():
+    AutoConfig.register("fourth", FourthConfig, exist_ok=True)
+    AutoModelForCausalLM.register(FourthConfig, FourthForCausalLM, exist_ok=True)
+    yield FourthConfig(**VOCABULARY, **SIZES)
+    FourthForCausalLM.mixes_tokens = False
+
+
+def test_a_class_never_seen_is_taken_by_the_rule(fourth, tmp_path):
+    model = FourthForCausalLM(fourth).eval()
+    model.save_pretrained(tmp_path / "dense")
+    expand_checkpoint(tmp_path / "dense", tmp_path / "out", Plan("own", [3, 1, 2], new=["el"]))
+    loaded = LayerMoEForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad(), loaded.use_expert(0):
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert {type(expert) for ffn in loaded.expanded_ffns().values() for expert in ffn.experts} == {PlainFeedForward}
+
+
+def test_a_class_that_breaks_a_promise_is_refused_by_its_name(fourth, tmp_path):
+    FourthForCausalLM.mixes_tokens = True
+    FourthForCausalLM(fourth).save_pretrained(tmp_path / "dense")
+    wanted = "on a tiny twin of the model, it does not hold that the expanded model computes what the base does"
+    with pytest.raises(InputError, match=wanted):
+        expand_checkpoint(tmp_path / "dense", tmp_path / "out", Plan("own", [3, 1, 2], new=["el"]))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("broken", [promise.name for promise in PROMISES])
+def test_each_promise_can_fail(broken):
+    """The twin is damaged in the way that its promise speaks of."""
+    twin = Twin.of(CONFIG_MAPPING["qwen2"]())
+    check = next(promise.holds for promise in PROMISES if promise.name == broken)
+    assert check(twin)
+    with torch.no_grad():
+        layer = next(iter(twin.expanded.expanded_ffns().values()))
+        if broken == "start":
+            layer.experts[1].down_proj.weight.add_(1.0)
+        elif broken == "expert 0":
+            twin.trained.model.embed_tokens.weight.add_(1e-6)
+        elif broken == "gradients":
+            for ffn in twin.trained.expanded_ffns().values():
+                ffn.router.weight.requires_grad_(False)
+        elif broken == "files":
+            twin.trained.register_parameter("extra", nn.Parameter(torch.ones(1)))
+        else:
+            for attention in (layer.self_attn for layer in twin.trained.model.layers):
+                attention.layer_idx = 0
+    assert not holds(check, twin)
+
+
+def holds(check, twin):
+    try:
+        return check(twin)
+    except Exception:
+        return False
+
+
+def test_two_modules_that_map_the_hidden_states_the_larger_is_the_ffn():
+    twin = tiny_twin(CONFIG_MAPPING["gemma3n_text"]())
+    assert {ffn.place.rsplit(".", 1)[1] for ffn in decoder_ffns(twin)} == {"mlp"}
+
+
+def test_layers_that_are_mixtures_stay_as_they_are(tmp_path):
+    twin = saved_twin("glm4_moe", tmp_path / "dense")
+    assert [ffn.is_mixture for ffn in decoder_ffns(twin)] == [False, True, True, True]
+    with pytest.raises(InputError, match=r"num_experts_per_layer\[1\] is 2, but the backbone has a mixture"):
+        expand_checkpoint(tmp_path / "dense", tmp_path / "out", Plan("own", [2, 2, 1, 1], new=["el"]))
+    with pytest.raises(ValueError, match="it is a mixture of experts already"):
+        decoder_ffns(AutoModelForCausalLM.from_config(tiny_twin(CONFIG_MAPPING["mixtral"]()).config))
+
+
+def test_experts_of_opt_have_the_names_of_its_layers(tmp_path):
+    twin = expanded("opt", tmp_path)
+    model = LayerMoEForCausalLM.from_pretrained(tmp_path / "expanded")
+    weights = model.state_dict()
+    for name, value in twin.state_dict().items():
+        layer, _, inner = name.rpartition(".fc")
+        stored = f"{layer}.fc1.experts.0.fc{inner}" if layer else name
+        assert torch.equal(weights[stored], value), name
+    assert torch.equal(weights["model.decoder.layers.1.fc1.experts.1.fc2.bias"], twin.model.decoder.layers[1].fc2.bias)
+
+
+def test_dropout_inside_an_ffn_of_separate_layers_is_drawn_for_each_expert():
+    config = LayerMoEConfig.from_dense(
+        AutoConfig.for_model(
+            "xglm", vocab_size=257, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, activation_dropout=1.0,
+            dropout=0.0, attention_dropout=0.0,
+        ),
+        num_experts_per_layer=[2, 1],
+    )  # fmt: skip
+    model = LayerMoEForCausalLM(config)
+    ffn = model.expanded_ffns()[0]
+    x = torch.randn(5, 32)
+    torch.testing.assert_close(ffn.train()(x), ffn.experts[0].fc2.bias.expand(5, 32))
+    assert not torch.allclose(ffn.eval()(x), ffn.experts[0].fc2.bias.expand(5, 32))
+
+
+def test_an_architecture_that_is_code_in_the_checkpoint_is_refused(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(
+        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})
+    )
+    with pytest.raises(InputError, match=r"'mine' is code inside the checkpoint \(auto_map\), which no command runs"):
+        expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("own", [2], new=["el"]))
+
+
+def test_proven_architectures_are_taken_at_once(monkeypatch):
+    monkeypatch.setattr("hf_moe_expand.checkpoint.promises.tiny_twin", lambda config: pytest.fail("no twin is needed"))
+    check_architecture(CONFIG_MAPPING["llama"](), "base")
+
+
+def test_what_the_rule_looks_at():
+    """Attention takes more than the hidden states; a norm has no matrices."""
+    config = Qwen2Config(**VOCABULARY, **SIZES)
+    layer = Qwen2DecoderLayer(config, 0)
+    assert type(layer.mlp) is Qwen2MLP
+    model = Qwen2Model(config)
+    assert [ffn.name for ffn in decoder_ffns(model)] == [f"layers.{number}.mlp" for number in range(3)]
+    del model.layers[1].mlp
+    with pytest.raises(ValueError, match="layer 1 has no FFN; every layer must have one"):
+        decoder_ffns(model)
