@@ -4,7 +4,11 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from .checkpoint.proven import PROVEN
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
@@ -18,6 +22,7 @@ _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's f
 
 def longest_block(config: Any) -> int | None:
     """The number of positions that a model takes; None if it sets no limit."""
+    config = config.get_text_config(decoder=True)
     return next((found for name in _POSITIONS if (found := getattr(config, name, None)) is not None), None)
 
 
@@ -39,7 +44,7 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
         check_size(config, reader)
     tokenizer = load_tokenizer(folder, name)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _auto_class(config).from_pretrained(
             folder, dtype="auto", trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # the library raises many types for wrong values
@@ -54,6 +59,12 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
         model = model.to("cuda")
     _check_runs(model, name)
     return model, tokenizer
+
+
+def _auto_class(config: Any) -> Any:
+    """The Auto class of a model; some models of images are none of `AutoModelForCausalLM`."""
+    of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
 
 
 def check_finite(model: Any, name: str | os.PathLike) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .distributed import launched
@@ -68,6 +69,7 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
         config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
     else:
         config = load_base_config(resolve_checkpoint(recipe.base, recipe.revision))
+        check_architecture(config, recipe.base)
     checks = Checks(recipe, config, offline)
     if config is None:
         checks.found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")

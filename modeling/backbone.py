@@ -39,7 +39,8 @@ def decoder_ffns(model: nn.Module) -> list[DecoderFFN]:
     Raises:
         ValueError: a layer has no FFN, or all layers are mixtures of experts of the backbone's own.
     """
-    config: Any = model.config
+    of_model: Any = model.config
+    config = of_model.get_text_config(decoder=True)  # of a model of several kinds of input
     lists = [
         (name, module)
         for name, module in model.named_modules()

@@ -136,8 +136,8 @@ class ExpandedModelMixin:
             if self.config.expert_kind == "lora":  # type: ignore[attr-defined]
                 # GPT-2 initialises a layer of its FFN by name; in these experts an update stands there.
                 for expert in list(ffn.experts)[1:]:
-                    for module in expert.modules():
-                        module._is_hf_initialized = True  # type: ignore[assignment]
+                    for part in expert.modules():
+                        part._is_hf_initialized = True  # type: ignore[assignment]
         super().initialize_weights()  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,22 +1,28 @@
 """Every dense decoder that transformers has: the promises, on a tiny twin; and its checkpoint from folder to folder."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import SIZES, VOCABULARY, byte_tokenizer, run_fresh
+from conftest import OTHER_SIZES, SIZES, VOCABULARY, byte_tokenizer, invoke, run_fresh
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2Model
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand.analysis.similarity import measure_similarity
+from hf_moe_expand.backbones import ffn_kind
 from hf_moe_expand.checkpoint.promises import PROMISES, Twin, broken_promise, check_architecture
 from hf_moe_expand.checkpoint.proven import LEFT_OUT, PROVEN
 from hf_moe_expand.checkpoint.twin import LAYERS, tiny_twin
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.modeling import decoder_ffns
+from hf_moe_expand.models import load_for_inference
 
 INSTALLED = [name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 # Those that users bring today, in a fresh process.
@@ -245,3 +251,92 @@ def test_what_the_rule_looks_at():
     del model.layers[1].mlp
     with pytest.raises(ValueError, match="layer 1 has no FFN; every layer must have one"):
         decoder_ffns(model)
+
+
+TEXT = {**VOCABULARY, **SIZES, "bos_token_id": 1}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+WRAPPERS = {
+    "gemma3": {"vision_config": {**VISION, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+    "gemma4": {
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8}, "audio_config": None,
+        "text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 257, "num_kv_shared_layers": 0},
+    },
+    "llava": {
+        "vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+        "text": {"model_type": "llama"},
+    },
+    "mistral3": {
+        "vision_config": {**VISION, "model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
+        "text": {"model_type": "mistral"},
+    },
+    "qwen3_5": {
+        "vision_config": {
+            "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+        "text": OTHER_SIZES["qwen3_5_text"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_text_decoder_inside_a_model_of_images_is_taken(name, tmp_path, capsys):
+    options = dict(WRAPPERS[name])
+    config = CONFIG_MAPPING[name](text_config={**TEXT, **options.pop("text", {})}, **options)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    byte_tokenizer().save_pretrained(tmp_path / "whole")
+    Plan("own", [2, 1, 2], old=["en"], new=["el"]).save(tmp_path / "plan.json")
+    said = invoke("expand", tmp_path / "whole", tmp_path / "out", "--plan", tmp_path / "plan.json")
+    assert re.search(r"left out, since the backbone does not use them: .*vis\w+ \(\d+ tensors\)", said)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.config.backbone_model_type == config.get_text_config().model_type
+    with torch.no_grad(), model.eval().use_expert(0):
+        assert torch.equal(model(IDS).logits, whole(IDS).logits)
+    text = {"en": ["One line of text."] * 20, "el": ["Μία γραμμή κειμένου."] * 20}
+    base, tokenizer = load_for_inference(tmp_path / "whole")
+    scores = [evaluate_model(one, tokenizer, text, block_size=16) for one in (base, model)]
+    assert scores[0]["en"].perplexity == pytest.approx(scores[1]["en"].perplexity, rel=1e-4)
+    found = measure_similarity(base, tokenizer, text, ["en"], ["el"], tokens=64, block_size=16)
+    assert len(found.similarity) == 3
+
+
+def test_a_model_of_images_without_a_text_decoder_of_its_own_is_refused(tmp_path):
+    (tmp_path / "base").mkdir()
+    CONFIG_MAPPING["mllama"]().save_pretrained(tmp_path / "base")
+    with pytest.raises(InputError, match="a mllama checkpoint cannot be expanded: it is a model of images, sound or"):
+        expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("own", [2], new=["el"]))
+
+
+def test_the_verb_answers_for_a_model(tmp_path):
+    saved_twin("glm4_moe", tmp_path / "base")
+    said = invoke("backbones", tmp_path / "base")
+    assert "a glm4_moe checkpoint; it can be expanded" in said
+    assert "gated (1 layers), mixture of experts (3 layers)" in said
+    assert "layers 1, 2, 3 are mixtures already: give them 1 expert in the plan" in said
+    assert said.count("holds on a tiny twin") == len(PROMISES)
+    CONFIG_MAPPING["mamba"]().save_pretrained(tmp_path / "mamba")
+    with pytest.raises(InputError, match="a mamba checkpoint cannot be expanded: it is a state-space"):
+        invoke("backbones", tmp_path / "mamba")
+    with pytest.raises(InputError, match="--out is for the list of architectures"):
+        invoke("backbones", tmp_path / "base", "--out", tmp_path / "page.md")
+
+
+def test_the_page_lists_the_proven_architectures():
+    page = (Path(__file__).parents[1] / "docs" / "backbones.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\S+) \|.*\| all hold \|$", page, re.MULTILINE)
+    assert rows == list(PROVEN)
+    for reason in set(LEFT_OUT.values()):
+        (named,) = re.findall(rf"^\| {re.escape(reason)} \| (.*) \|$", page, re.MULTILINE)
+        assert named.split(", ") == sorted(name for name, why in LEFT_OUT.items() if why == reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "gated"), ("phi3", "gated, gate and up fused"), ("gpt2", "plain, biases"), ("falcon", "plain"),
+     ("opt", "plain, its layers one by one, biases")],
+)  # fmt: skip
+def test_kinds_of_ffns(name, kind):
+    assert ffn_kind(decoder_ffns(tiny_twin(CONFIG_MAPPING[name]()))[0].module) == kind

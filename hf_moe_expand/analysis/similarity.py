@@ -115,7 +115,7 @@ def measure_similarity(
     AnalysisSettings(tokens, block_size, batch_size)  # refuses numbers out of range
     model.eval()
     base = getattr(model, "base_model", model)
-    num_layers, hidden_size = len(decoder_ffns(model)), model.config.hidden_size
+    num_layers, hidden_size = len(decoder_ffns(model)), model.config.get_text_config(decoder=True).hidden_size
     block_size = min(block_size, longest_block(model.config) or block_size)
     # Counts all text before the first pass, so that a lack of text is reported at once.
     blocks = {code: token_blocks(code, texts[code], tokenizer, tokens, block_size) for code in (*old, *new)}

@@ -1,6 +1,8 @@
 """Expansion: a dense checkpoint's FFNs become experts; streamed, one tensor in memory."""
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from .source import COMPANIONS, load_base_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
+_FEW = 5
+_PART = re.compile(r"(model\.)?[^.]+")
 EXPERT_INITS = ("copy", "random")
 
 
@@ -36,6 +40,14 @@ class ExpansionReport:
     base_parameters: int
     parameters: int
     left_out: list[str]
+
+    @property
+    def left_out_parts(self) -> list[str]:
+        """What was left out, in words: a few tensors by name, many by the part of the model that they belong to."""
+        if len(self.left_out) <= _FEW:
+            return self.left_out
+        parts = Counter(_PART.match(name)[0] for name in self.left_out)  # type: ignore[index]
+        return [f"{part} ({count} tensors)" for part, count in parts.items()]
 
 
 def expand_checkpoint(
@@ -85,7 +97,7 @@ def expand_checkpoint(
     lora = lora_fields(dense.network, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
     config = planned_config(dense_config, plan, conditional_routing=conditional_routing, **lora)
     tensors = _outputs(dense, config, expert_init, seed)
-    base_parameters = sum(info.numel for info in dense.reader.tensors.values())
+    base_parameters = sum(dense.reader.tensors[dense.names[key]].numel for key in dense.tensors)
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
     # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)

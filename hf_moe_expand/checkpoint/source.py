@@ -172,6 +172,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if inner is config or type(inner) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     inner.dtype = inner.dtype or config.dtype
+    inner.tie_word_embeddings = inner.tie_word_embeddings or config.tie_word_embeddings
     inner.name_or_path = config.name_or_path
     return inner
 

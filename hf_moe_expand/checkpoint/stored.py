@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from ..modeling import ExpandedConfig, decoder_ffns
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, tensor_bytes
+
+# In a model of several kinds of input, the prefix of the text decoder's tensors.
+_OF_TEXT = re.compile(r"^(model\.)?language_model\.")
 
 
 class StoredModel:
@@ -110,6 +114,7 @@ def check_size(config: Any, reader: CheckpointReader) -> None:
         InputError: the configuration asks for more layers or experts than the files have tensors.
     """
     stored = len(reader.tensors)
+    config = config.get_text_config(decoder=True)
     counts = {"layers": config.num_hidden_layers, "experts": sum(getattr(config, "num_experts_per_layer", None) or [])}
     for what, count in counts.items():
         if count > stored:
@@ -176,7 +181,8 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
 
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """Maps each of the model's keys to the checkpoint's key by the library's own renaming at loading (GPT-NeoX's
-    `embed_out`, BLOOM's keys without `transformer.`). Tensors that the library puts together from several at loading
+    `embed_out`, BLOOM's keys without `transformer.`); of a model of several kinds of input, those of the text decoder
+    inside. Tensors that the library puts together from several at loading
     are put together in `reader`. Of tied tensors, whichever the files hold, the key is that of the tensor to which the
     others are tied."""
     rules = get_model_conversion_mapping(network)
@@ -187,6 +193,9 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     parts: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(reader.tensors, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, network.base_model_prefix, known)
+        if key not in known:
+            inner = _OF_TEXT.sub("", name)
+            key, pattern = rename_source_key(inner, renamings, converters, network.base_model_prefix, known)
         if pattern is None or key not in known:
             names[key] = name
         else:

@@ -97,6 +97,18 @@ def check_file(path: Path, overwrite: bool) -> None:
         raise InputError(f"{path}: cannot be written there ({error.strerror}).") from None
 
 
+def print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
+    """Prints a page, or writes it to a file."""
+    if out is None:
+        print(text, end="")
+    else:
+        from ..jsonfile import write_text
+
+        check_file(out, overwrite)
+        write_text(out, text)
+        print(f"wrote {out}")
+
+
 def check_figure(path: Path | None, overwrite: bool) -> None:
     if path is not None:
         if path.suffix not in (".svg", ".png", ".pdf"):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .apps import app, recipes_app
-from .common import check_file
+from .common import print_or_write
 from .options import Overwrite, Seed
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
@@ -87,7 +87,7 @@ def recipes_schema(
 
     from ..recipe import recipe_schema
 
-    _print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out, overwrite)
+    print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out, overwrite)
 
 
 @recipes_app.command("settings")
@@ -101,7 +101,7 @@ def recipes_settings(
     """
     from ..settings_page import settings_page
 
-    _print_or_write(settings_page(), out, overwrite)
+    print_or_write(settings_page(), out, overwrite)
 
 
 @app.command()
@@ -121,14 +121,3 @@ def demo(
     disable_progress_bars()  # reading and writing take no time here
     disable_progress_bar()
     run_demo(out, seed)
-
-
-def _print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
-    if out is None:
-        print(text, end="")
-    else:
-        from ..jsonfile import write_text
-
-        check_file(out, overwrite)
-        write_text(out, text)
-        print(f"wrote {out}")

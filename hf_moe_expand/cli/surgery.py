@@ -59,7 +59,7 @@ def expand(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if report.left_out:
-        print(f"left out, since the backbone does not use them: {', '.join(report.left_out)}")
+        print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
 
 

@@ -1,0 +1,134 @@
+"""Whether a model can be expanded, and the page of the architectures that can (docs/backbones.md)."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .checkpoint.export import NATIVE_FORMS
+from .checkpoint.promises import PROMISES, broken_promise
+from .checkpoint.proven import LEFT_OUT, PROVEN
+from .checkpoint.source import load_base_config, resolve_checkpoint
+from .checkpoint.stored import network_of
+from .checkpoint.twin import tiny_twin
+from .errors import InputError, first_line
+from .modeling import LayerMoEConfig, decoder_ffns
+from .modeling.separate_ffn import SeparateFFN
+
+_HEAD = """\
+# Backbones
+
+`hf-moe-expand backbones --out docs/backbones.md` prints this page; `hf-moe-expand backbones MODEL` tells whether a
+model, a folder or hub id, can be expanded.
+
+A backbone is taken when each decoder layer has one FFN that maps the hidden states alone, and its architecture keeps
+every promise:
+
+{promises}
+
+The architectures of the table keep them all; the suite proves it again for each. Any other architecture of transformers
+is tried when `expand` meets it: a tiny twin of the model (same class and switches, small sizes) must keep the promises,
+or the refusal names the one that it breaks.
+
+Of a checkpoint that wraps a text decoder (Gemma 3 from 4B, Gemma 4, Qwen3.5, Mistral 3, LLaVA), `expand` takes the text
+decoder and says what it leaves out: the towers for images and sound are not carried. Llama 3.2-Vision is refused, since
+transformers has no text-only model for its decoder.
+
+In a layer that is a mixture of experts of the backbone's own, nothing is expanded: give it 1 expert in the plan.
+
+"""
+
+
+def answer(model: str, revision: str | None = None) -> list[str]:
+    """What there is to say about one model, line by line.
+
+    Raises:
+        InputError: the model cannot be expanded.
+    """
+    config: Any = load_base_config(resolve_checkpoint(model, revision, weights=False))
+    if reason := broken_promise(config):
+        raise InputError(f"{model}: a {config.model_type} checkpoint cannot be expanded: {_words(config, reason)}.")
+    ffns = decoder_ffns(network_of(config))
+    kinds = Counter("mixture of experts" if ffn.is_mixture else ffn_kind(ffn.module) for ffn in ffns)
+    mixtures = [str(layer) for layer, ffn in enumerate(ffns) if ffn.is_mixture]
+    lines = [
+        f"{model}: a {config.model_type} checkpoint; it can be expanded",
+        f"layers    {len(ffns)}, FFN {ffns[0].place}: "
+        + ", ".join(f"{kind} ({count} layers)" for kind, count in kinds.items()),
+        *(f"promise   {promise.words}: holds on a tiny twin" for promise in PROMISES),
+    ]
+    if mixtures:
+        lines.append(f"dense     layers {', '.join(mixtures)} are mixtures already: give them 1 expert in the plan")
+    return lines
+
+
+def _words(config: PreTrainedConfig, reason: str) -> str:
+    known = LEFT_OUT.get(config.model_type)
+    return f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
+
+
+def ffn_kind(ffn: nn.Module) -> str:
+    """The kind of an FFN: gated or plain, fused or separate, with biases or without."""
+    matrices = [parameter for parameter in ffn.parameters() if parameter.dim() == 2]
+    biases = any(name.endswith("bias") for name, _ in ffn.named_parameters())
+    if isinstance(ffn, SeparateFFN):
+        kind = "plain, its layers one by one"
+    elif len(matrices) > 2:
+        kind = "gated"
+    else:
+        widest = sorted(max(matrix.shape) for matrix in matrices)
+        kind = "gated, gate and up fused" if widest[-1] > widest[0] else "plain"
+    return f"{kind}, biases" if biases else kind
+
+
+def backbones_page() -> str:
+    """The page: a table of the architectures that keep every promise, and the reasons for the others."""
+    rows = []
+    names = [name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    for name in tqdm(names, desc="backbones", unit="architecture"):
+        config = CONFIG_MAPPING[name]()
+        broken = broken_promise(config)
+        rows.append([name, *_facts(config), broken or "all hold"])
+    titles = ["architecture", "FFN", "layers", "tensor-parallel plan", "native export", "promises"]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
+    reasons: dict[str, list[str]] = {}
+    for name, reason in LEFT_OUT.items():
+        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            reasons.setdefault(reason, []).append(name)
+    others = "".join(f"| {reason} | {', '.join(sorted(found))} |\n" for reason, found in reasons.items())
+    promises = "\n".join(f"- {promise.words};" for promise in PROMISES).removesuffix(";") + "."
+    return (
+        _HEAD.format(promises=promises)
+        + f"## Architectures that keep every promise ({len(rows)})\n\n{table}\n"
+        + "## Architectures that are left out\n\n"
+        + f"The default configuration of each is:\n\n| | architectures |\n| --- | --- |\n{others}"
+    )
+
+
+def _facts(config: Any) -> list[str]:
+    """Kind of FFN, kinds of layers, tensor-parallel plan and native export of an architecture."""
+    try:
+        twin = tiny_twin(config)
+    except ValueError as error:
+        return [first_line(error), "", "", ""]
+    ffns = decoder_ffns(twin)
+    kinds = list(dict.fromkeys(ffn_kind(ffn.module) for ffn in ffns if not ffn.is_mixture))
+    types = set(getattr(twin.config, "layer_types", None) or [])
+    mixtures = "some are mixtures" if any(ffn.is_mixture for ffn in ffns) else ""
+    hybrid = "hybrid" if types - {"full_attention", "sliding_attention", "chunked_attention"} else ""
+    own: Any = LayerMoEConfig.from_dense(twin.config, num_experts_per_layer=[1 if f.is_mixture else 2 for f in ffns])
+    with torch.device("meta"):
+        split = any("experts" in rule for rule in _rules(own))
+    forms = [form.model_type for form in NATIVE_FORMS.get(config.model_type, ())]
+    return ["; ".join(kinds), ", ".join(filter(None, (hybrid, mixtures))), "yes" if split else "", ", ".join(forms)]
+
+
+def _rules(config: Any) -> list[str]:
+    from transformers import AutoModelForCausalLM
+
+    return list(AutoModelForCausalLM.from_config(config).tp_plan or {})
