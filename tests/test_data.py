@@ -271,7 +271,9 @@ def test_review_mixes_one_old_to_two_new_documents():
     available = {"en": 500, "es": 400, "el": 300, "hu": 1000}
     assert review_documents(available, ["en", "es"], ["el", "hu"]) == {"en": 150, "es": 150, "el": 300, "hu": 300}
     assert review_documents(available, ["en"], ["el"], old_documents=10) == {"en": 10, "el": 20}
-    with pytest.raises(InputError, match=r"'el' has 300 documents, but the mix asks for 400.*150 or fewer"):
+    with pytest.raises(
+        InputError, match=r"'el' has 300 documents, but the mix asks for 400: .*true. to take 150 .*150 or fewer"
+    ):
         review_documents(available, ["en"], ["el"], old_documents=200)
 
 
@@ -293,8 +295,22 @@ def test_new_documents_for_each_old_one(available, old_documents, new_per_old, w
 
 
 def test_one_document_is_the_least_that_a_mix_asks_for():
-    with pytest.raises(InputError, match="'el' has 1 documents, but the mix asks for 2"):
-        review_documents({"en": 5, "el": 1}, ["en"], ["el"])
+    for fewer in (False, True):
+        with pytest.raises(
+            InputError, match=r"'el' has 1 documents, but the mix asks for 2: .*, or lower new_per_old\.$"
+        ):
+            review_documents({"en": 5, "el": 1}, ["en"], ["el"], fewer_documents=fewer)
+        with pytest.raises(InputError, match=r"'en' has 0 documents, but the mix asks for 1: give more text\.$"):
+            review_documents({"en": 0, "el": 9}, ["en"], ["el"], 1, fewer_documents=fewer)
+    with pytest.raises(InputError, match=r"take 1 of each old language, or set old_documents to 1\.$"):
+        review_documents({"en": 5, "el": 3}, ["en"], ["el"], 5)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(50_000, 1109), (1109, 1109), (1000, 1000), (None, 1109)])
+def test_fewer_documents_keep_the_ratio(asked, taken):
+    available = {"en": 40_000, "el": 2219, "hu": 60_000}
+    found = review_documents(available, ["en"], ["el", "hu"], asked, fewer_documents=True)
+    assert found == {"en": taken, "el": 2 * taken, "hu": 2 * taken}
 
 
 @pytest.mark.parametrize("new_per_old", [0.3, 0.5, 1.0, 1.5, 2.0, 3.0])

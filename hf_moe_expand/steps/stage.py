@@ -66,15 +66,20 @@ class TrainStep(StageStep):
     def check(self, checks: Checks) -> None:
         super().check(checks)
         if not checks.offline and getattr(self.settings, "old_documents", None) is not None:
-            self._check_documents()
+            self._check_documents(checks)
 
-    def _check_documents(self) -> None:
-        """Refuses local text with fewer documents than the review needs, before stage 1 trains for days."""
+    def _check_documents(self, checks: Checks) -> None:
+        """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
+        it takes if the settings allow fewer."""
         review, old, new = self.settings, self.round.old, self.round.new
         wanted = dict.fromkeys(old, review.old_documents)
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * review.new_per_old)))
         available = {code: _count(self.round.sources[code], count) for code, count in wanted.items()}
-        review_documents(available, old, new, review.old_documents, review.new_per_old)
+        asked = (review.old_documents, review.new_per_old, review.fewer_documents)
+        taken = review_documents(available, old, new, *asked)
+        if taken != wanted:
+            said = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
+            checks.found.append(f"{self.name}: fewer documents than asked for: {said}")
 
     def work(self) -> Done:
         recipe = self.round.recipe
