@@ -126,7 +126,7 @@ def accepted_arguments(arguments: TrainingArguments) -> None:
     _check_optimizer(arguments)
 
 
-def _check_optimizer(arguments: TrainingArguments) -> None:
+def _check_optimizer(arguments: Any) -> None:
     """Makes the optimizer and the schedule of the learning rate of a single weight, as the Trainer will."""
     if arguments.optim.value.startswith(_CHOOSE_MODULES):
         return
@@ -135,10 +135,5 @@ def _check_optimizer(arguments: TrainingArguments) -> None:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
         optimizer = kind([{"params": [weight], "weight_decay": arguments.weight_decay}], **options)
     with refused_by_the_library("training.lr_scheduler_type"):
-        get_scheduler(
-            arguments.lr_scheduler_type,
-            optimizer,
-            arguments.get_warmup_steps(1000),
-            1000,
-            arguments.lr_scheduler_kwargs,
-        )
+        kind, warmup = arguments.lr_scheduler_type, arguments.get_warmup_steps(1000)
+        get_scheduler(kind, optimizer, warmup, 1000, arguments.lr_scheduler_kwargs)
