@@ -71,8 +71,6 @@ def scored_stream(
             text, tokens = _beginning(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
-            if not tokens:
-                break
             _say(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
                  "characters")  # fmt: skip
         ids += [separator, *tokens]

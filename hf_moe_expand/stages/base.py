@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..models import longest_block
 from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
-from ..trainers.freezing import Trained
+from ..trainers.freezing import Trained, freeze
 from ..trainers.masking import Masking, check_gates
 from .config import StageConfig, StageSettings, declared_losses, settings_of
 
@@ -206,6 +206,15 @@ class TrainingStage(Stage):
         self.check_text(config, data, old, new)
         check_block_size(config.block_size, longest_block(model_config))
         check_gates(self.masking(config), model_config.conditional_routing)
+
+    def saved_parameters(self, network: Any, config: Any) -> tuple[int, int]:
+        """The number of parameters in a training checkpoint, and of those among them that train.
+
+        Args:
+            network: the model without its weights.
+        """
+        total = sum(parameter.numel() for parameter in network.parameters())
+        return total, freeze(network, self.trained(config)[1]).trainable
 
     def make_trainer(self, network: Any, config: Any, packed: PackedText, callbacks: list[Any]) -> Any:
         """The Trainer of a loaded model."""

@@ -80,6 +80,14 @@ class Dense(TrainingStage):
             texts, tokenizer, config.block_size, config.seed, tokens_per_language=config.tokens_per_language
         )
 
+    def saved_parameters(self, network: Any, config: DenseConfig) -> tuple[int, int]:
+        if config.method == "lora":  # the adapters alone, which are small
+            return 0, 0
+        if config.method == "new-blocks":
+            _freeze_all_but(network, network.config.new_layers)
+        parameters = list(network.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
     def make_trainer(self, network: Any, config: DenseConfig, packed: PackedText, callbacks: list[Any]) -> Any:
         if config.method == "lora":
             set_seed(config.seed)  # adapters start with random weights
