@@ -204,8 +204,8 @@ class TrainingStage(Stage):
                 f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
             )
         self.check_text(config, data, old, new)
-        check_block_size(config.block_size, longest_block(model_config))
         check_gates(self.masking(config), model_config.conditional_routing)
+        check_block_size(config.block_size, longest_block(model_config))
 
     def saved_parameters(self, network: Any, config: Any) -> tuple[int, int]:
         """The number of parameters in a training checkpoint, and of those among them that train.
