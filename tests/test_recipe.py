@@ -144,6 +144,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         ),
         ("post_pretrain: {block_size: 32", "post_pretrain: {block_size: 128", "is 128, but the base takes 64"),
         ("plan:", "graft: {instruct: nowhere/at/all}\nplan:", "nowhere/at/all: no such folder"),
+        ("/run", "/base/run", r"output: \S+base/run/\S+: lies in the input folder"),
     ],
 )  # fmt: skip
 def test_mistakes_that_validate_finds_without_weights(root, old, new, message):

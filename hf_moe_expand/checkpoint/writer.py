@@ -133,7 +133,7 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
     out = Path(out)
     try:
         restore(out)
-        _check_inputs(out, inputs)
+        check_apart(out, *inputs)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
         place = next(parent for parent in out.absolute().parents if parent.exists())
@@ -146,7 +146,12 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
     return out
 
 
-def _check_inputs(out: Path, inputs: Iterable[str | os.PathLike]) -> None:
+def check_apart(out: Path, *inputs: str | os.PathLike) -> None:
+    """Refuses an output folder that is one of the inputs, holds one or lies in one.
+
+    Raises:
+        InputError: the message names the input.
+    """
     there = out.resolve()
     for path in (Path(path).resolve() for path in inputs):
         if there == path:
