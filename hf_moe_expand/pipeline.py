@@ -9,7 +9,7 @@ from typing import Any
 
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
-from .checkpoint.writer import check_apart
+from .checkpoint.writer import check_apart, check_place
 from .disk import check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, at
@@ -90,6 +90,8 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
             source.check()
         files = source.files()
         checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+    if not offline:  # else another machine may be the one that runs
+        check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.rounds if expansion.graft is not None]
     models = [name for name in (recipe.base, *grafts) if Path(name).is_dir()]
     for step in steps_of(recipe)[0]:

@@ -144,6 +144,8 @@ def test_mistakes_in_the_file(root, old, new, message):
         ),
         ("post_pretrain: {block_size: 32", "post_pretrain: {block_size: 128", "is 128, but the base takes 64"),
         ("plan:", "graft: {instruct: nowhere/at/all}\nplan:", "nowhere/at/all: no such folder"),
+        ("/run", "/el.jsonl/run", r"recipe.yaml: cannot be made, as \S+el.jsonl is a file, not a folder"),
+        ("/run", "/" + "x" * 300, r"recipe.yaml: cannot be written \(File name too long\)"),
         ("/run", "/base/run", r"output: \S+base/run/\S+: lies in the input folder"),
     ],
 )  # fmt: skip
