@@ -83,7 +83,8 @@ def _check_vocabulary(model: Any, tokenizer: Any, name: str | os.PathLike) -> No
     those that documents begin and end with."""
     rows = model.get_input_embeddings().weight.shape[0]
     ends = {tokenizer.eos_token: tokenizer.eos_token_id, tokenizer.bos_token: tokenizer.bos_token_id}
-    usual = {token: at for token, at in tokenizer.get_vocab().items() if at not in tokenizer.added_tokens_decoder}
+    added = set(tokenizer.added_tokens_decoder)  # made anew each time that it is read
+    usual = {token: at for token, at in tokenizer.get_vocab().items() if at not in added}
     for token, at in {**usual, **ends}.items():
         if at is not None and at >= rows:
             raise InputError(

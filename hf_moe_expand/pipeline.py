@@ -10,6 +10,8 @@ from typing import Any
 from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
+from .checkpoint.writer import check_apart, check_place
+from .disk import check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, at
 from .evaluation.report import Evaluation
@@ -24,6 +26,8 @@ from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.plan import MakePlan
 from .steps.stage import GraftStep, StageStep, TrainStep
+
+_WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 
 
 def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
@@ -65,6 +69,11 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     Raises:
         InputError: the recipe has a mistake; the message names the first one.
     """
+    return _checked(recipe, offline).found
+
+
+def _checked(recipe: Recipe, offline: bool = False) -> Checks:
+    """The state of a recipe's checks after the last one."""
     if offline:
         config: Any = None if unset_variable(recipe.base) else base_config_at_hand(recipe.base, recipe.revision)
     else:
@@ -83,12 +92,23 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
             source.check()
         files = source.files()
         checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+    if not offline:  # else another machine may be the one that runs
+        check_place(Path(recipe.output) / "recipe.yaml")
+    grafts = [expansion.graft.instruct for expansion in recipe.rounds if expansion.graft is not None]
+    models = [name for name in (recipe.base, *grafts) if Path(name).is_dir()]
     for step in steps_of(recipe)[0]:
+        with at("output"):
+            check_apart(step.output, *models)
         step.check(checks)
     checks.found.append("training: TrainingArguments takes every setting")
     if checks.counted:
         checks.found.append(f"analysis: {' '.join(checks.counted)} have enough text")
-    return checks.found
+    if checks.written:
+        output = Path(recipe.output)
+        checks.found.append(
+            f"disk: up to {peak(checks.written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}"
+        )
+    return checks
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
@@ -101,18 +121,20 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         The folder of the final checkpoint.
 
     Raises:
-        InputError: the recipe is wrong; or the recipe, a text or the base was changed after a step had run with it
-            (inputs of the evaluation may change).
+        InputError: the recipe is wrong; the disk has too little room; or the recipe, a text or the base was changed
+            after a step had run with it (inputs of the evaluation may change).
     """
     state = launched()
     if not state.is_main_process:
         say = _say_nothing
-    validate_recipe(recipe)
+    checks = _checked(recipe)
     root = Path(recipe.output)
     steps, final = steps_of(recipe)
     record = _Record(root, steps, _start(recipe))
     record.refuse_foreign(recipe.text)
     record.refuse_changes()
+    if state.is_main_process:
+        check_room(root, peak(checks.written), _WRITTEN)
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
     if state.is_main_process:
         _keep_text(recipe, root)

@@ -69,5 +69,8 @@ class EvaluationSettings:
     batch_size: Annotated[Count, Field(description="windows in a forward pass")] = 8
     max_tokens: Annotated[
         Annotated[Whole, Field(ge=2)] | None,
-        Field(description="tokens of each language, in whole documents; all of its text by default"),
+        Field(
+            description="tokens of each language, in whole documents (a longer first one is cut); all of its text by "
+            "default"
+        ),
     ] = None

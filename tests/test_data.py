@@ -12,6 +12,8 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_moe_expand import hub_access
+from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.data import sources
 from hf_moe_expand.data.mixing import review_documents
 from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
@@ -271,7 +273,9 @@ def test_review_mixes_one_old_to_two_new_documents():
     available = {"en": 500, "es": 400, "el": 300, "hu": 1000}
     assert review_documents(available, ["en", "es"], ["el", "hu"]) == {"en": 150, "es": 150, "el": 300, "hu": 300}
     assert review_documents(available, ["en"], ["el"], old_documents=10) == {"en": 10, "el": 20}
-    with pytest.raises(InputError, match=r"'el' has 300 documents, but the mix asks for 400.*150 or fewer"):
+    with pytest.raises(
+        InputError, match=r"'el' has 300 documents, but the mix asks for 400: .*true. to take 150 .*150 or fewer"
+    ):
         review_documents(available, ["en"], ["el"], old_documents=200)
 
 
@@ -293,8 +297,22 @@ def test_new_documents_for_each_old_one(available, old_documents, new_per_old, w
 
 
 def test_one_document_is_the_least_that_a_mix_asks_for():
-    with pytest.raises(InputError, match="'el' has 1 documents, but the mix asks for 2"):
-        review_documents({"en": 5, "el": 1}, ["en"], ["el"])
+    for fewer in (False, True):
+        with pytest.raises(
+            InputError, match=r"'el' has 1 documents, but the mix asks for 2: .*, or lower new_per_old\.$"
+        ):
+            review_documents({"en": 5, "el": 1}, ["en"], ["el"], fewer_documents=fewer)
+        with pytest.raises(InputError, match=r"'en' has 0 documents, but the mix asks for 1: give more text\.$"):
+            review_documents({"en": 0, "el": 9}, ["en"], ["el"], 1, fewer_documents=fewer)
+    with pytest.raises(InputError, match=r"take 1 of each old language, or set old_documents to 1\.$"):
+        review_documents({"en": 5, "el": 3}, ["en"], ["el"], 5)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(50_000, 1109), (1109, 1109), (1000, 1000), (None, 1109)])
+def test_fewer_documents_keep_the_ratio(asked, taken):
+    available = {"en": 40_000, "el": 2219, "hu": 60_000}
+    found = review_documents(available, ["en"], ["el", "hu"], asked, fewer_documents=True)
+    assert found == {"en": taken, "el": 2 * taken, "hu": 2 * taken}
 
 
 @pytest.mark.parametrize("new_per_old", [0.3, 0.5, 1.0, 1.5, 2.0, 3.0])
@@ -341,19 +359,50 @@ def test_hostile_lines_are_named(tmp_path, line, message):
         load(tmp_path / "a.jsonl")
 
 
-def test_without_a_network_the_hub_is_asked_once(tmp_path, monkeypatch):
+@pytest.fixture
+def unreachable(monkeypatch):
+    """An endpoint at which nobody answers."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    monkeypatch.setattr(sources, "HF_ENDPOINT", endpoint)
-    monkeypatch.setattr(sources, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(hub_access, "HF_ENDPOINT", endpoint)
+    monkeypatch.setattr(hub_access, "is_offline_mode", lambda: False)
     monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: pytest.fail("asked in vain"))
+    return endpoint
+
+
+def test_without_a_network_a_data_set_or_a_model_on_the_hub_is_one_sentence(unreachable):
     started = time.monotonic()
-    with pytest.raises(InputError, match=r"hub:no/such: the hub cannot be reached \(.*refused"):
+    with pytest.raises(InputError, match=r"hub:no/such: the hub cannot be reached \(.*refused\)\.$"):
         load("hub:no/such")
+    with pytest.raises(InputError, match=r"^no/such: no such folder, and the hub cannot be reached \(.*refused\)\.$"):
+        resolve_checkpoint("no/such")
+    with pytest.raises(InputError, match="not a hub id"):
+        resolve_checkpoint("no/such/folder")
     assert time.monotonic() - started < 5
+
+
+def test_a_silent_hub_is_waited_for_a_few_seconds_and_only_once(unreachable, monkeypatch):
+    assert hub_access._PATIENCE < 10
+    monkeypatch.setattr(hub_access, "_PATIENCE", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(sources, "HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(sources, "_PATIENCE", 1.0)
+        monkeypatch.setattr(hub_access, "HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(InputError, match=r"the hub cannot be reached \("):
+                load("hub:no/such")
+        assert time.monotonic() - started < 3
         with pytest.raises(InputError, match="the hub cannot be reached"):
-            load("hub:no/such")
-    assert time.monotonic() - started < 10
+            resolve_checkpoint("no/such")
+
+
+def test_a_run_of_several_languages_asks_the_hub_once(unreachable, monkeypatch):
+    asked = []
+    monkeypatch.setattr(hub_access, "_ask", lambda endpoint: asked.append(endpoint) or "")
+    monkeypatch.setattr(sources, "load_dataset", lambda *_, **__: iter([{"text": "one"}]))
+    for language in ("el", "hu", "tr"):
+        assert LanguageText(language, "hub:some/text").load()["text"][:] == ["one"]
+    assert asked == [unreachable]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3600)  # a later stage asks again
+    assert LanguageText("ro", "hub:some/text").load()["text"][:] == ["one"]
+    assert asked == [unreachable] * 2

@@ -1,6 +1,10 @@
 """What a plan will cost, against a model that was really expanded: its parameters, its optimizer and its arithmetic."""
 
+import re
+import subprocess
+import sys
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, freeze
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.forecast import forecast
+from hf_moe_expand.forecast import PROCESS, forecast
 
 TOKENS = 8
 
@@ -169,12 +173,22 @@ def test_what_the_command_prints(root, tmp_path):
         assert float(giga) == pytest.approx(stage.flops / 1e9, abs=0.0051)
         assert float(hours) == pytest.approx(stage.flops * 6e9 / 50e12 / 3600, abs=0.051)
     assert "at 50 TFLOP/s, if the stage trains on 6,000,000,000 tokens; a review needs few tokens" in text
+    assert f"the process itself{PROCESS / 1e9:>37.1f} GB\n" in text
     short = invoke("inspect", root / "base", "--plan", tmp_path / "plan.json")
     assert "hours" not in short
     dmoe().save(tmp_path / "dmoe.json")
     text = invoke("inspect", root / "base", "--plan", tmp_path / "dmoe.json", "--tokens", 6e9)
     assert "joint" in text
     assert "review" not in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="only Linux says it there")
+def test_the_process_takes_about_as_much_memory_before_it_loads_a_model():
+    code = "import hf_moe_expand.stages.run, trl, datasets\nfrom transformers import Trainer\n"
+    code += "print(open('/proc/self/status').read())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    resident = 1024 * int(re.search(r"VmRSS:\s+(\d+) kB", done.stdout)[1])
+    assert 0.5 * PROCESS < resident < 2 * PROCESS  # torch for another device is larger
 
 
 def test_a_forecast_reads_no_weights(root, tmp_path):

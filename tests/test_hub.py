@@ -1,6 +1,7 @@
 """Publishing, against a server that speaks the hub's protocol; clients are processes of their own."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import save_dense
+from conftest import byte_tokenizer, save_dense
 from hub_server import OTHER_TOKEN, TOKEN, HubServer
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
@@ -244,6 +245,37 @@ def test_anyone_with_transformers_alone_pulls_it(server, client, base, checkpoin
     assert found["added is whole"]
     assert found["added again"] == 32
     assert "me/pinned" in found["refused"]
+
+
+ASKS = """
+import json, sys
+sys.modules["hf_moe_expand"] = None
+import transformers.dynamic_module_utils
+transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 60
+from transformers import AutoTokenizer
+assert sys.stdin.isatty()
+tokenizer = AutoTokenizer.from_pretrained("me/tiny-el", **json.loads(sys.argv[1]))
+print(type(tokenizer).__module__, tokenizer("text").input_ids)
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_on_a_terminal_the_tokenizer_asks_nothing_if_told_to_run_no_code(server, published, tmp_path, told):
+    """Without `trust_remote_code=False` transformers asks about the model's code, whatever the tokenizer's files say;
+    should that change, the card, docs/serving.md and the examples can leave the argument out."""
+    ours, theirs = os.openpty()
+    os.write(ours, b"n\n")
+    command = [sys.executable, "-c", ASKS, json.dumps({"trust_remote_code": False} if told else {})]
+    environment = server.environment(tmp_path)
+    done = subprocess.run(
+        command, env=environment, cwd="/", stdin=theirs, capture_output=True, text=True, timeout=300, check=False
+    )
+    for end in (ours, theirs):
+        os.close(end)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(f"{byte_tokenizer()('text').input_ids}")
+    assert "transformers." in done.stdout.splitlines()[-1]
+    assert ("Do you wish to run the custom code?" in done.stdout + done.stderr) is not told
 
 
 def test_shards_of_an_earlier_push_do_not_stay(server, client, checkpoint):

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
 ROOMS = (
     ("_auto_classes", "errors"),
     ("",),
-    ("extra", "scratch"),
+    ("disk", "extra", "hub_access", "scratch"),
     ("jsonfile", "languages", "recipe_paths", "records", "schema", "yamlfile"),
     ("recipes", "results", "run_record", "settings"),
     ("modeling",),

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from socket import gethostname
 
 import pytest
-from conftest import save_dense
+from conftest import invoke, save_dense, write_texts
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
@@ -26,6 +27,7 @@ PLAN = Plan("layer-moe", [2, 1, 2], [], old=["en"], new=["el"])
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     expand_checkpoint(save_dense(folder / "base"), folder / "expanded", PLAN)
+    expand_checkpoint(folder / "base", folder / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
     return folder
 
 
@@ -43,6 +45,57 @@ def test_an_output_inside_an_input_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "input")
     with pytest.raises(InputError, match="lies in the input folder"):
         check_output(tmp_path / "link" / "out", False, tmp_path / "input")
+
+
+# The arguments of each verb that writes a checkpoint; IN is the input that the output would touch.
+WRITERS = {
+    "expand": "expand IN OUT --plan {plan}",
+    "grow": "grow IN OUT --plan {further}",
+    "grow with text": "grow IN OUT --plan {further} --copy-from nearest --data hu={text}",
+    "shrink": "shrink IN OUT --to 1",
+    "graft": "graft IN OUT --base {base} --instruct {base}",
+    "graft base": "graft {expanded} OUT --base IN --instruct {base}",
+    "graft instruct": "graft {expanded} OUT --base {base} --instruct IN",
+    "merge average": "merge average {base} IN --out OUT",
+    "merge delta": "merge delta {base} OUT --base {base} --instruct IN",
+    "export": "export IN OUT",
+    "export expert": "export IN OUT --expert 1",
+    "expand-depth": "expand-depth IN OUT --blocks 1",
+    "expand-branches": "expand-branches {base} IN --plan {groups} --out OUT",
+    "train post-pretrain": "train post-pretrain IN OUT --data el={text}",
+    "train review": "train review IN OUT --data el={text}",
+    "train group": "train group IN OUT --data el={text}",
+    "train joint": "train joint IN OUT --data el={text}",
+    "train adapt": "train adapt IN OUT --data hu={text}",
+    "train dense": "train dense IN OUT --data el={text}",
+}
+DENSE_INPUT = ("expand", "graft base", "graft instruct", "merge average", "merge delta", "expand-depth",
+               "expand-branches", "train dense")  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", WRITERS)
+def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, verb):
+    kind = "base" if verb in DENSE_INPUT else "dmoe" if verb in ("train group", "train joint", "train adapt") else ""
+    home = tmp_path / "home"
+    model = shutil.copytree(made / (kind or "expanded"), home / "model")
+    (home / "config.json").write_text("{}")  # without the model inside, --overwrite would replace it
+    PLAN.save(tmp_path / "plan.json")
+    further = Plan("layer-moe", [3, 2, 3], [], old=["en", "el"], new=["hu"], grows_from=[2, 1, 2])
+    further.save(tmp_path / "further.json")
+    Plan("dmoe", [2, 2, 2], groups=[["en"], ["el"]]).save(tmp_path / "groups.json")
+    files = {"plan": tmp_path / "plan.json", "further": tmp_path / "further.json", "groups": tmp_path / "groups.json"}
+    text = write_texts(tmp_path / "text.jsonl", ["one two three"])
+    words = WRITERS[verb].format(base=made / "base", expanded=made / "expanded", text=text, **files).split()
+    before = sorted(home.rglob("*"))
+    for out, message in (
+        (model / "deep" / "out", "lies in the input folder"),
+        (model, "the output folder is the input folder"),
+        (home, "the input folder .* lies in it"),
+    ):
+        given = [str(model) if word == "IN" else str(out) if word == "OUT" else word for word in words]
+        with pytest.raises(InputError, match=message):
+            invoke(*given, "--overwrite")
+    assert sorted(home.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

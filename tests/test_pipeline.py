@@ -262,8 +262,8 @@ def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
         "language_prior_coef in post-pretraining needs old",
     )
     refused(new, ReviewConfig(), "en, zh: no text was given; review needs text")
-    refused(new, PostPretrainConfig(tokens_per_language=10**6), "tokens, but 1,000,000 were asked for")
-    refused(texts, ReviewConfig(old_documents=100), "mix asks for 100")
+    refused(new, PostPretrainConfig(block_size=32, tokens_per_language=10**6), "tokens, but 1,000,000 were asked for")
+    refused(texts, ReviewConfig(block_size=32, old_documents=100), "mix asks for 100")
     refused(new, PostPretrainConfig(), "not an expanded one", model=root / "base")
 
 

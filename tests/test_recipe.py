@@ -100,6 +100,16 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("learning_rate: 5e-5", "learning_rate: fast", "pretrain.training: learning_rate: expected a number, found"),
         ("learning_rate: 5e-5", "warmup_steps: ten", "training: warmup_steps: expected a number, found 'ten'"),
         ("learning_rate: 5e-5", "optim: adamwx", "post_pretrain: training: .*adamwx"),
+        ("learning_rate: 5e-5", "optim: adamw_anyprecision", "training.optim: .*install.*torchdistx"),
+        ("learning_rate: 5e-5", "adam_beta1: 2", "training.optim: Invalid beta parameter"),
+        ("learning_rate: 5e-5", "weight_decay: -0.1", "training.weight_decay is -0.1: must be at least 0"),
+        ("learning_rate: 5e-5", "lr_scheduler_kwargs: {num_cycels: 1}", "lr_scheduler_type: .*num_cycels"),
+        ("learning_rate: 5e-5", "learning_rate: -5e-5", "training.learning_rate is -5e-05: must be above 0"),
+        ("learning_rate: 5e-5", "learning_rate: 0", "training.learning_rate is 0: must be above 0"),
+        ("max_steps: 2, learning", "max_steps: 0, learning", "max_steps and num_train_epochs give no step"),
+        ("max_steps: 2, learning", "max_steps: -2, learning", "max_steps is -2: must be above 0; leave it out"),
+        ("learning_rate: 5e-5", "save_steps: 0", "training.save_steps is 0: must be above 0"),
+        ("learning_rate: 5e-5", "warmup_steps: -1", "warmup_steps >= 0"),
         ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not resume"),
         ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.training.fsdp_config: True is neither a file nor"),
         ("learning_rate: 5e-5", "distributed_config:", "training.distributed_config: must hold `key: value` lines"),
@@ -134,6 +144,9 @@ def test_mistakes_in_the_file(root, old, new, message):
         ),
         ("post_pretrain: {block_size: 32", "post_pretrain: {block_size: 128", "is 128, but the base takes 64"),
         ("plan:", "graft: {instruct: nowhere/at/all}\nplan:", "nowhere/at/all: no such folder"),
+        ("/run", "/el.jsonl/run", r"recipe.yaml: cannot be made, as \S+el.jsonl is a file, not a folder"),
+        ("/run", "/" + "x" * 300, r"recipe.yaml: cannot be written \(File name too long\)"),
+        ("/run", "/base/run", r"output: \S+base/run/\S+: lies in the input folder"),
     ],
 )  # fmt: skip
 def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
@@ -156,7 +169,9 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
 def test_too_little_text_is_found_before_anything_runs(root, old, new, message):
     assert "analysis: en el have enough text" in validate_recipe(recipe(root))
     enough = recipe(root, a=("review: {", "review: {old_documents: 2, "))
-    assert validate_recipe(enough)
+    assert not any("fewer" in line for line in validate_recipe(enough))
+    fewer = recipe(root, a=("review: {", "review: {old_documents: 3, fewer_documents: true, "))
+    assert "review: fewer documents than asked for: 2 of 3 in en, 4 of 6 in el" in validate_recipe(fewer)
     with pytest.raises(InputError, match=message):
         validate_recipe(recipe(root, a=(old, new)))
 

@@ -14,13 +14,16 @@ from transformers import Trainer
 
 from hf_moe_expand import (
     AdaptConfig,
+    DenseConfig,
     Plan,
     PostPretrainConfig,
+    ReviewConfig,
     adapt_language,
     cli,
     expand_checkpoint,
     train_stage,
 )
+from hf_moe_expand.card import make_card
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.stages import run
@@ -34,6 +37,7 @@ FROZEN, TRAINED = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("stage")
     write_texts(root / "el.jsonl", [f"η γάτα {i} κάθεται" for i in range(30)])
+    write_texts(root / "en.jsonl", [f"the cat {i} sits" for i in range(20)])
     write_texts(root / "hi.jsonl", [f"बिल्ली {i}" for i in range(30)])
     save_dense(root / "dense")
     expand_checkpoint(root / "dense", root / "expanded", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
@@ -178,6 +182,23 @@ def test_on_the_command_line_divergence_is_exit_code_2(root, tmp_path, monkeypat
 # --- folders that are somebody else's --------------------------------------------------------------------------------
 
 
+def test_a_review_that_may_take_fewer_documents_records_how_many_it_took(root, tmp_path):
+    both = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("en", "el")}
+    there = {code: len(source.load()) for code, source in both.items()}
+    options = {"block_size": 16, "max_steps": 1, "old_documents": 50_000, **QUICK}
+    with pytest.raises(InputError, match=r"documents, but the mix asks for .*set `fewer_documents: true`"):
+        train_stage(root / "expanded", tmp_path / "out", both, ReviewConfig(**options))
+    record = train_stage(root / "expanded", tmp_path / "out", both, ReviewConfig(fewer_documents=True, **options))
+    old = min(there["en"], there["el"] // 2)
+    assert record.documents == {"en": old, "el": 2 * old}
+    history = json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][-1]["stages"][-1]
+    assert history["documents"] == record.documents
+    assert (history["settings"]["old_documents"], history["settings"]["fewer_documents"]) == (50_000, True)
+    card = str(make_card(tmp_path / "out"))
+    assert f"| en | {old} |" in card
+    assert "fewer_documents: true" in card
+
+
 def test_a_users_folder_named_as_the_training_folder_is_neither_used_nor_removed(root, data, tmp_path):
     mine = tmp_path / "out.training"
     (mine / "checkpoint-1").mkdir(parents=True)
@@ -201,6 +222,16 @@ def test_nor_is_a_file_or_a_link(root, data, tmp_path, kind):
         train_stage(root / "expanded", tmp_path / "out", data, config())
     assert mine.is_symlink() if kind == "link" else mine.read_text() == "mine"
     assert target.is_dir()
+
+
+def test_blocks_longer_than_the_models_positions_are_refused_before_any_work(root, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(LanguageText, "load", lambda *_: pytest.fail("read text in vain"))
+    with pytest.raises(InputError, match="block_size is 65, but the base takes 64 positions: lower it"):
+        train_stage(root / "expanded", tmp_path / "out", data, config(block_size=65))
+    with pytest.raises(InputError, match="block_size is 65, but the base takes 64 positions"):
+        train_stage(root / "dense", tmp_path / "out", data, DenseConfig(block_size=65, **QUICK))
+    with pytest.raises(InputError, match="block_size is 2048, but the base takes 64 positions"):
+        adapt_language(root / "dmoe", tmp_path / "out", LanguageText("hi", str(root / "hi.jsonl")))
 
 
 def test_data_or_model_inside_the_training_folder_is_refused(root, data, tmp_path):

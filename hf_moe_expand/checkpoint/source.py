@@ -14,12 +14,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .. import modeling
 from ..errors import InputError, first_line
+from ..hub_access import hub_problem
 from ..jsonfile import read_json
 from ..modeling import ExpandedConfig
 from ..records import History
@@ -47,7 +49,8 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         weights: False leaves the weights on the hub.
 
     Raises:
-        InputError: `name` is neither a checkpoint folder nor a model that the hub gives.
+        InputError: `name` is neither a checkpoint folder nor a model that the hub gives, or the hub cannot be reached
+            and its cache does not have the model.
     """
     folder = Path(name)
     try:
@@ -63,9 +66,14 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         return folder
     if there:
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
+    patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
+    unreachable = ""
     try:
-        patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
+        validate_repo_id(str(name))
+        unreachable = hub_problem()
+        return Path(
+            snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable))
+        )
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     except (RepositoryNotFoundError, GatedRepoError):
@@ -76,6 +84,8 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     except RevisionNotFoundError:
         raise InputError(f"{name}: has no revision {revision!r} on the hub; give a branch, tag or commit.") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        if unreachable:
+            raise InputError(f"{name}: no such folder, and the hub cannot be reached ({unreachable}).") from None
         raise InputError(
             f"{name}: no such folder, and the hub gives no model of that name ({first_line(error)})."
         ) from None

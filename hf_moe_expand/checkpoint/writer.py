@@ -134,20 +134,37 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
     out = Path(out)
     try:
         remove_leftovers(out)
-        _check_inputs(out, inputs)
+        check_apart(out, *inputs)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
-        place = next(parent for parent in out.absolute().parents if parent.exists())
-        if not place.is_dir():
-            raise InputError(f"{out}: cannot be made, as {place} is a file, not a folder.")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise InputError(f"{out}: cannot be made, as {place} is not writable.")
+        check_place(out)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise _unwritable(out, error) from error
     return out
 
 
-def _check_inputs(out: Path, inputs: Iterable[str | os.PathLike]) -> None:
+def check_place(out: Path) -> None:
+    """Refuses an output that cannot be made where it is to be.
+
+    Raises:
+        InputError: a folder above it is a file, or is not writable.
+    """
+    try:
+        place = next(parent for parent in out.absolute().parents if parent.exists())
+    except (OSError, RuntimeError) as error:
+        raise _unwritable(out, error) from error
+    if not place.is_dir():
+        raise InputError(f"{out}: cannot be made, as {place} is a file, not a folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"{out}: cannot be made, as {place} is not writable.")
+
+
+def check_apart(out: Path, *inputs: str | os.PathLike) -> None:
+    """Refuses an output folder that is one of the inputs, holds one or lies in one.
+
+    Raises:
+        InputError: the message names the input.
+    """
     there = out.resolve()
     for path in (Path(path).resolve() for path in inputs):
         if there == path:

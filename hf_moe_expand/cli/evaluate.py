@@ -29,7 +29,9 @@ def evaluate(
     new: NewCodes = "",
     block_size: BlockSize = 1024,
     batch_size: BatchSize = 8,
-    max_tokens: Annotated[int | None, typer.Option(help="Maximum of tokens to score of each language.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum of tokens to score of each language, in whole documents.")
+    ] = None,
     ensemble: Annotated[
         int | None,
         typer.Option(help="Also score the models' ensemble: mix the N that fit the text best at each token."),

@@ -89,12 +89,13 @@ def grow(
     Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
     """
     from ..checkpoint.grow import check_growth, grow_checkpoint
+    from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output
     from ..planning.plan import Plan
 
     growth = Plan.load(plan)
     if copy_from == "nearest":
-        check_output(out, overwrite)
+        check_output(out, overwrite, resolve_checkpoint(model, weights=False))
         check_growth(model, growth)
         origin = _nearest_experts(model, growth.new, data or [], seed, tokens, block_size, batch_size)
     elif data:

@@ -13,20 +13,16 @@ from typing import Any
 import pyarrow
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from huggingface_hub import get_session
-from huggingface_hub.constants import ENDPOINT as HF_ENDPOINT
-from huggingface_hub.constants import is_offline_mode
-from huggingface_hub.errors import HTTPError
 from langcodes import LanguageTagError, standardize_tag
 from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError, first_line
+from ..hub_access import hub_problem
 from ..languages import check_old_and_new
 from .parallel import translation_documents
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
-_PATIENCE = 8.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -149,8 +145,8 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
     slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
     split, limit = (slice_of[1], int(slice_of[2])) if slice_of else (split, None)
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists():
-        _reach_hub(source)
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists() and (reason := hub_problem()):
+        raise InputError(f"{source}: the hub cannot be reached ({reason}).")
     try:
         stream = load_dataset(name, config, split=split, streaming=True)
     except (DatasetNotFoundError, ValueError, OSError) as error:
@@ -162,16 +158,6 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
                 f"(columns: {', '.join(row)})."
             )
         yield from _documents(row, language)
-
-
-def _reach_hub(source: str) -> None:
-    """Checks once that the hub answers: the library would try five times, for half a minute."""
-    if is_offline_mode():
-        return
-    try:
-        get_session().head(HF_ENDPOINT, timeout=_PATIENCE, follow_redirects=False)
-    except (HTTPError, OSError) as error:
-        raise InputError(f"{source}: the hub cannot be reached ({first_line(error)}).") from None
 
 
 def _documents(row: Mapping[str, Any], language: str) -> Iterator[dict[str, str]]:

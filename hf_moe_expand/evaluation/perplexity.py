@@ -1,8 +1,12 @@
 """Computes perplexity and bits per byte of a model on the text of each language."""
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +17,8 @@ from tqdm.auto import tqdm
 from ..errors import InputError, at
 from ..models import longest_block
 from ..settings import EvaluationSettings
+
+_DOCUMENTS = 512  # documents tokenised at once
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,16 @@ class LanguageScore:
 
 
 def scored_stream(
-    texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None
+    texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None, name: str = "the text"
 ) -> tuple[list[int], list[bool], int]:
     """Documents as one stream: token ids, which of them are scored, and the scored text's UTF-8 bytes.
 
     Each document follows a separator (begin-of-text if the tokenizer adds it, else end-of-text), which is context and
-    not scored, so that the scored tokens are exactly the text's. `max_tokens` limits the stream, in whole documents.
+    not scored, so that the scored tokens are exactly the text's. `max_tokens` limits the stream, in whole documents; a
+    first document with more tokens is cut, and a line on the screen says so.
+
+    Args:
+        name: name of the text in this line.
     """
     begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     separator = tokenizer.bos_token_id if begins else tokenizer.eos_token_id
@@ -54,14 +64,48 @@ def scored_stream(
     ids: list[int] = []
     scored: list[bool] = []
     size = 0
-    for text in texts:
-        tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    for text, tokens in _tokenized(texts, tokenizer):
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
-            break
+            if any(scored):
+                break
+            text, tokens = _beginning(text, tokenizer, max_tokens - len(ids))
+            if not tokens:
+                break
+            _say(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
+                 "characters")  # fmt: skip
         ids += [separator, *tokens]
         scored += [False, *[True] * len(tokens)]
         size += len(text.encode())
     return ids, scored, size
+
+
+def _tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    """Each document and its tokens. Batches begin small, since only the first documents may be wanted."""
+    documents, size = iter(texts), 1
+    while batch := list(islice(documents, size)):
+        yield from zip(batch, tokenizer(batch, add_special_tokens=False, verbose=False).input_ids, strict=True)
+        size = min(2 * size, _DOCUMENTS)
+
+
+def _beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
+    """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
+    found: tuple[str, list[int]] = ("", [])
+    fits, too_long = 0, len(text)
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        tokens = tokenizer(text[:middle], add_special_tokens=False, verbose=False).input_ids
+        if len(tokens) <= most:
+            fits, found = middle, (text[:middle], tokens)
+        else:
+            too_long = middle
+    return found
+
+
+@cache
+def _say(line: str) -> None:
+    """Prints a line once, however many models score the text; under a launcher, the first rank does."""
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(line, file=sys.stderr)
 
 
 def language_stream(
@@ -72,9 +116,9 @@ def language_stream(
     Raises:
         InputError: the documents have no token to score.
     """
-    ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens)
+    ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
     if not any(scored):
-        raise InputError(f"Language {language!r}: no text to score (whole documents, max_tokens {max_tokens}).")
+        raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
     return ids, scored, size
 
 

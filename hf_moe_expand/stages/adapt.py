@@ -21,12 +21,12 @@ from ..data.sources import LanguageText
 from ..distributed import launched
 from ..errors import InputError
 from ..evaluation.perplexity import evaluate_model
-from ..models import load_for_inference
+from ..models import load_for_inference, longest_block
 from ..records import ExpansionRecord, History, StageRecord
 from ..schema import Count, Whole
 from ..scratch import beside, scratch_folder
 from ..trainers.freezing import Trained
-from .base import TrainingStage
+from .base import TrainingStage, check_block_size
 from .config import BlockSize, StageConfig, key
 from .run import check_frozen, train_stage
 from .trainer import StageTrainer
@@ -127,7 +127,8 @@ def adapt_language(
         seed: random seed; by default the configuration's.
 
     Raises:
-        InputError: the checkpoint is not a DMoE checkpoint, or has the language already.
+        InputError: the checkpoint is not a DMoE checkpoint, has the language already, or takes fewer positions than
+            `config.block_size`.
     """
     config = config or AdaptConfig()
     seed = config.seed if seed is None else seed
@@ -135,6 +136,7 @@ def adapt_language(
     out = check_output(out, overwrite, folder)
     expanded = load_expanded_config(folder)
     STAGE.check_model(expanded)
+    check_block_size(config.block_size, longest_block(expanded))
     groups, language = expanded.language_groups, source.language
     for number, group in enumerate(groups):
         if language in group:

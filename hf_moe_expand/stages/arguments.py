@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
+from math import inf
 from typing import Annotated, Any
 
 import pydantic
+import torch
 from pydantic import AllowInfNan
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..distributed import SHARDING, check_sharding
@@ -25,6 +27,13 @@ _RESERVED = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_
 _SCORED = ("eval_strategy", "do_eval", "eval_on_start", "load_best_model_at_end")
 PUBLISHED = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo")
 _FILES = ("deepspeed", "accelerator_config", "fsdp_config")
+# Optimizers that choose among the modules of the model, which is not there yet.
+_CHOOSE_MODULES = ("galore", "apollo", "lomo", "adalomo")
+# Smallest values that the library's training loop takes.
+_AT_LEAST = {
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0, "max_grad_norm": 0,
+    "weight_decay": 0,
+}  # fmt: skip
 _STRICT = {int: Whole, float: Annotated[Number, AllowInfNan(False)], bool: Flag, type(None): type(None)}
 
 
@@ -98,15 +107,33 @@ def accepted_arguments(arguments: TrainingArguments) -> None:
     """Refuses arguments that the library would refuse or misread only later, while it trains.
 
     Raises:
-        InputError: the library of a `report_to` is not installed, or a number is out of range.
+        InputError: the library of a `report_to` or of the optimizer is not installed, a number is out of range, or the
+            optimizer or the schedule of the learning rate does not take its arguments.
     """
     with refused_by_the_library("training"):
         for integration in get_reporting_integration_callbacks(arguments.report_to):
             integration()  # raises if its library is not installed
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        if getattr(arguments, name) < 1:
-            raise InputError(f"training.{name} is {getattr(arguments, name)}: must be at least 1.")
-    if not 0 < arguments.learning_rate < float("inf"):
-        raise InputError(f"training.learning_rate is {arguments.learning_rate:g}: must be above 0, and finite.")
+    for name, least in _AT_LEAST.items():
+        if not getattr(arguments, name) >= least:
+            raise InputError(f"training.{name} is {getattr(arguments, name):g}: must be at least {least}.")
+    for name in ("learning_rate", "save_steps", "logging_steps"):
+        if not 0 < getattr(arguments, name) < inf:
+            raise InputError(f"training.{name} is {getattr(arguments, name):g}: must be above 0, and finite.")
+    if arguments.max_steps < -1:
+        raise InputError(f"training.max_steps is {arguments.max_steps}: must be above 0; leave it out to train epochs.")
     if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
         raise InputError("training: max_steps and num_train_epochs give no step: set one of them above 0.")
+    _check_optimizer(arguments)
+
+
+def _check_optimizer(arguments: Any) -> None:
+    """Makes the optimizer and the schedule of the learning rate of a single weight, as the Trainer will."""
+    if arguments.optim.value.startswith(_CHOOSE_MODULES):
+        return
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with refused_by_the_library("training.optim"):
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        optimizer = kind([{"params": [weight], "weight_decay": arguments.weight_decay}], **options)
+    with refused_by_the_library("training.lr_scheduler_type"):
+        kind, warmup = arguments.lr_scheduler_type, arguments.get_warmup_steps(1000)
+        get_scheduler(kind, optimizer, warmup, 1000, arguments.lr_scheduler_kwargs)

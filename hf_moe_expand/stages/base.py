@@ -11,9 +11,10 @@ from datasets import Dataset
 from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
 from ..errors import InputError
+from ..models import longest_block
 from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
-from ..trainers.freezing import Trained
+from ..trainers.freezing import Trained, freeze
 from ..trainers.masking import Masking, check_gates
 from .config import StageConfig, StageSettings, declared_losses, settings_of
 
@@ -49,6 +50,20 @@ class Situation:
     def at(self, name: str) -> str:
         """The name of a field of the settings in messages."""
         return f"{self.key}.{name}" if self.key else name
+
+
+def check_block_size(block_size: int, longest: int | None, where: str = "block_size") -> None:
+    """Refuses blocks of more tokens than the model takes positions.
+
+    Args:
+        longest: number of positions that the model takes; None if it sets no limit.
+        where: name of the setting in the message.
+
+    Raises:
+        InputError: the blocks are too long.
+    """
+    if longest is not None and block_size > longest:
+        raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
 
 
 class Stage(ABC):
@@ -176,10 +191,11 @@ class TrainingStage(Stage):
         return config
 
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
-        """Refuses text in languages that the model does not have, and masking of gates that it does not have.
+        """Refuses text in languages, block sizes and masking of gates that the model does not have.
 
         Raises:
-            InputError: a language is unknown to the model or has no text, or gates are masked but missing.
+            InputError: a language is unknown to the model or has no text, `block_size` exceeds the model's positions,
+                or gates are masked but missing.
         """
         old, new = languages_of(model_config)
         if unknown := sorted(set(data) - set(old) - set(new)):
@@ -189,6 +205,16 @@ class TrainingStage(Stage):
             )
         self.check_text(config, data, old, new)
         check_gates(self.masking(config), model_config.conditional_routing)
+        check_block_size(config.block_size, longest_block(model_config))
+
+    def saved_parameters(self, network: Any, config: Any) -> tuple[int, int]:
+        """The number of parameters in a training checkpoint, and of those among them that train.
+
+        Args:
+            network: the model without its weights.
+        """
+        total = sum(parameter.numel() for parameter in network.parameters())
+        return total, freeze(network, self.trained(config)[1]).trainable
 
     def make_trainer(self, network: Any, config: Any, packed: PackedText, callbacks: list[Any]) -> Any:
         """The Trainer of a loaded model."""

@@ -11,7 +11,7 @@ from ..evaluation.validation import validation_sources
 from ..recipe_paths import unset_variable
 from ..trainers.masking import check_gates
 from .arguments import check_training_arguments
-from .base import Situation, TrainingStage
+from .base import Situation, TrainingStage, check_block_size
 from .mixing import is_mixed, read_curriculum
 
 
@@ -28,11 +28,7 @@ def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> li
     with at(situation.key):
         stage.check_text(settings, languages, list(situation.old), list(situation.new))
     check_gates(stage.masking(settings), situation.has_gates, situation.at("masking"))
-    if situation.longest is not None and settings.block_size > situation.longest:
-        raise InputError(
-            f"{situation.at('block_size')} is {settings.block_size}, but the base takes {situation.longest} positions: "
-            "lower it."
-        )
+    check_block_size(settings.block_size, situation.longest, situation.at("block_size"))
     validation = getattr(settings, "validation", None)
     named_files = [*(validation.texts.values() if validation else ()), getattr(settings, "curriculum", None)]
     unset = next(filter(None, map(unset_variable, filter(None, named_files))), None)

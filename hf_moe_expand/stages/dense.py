@@ -20,9 +20,10 @@ from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_check
 from ..checkpoint.stored import layer_list, network_of
 from ..data.packing import PackedText, collate_without_languages, pack_texts
 from ..errors import InputError
+from ..models import longest_block
 from ..schema import Count, Number, Text, settings
 from ..trainers.freezing import EVERYTHING
-from .base import TrainingStage
+from .base import TrainingStage, check_block_size
 from .config import StageConfig, key
 from .recording import RecordingTrainer
 
@@ -71,12 +72,21 @@ class Dense(TrainingStage):
             raise InputError(f"lora: the method is {config.method}, but lora has settings; set `method: lora`.")
         if config.method == "new-blocks" and not getattr(model_config, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
+        check_block_size(config.block_size, longest_block(model_config))
         self.check_text(config, data, (), ())
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
         return pack_texts(
             texts, tokenizer, config.block_size, config.seed, tokens_per_language=config.tokens_per_language
         )
+
+    def saved_parameters(self, network: Any, config: DenseConfig) -> tuple[int, int]:
+        if config.method == "lora":  # the adapters alone, which are small
+            return 0, 0
+        if config.method == "new-blocks":
+            _freeze_all_but(network, network.config.new_layers)
+        parameters = list(network.parameters())
+        return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
     def make_trainer(self, network: Any, config: DenseConfig, packed: PackedText, callbacks: list[Any]) -> Any:
         if config.method == "lora":

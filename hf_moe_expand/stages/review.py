@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from ..data.mixing import review_documents
 from ..errors import InputError
-from ..schema import Coefficient, Count, Positive
+from ..schema import Coefficient, Count, Flag, Positive
 from ..trainers.freezing import Trained
 from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
 from .base import TrainingStage, languages_of
@@ -31,6 +31,9 @@ class ReviewConfig(StageConfig):
     block_size: BlockSize = key(512, "tokens in a block")
     old_documents: Count | None = key(None, "documents of each old language; by default as many as the text allows")
     new_per_old: Positive = key(2.0, "new documents for each old document")
+    fewer_documents: Flag = key(
+        False, "where a language has too little text for `old_documents`, take as many as the text allows"
+    )
     balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")
     language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(0.1, "weight of the LPR loss")
     classifier_coef: Annotated[Coefficient, ClassifierLoss] = key(0.1, "weight of the classifiers' loss")
@@ -63,7 +66,8 @@ class Review(TrainingStage):
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: ReviewConfig) -> dict[str, Any]:
         available = {code: len(dataset) for code, dataset in texts.items()}
         old, new = languages_of(model_config)
-        return {"documents": review_documents(available, old, new, config.old_documents, config.new_per_old)}
+        asked = (config.old_documents, config.new_per_old, config.fewer_documents)
+        return {"documents": review_documents(available, old, new, *asked)}
 
 
 class ReviewTrainer(StageTrainer):

@@ -18,6 +18,7 @@ from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_complete, network_of
 from ..checkpoint.writer import check_output, new_folder
 from ..data.sources import LanguageText
+from ..disk import check_room, folder_bytes, names_the_need, saved_at_once, training_checkpoint
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import InputError
 from ..evaluation.validation import VALIDATION, validation_callback
@@ -58,7 +59,8 @@ def train_stage(
         The record that the stage adds to the checkpoint's history.
 
     Raises:
-        InputError: the data does not fit the checkpoint's languages, a setting is wrong, or the training diverged.
+        InputError: the data does not fit the checkpoint's languages, a setting is wrong, the disk has too little room,
+            or the training diverged.
     """
     stage, config = stage_for(config), copy.copy(config)  # the caller's stays as it is
     folder = resolve_checkpoint(model)
@@ -79,6 +81,14 @@ def train_stage(
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
     resume = work.resume()
+    written = sum(info.nbytes for info in CheckpointReader(folder).tensors.values())
+    saves, each = (
+        saved_at_once(config),
+        training_checkpoint(*stage.saved_parameters(network_of(before), config), config),
+    )
+    needed = written + max(saves * each - folder_bytes(work.path), 0)
+    if config.process_index == 0:
+        check_room(out, needed, f"the trained checkpoint and {saves} training checkpoints of {each:,} bytes at once")
     tokenizer = load_tokenizer(folder, model)
     callbacks: list[Any] = []
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
@@ -101,13 +111,14 @@ def train_stage(
         trainer = stage.make_trainer(network, config, packed, callbacks)
         trainer.settings = settings
         check_deepspeed(trainer, before)
-        trainer.train(resume_from_checkpoint=resume)
+        with names_the_need(work.path, needed):
+            trainer.train(resume_from_checkpoint=resume)
     add_stage(before, trainer.record)
     weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
     if trainer.is_world_process_zero():
         weights = stage.to_write(folder, config, weights)
         check_trained(weights, stage.name)
-        with new_folder(out, overwrite) as partial:
+        with new_folder(out, overwrite, written) as partial:
             save_whole(weights, before, partial, folder)
             copy_companions(folder, partial, stage.companions)
             # Mixed precision skips steps whose gradient overflowed; JSON has no such number.

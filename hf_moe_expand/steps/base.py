@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from ..data.sources import LanguageText
+from ..disk import Written
+from ..planning.plan import Plan
 from ..recipe import Expansion, Recipe
 
 
@@ -31,6 +35,9 @@ class Checks:
         least: experts that every layer is certain to have.
         copyable: experts that every layer is certain to have had before the expansion that is checked.
         counted: tokens of each language that are known to exist.
+        plan: a plan with the sizes of the last expansion's; None if the base is not on this machine.
+        network: the expanded model of this plan, without weights; None if the base is not on this machine.
+        written: what the steps write to the disk, in order.
     """
 
     recipe: Recipe
@@ -41,6 +48,15 @@ class Checks:
     least: int = 0
     copyable: int = 0
     counted: dict[str, int] = field(default_factory=dict)
+    plan: Plan | None = None
+    network: Any = None
+    written: list[Written] = field(default_factory=list)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint of `network` in the base's type."""
+        dtype = self.config.dtype or torch.float32
+        return dtype.itemsize * sum(parameter.numel() for parameter in self.network.parameters())
 
 
 @dataclass(frozen=True)

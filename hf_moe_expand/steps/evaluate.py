@@ -37,7 +37,7 @@ class Evaluate(Step):
         return {"evaluation": plain(self.recipe.evaluation), "test": contents(self.recipe.test_sources)}
 
     def check(self, checks: Checks) -> None:
-        """Refuses held-out text whose first document is longer than `max_tokens`: none of it would be scored."""
+        """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it."""
         recipe, most = self.recipe, self.recipe.evaluation.max_tokens
         if checks.offline or most is None:
             return

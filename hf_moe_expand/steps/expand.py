@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analysis.routing import nearest_experts
-from ..checkpoint.expand import check_kinds, expand_checkpoint
+from ..checkpoint.expand import check_dense_plan, check_kinds, expand_checkpoint, lora_fields, planned_config
 from ..checkpoint.grow import grow_checkpoint
+from ..checkpoint.stored import network_of
 from ..checkpoint.writer import check_shard_size
+from ..disk import Written
 from ..errors import InputError, at
 from ..models import load_for_inference
 from ..planning.plan import Plan
@@ -52,6 +54,21 @@ class Expand(Step):
             )
         if self._copies_nearest:
             check_tokens(self.round, checks)
+        if checks.plan is not None:
+            checks.network = self._network(checks.config, checks.plan)
+            checks.written.append(Written(self.output, checks.checkpoint_bytes))
+
+    def _network(self, dense: Any, plan: Plan) -> Any:
+        """The model that `plan` makes of the dense base, without weights."""
+        settings = self.round.recipe.rounds[0].expand  # a further expansion keeps the kind of the first one's experts
+        with at("expand"):
+            if not plan.grows_from:
+                check_dense_plan(plan, dense, self.round.start, settings.conditional_routing)
+            lora: dict[str, Any] = {}
+            if settings.expert_kind == "lora":
+                rank, alpha = settings.lora_rank, settings.lora_alpha
+                lora = lora_fields(network_of(dense), plan, settings.expert_init, rank, alpha)
+        return network_of(planned_config(dense, plan, conditional_routing=settings.conditional_routing, **lora))
 
     def work(self) -> Done:
         round_, settings = self.round, self.round.expansion.expand

@@ -42,7 +42,7 @@ class MakePlan(Step):
             checks.least = min(grown)
         else:
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
-        checks.counts = grown
+        checks.counts, checks.plan = grown, plan
         classifiers = len(plan.classifier_layers)
         checks.found.append(
             f"expansion {self.round.number}: {plan.method}, {plan.total_experts} experts, "

@@ -12,6 +12,7 @@ from ..checkpoint.graft import graft_delta
 from ..checkpoint.source import load_config
 from ..data.mixing import review_documents
 from ..data.sources import LanguageText
+from ..disk import Written, saved_at_once, training_checkpoint
 from ..models import longest_block
 from ..records import History
 from ..schema import plain
@@ -19,6 +20,11 @@ from ..stages.base import Situation, Stage, TrainingStage
 from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
 from .base import Checks, Done, Round, Step, contents
+
+# The training arguments on which the size of the training checkpoints depends.
+_OF_SAVING = (
+    "save_strategy", "save_steps", "save_total_limit", "max_steps", "num_train_epochs", "optim", "distributed_config",
+)  # fmt: skip
 
 
 @dataclass
@@ -48,6 +54,12 @@ class StageStep(Step, ABC):
     def check(self, checks: Checks) -> None:
         situation = self._situation(checks)
         checks.found += self.stage.check(self.settings, situation) + situation.skipped
+        if checks.network is not None:
+            checks.written.append(Written(self.output, checks.checkpoint_bytes, self._working(checks)))
+
+    def _working(self, checks: Checks) -> int:
+        """The most bytes of the files beside the output while the stage runs."""
+        return 0
 
 
 class TrainStep(StageStep):
@@ -66,15 +78,26 @@ class TrainStep(StageStep):
     def check(self, checks: Checks) -> None:
         super().check(checks)
         if not checks.offline and getattr(self.settings, "old_documents", None) is not None:
-            self._check_documents()
+            self._check_documents(checks)
 
-    def _check_documents(self) -> None:
-        """Refuses local text with fewer documents than the review needs, before stage 1 trains for days."""
+    def _working(self, checks: Checks) -> int:
+        given = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
+        config = self.settings.model_copy(update={"training": given}).config(self.output, checks.recipe.seed)
+        each = training_checkpoint(*self.stage.saved_parameters(checks.network, config), config)
+        return saved_at_once(config) * each
+
+    def _check_documents(self, checks: Checks) -> None:
+        """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
+        it takes if the settings allow fewer."""
         review, old, new = self.settings, self.round.old, self.round.new
         wanted = dict.fromkeys(old, review.old_documents)
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * review.new_per_old)))
         available = {code: _count(self.round.sources[code], count) for code, count in wanted.items()}
-        review_documents(available, old, new, review.old_documents, review.new_per_old)
+        asked = (review.old_documents, review.new_per_old, review.fewer_documents)
+        taken = review_documents(available, old, new, *asked)
+        if taken != wanted:
+            said = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
+            checks.found.append(f"{self.name}: fewer documents than asked for: {said}")
 
     def work(self) -> Done:
         recipe = self.round.recipe
