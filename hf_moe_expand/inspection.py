@@ -12,6 +12,7 @@ from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
 from .errors import InputError
+from .modeling import decoder_ffns
 from .records import ExpansionRecord, History
 from .scratch import leftovers
 from .stages import training_stages
@@ -29,6 +30,7 @@ class Inspection:
         trainable: parameters that each stage trains.
         expansions: the expansions' records in config.json.
         updates: rank and alpha of LoRA experts.
+        mixtures: layers that are mixtures of experts of the backbone's own.
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
     """
 
@@ -41,6 +43,7 @@ class Inspection:
     trainable: dict[str, int]
     expansions: Sequence[ExpansionRecord]
     updates: tuple[int, float] | None = None
+    mixtures: Sequence[int] = ()
     leftovers: Sequence[str] = ()
 
     def lines(self) -> list[str]:
@@ -52,6 +55,11 @@ class Inspection:
             f"backbone            {self.backbone}, {len(counts)} layers",
             f"experts per layer   {' '.join(map(str, counts))} (total {sum(counts)}, top-{self.top_k})",
             *([f"new experts         expert 0 with updates of rank {rank}, alpha {alpha:g}"] if self.updates else []),
+            *(
+                [f"mixtures before     layers {', '.join(map(str, self.mixtures))}, not expanded"]
+                if self.mixtures
+                else []
+            ),
             f"classifier layers   {', '.join(classifiers) or 'none'}",
             f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
             f"active for a token  {self.active:,}",
@@ -106,6 +114,7 @@ def inspect_config(config: Any) -> Inspection:
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, updates,
+        [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
     )  # fmt: skip
 
 

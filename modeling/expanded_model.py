@@ -80,14 +80,16 @@ class ExpandedModelMixin:
         new_expert: Callable[[nn.Module], nn.Module] = copy_ffn
         if config.expert_kind == "lora":
             new_expert = partial(lora_expert, rank=config.lora_rank, alpha=config.lora_alpha)
-        for index, ffn in enumerate(decoder_ffns(self)):  # type: ignore[arg-type]
+        ffns = decoder_ffns(self)  # type: ignore[arg-type]
+        mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
+        if any(config.num_experts_per_layer[index] > 1 for index in mixtures):
+            raise ValueError(
+                f"num_experts_per_layer must be 1 in layers {', '.join(map(str, mixtures))}, where the backbone has "
+                "mixtures of experts of its own."
+            )
+        for index, ffn in enumerate(ffns):
             num_experts = config.num_experts_per_layer[index]
             if num_experts > 1:
-                if ffn.is_mixture:
-                    raise ValueError(
-                        f"num_experts_per_layer[{index}] is {num_experts}, but the backbone has a mixture of experts "
-                        "in this layer: give 1."
-                    )
                 has_classifier = index in config.classifier_layers
                 earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(

@@ -195,8 +195,13 @@ def test_two_modules_that_map_the_hidden_states_the_larger_is_the_ffn():
 def test_layers_that_are_mixtures_stay_as_they_are(tmp_path):
     twin = saved_twin("glm4_moe", tmp_path / "dense")
     assert [ffn.is_mixture for ffn in decoder_ffns(twin)] == [False, True, True, True]
-    with pytest.raises(InputError, match=r"num_experts_per_layer\[1\] is 2, but the backbone has a mixture"):
+    with pytest.raises(
+        InputError, match=r"num_experts_per_layer must be 1 in layers 1, 2, 3, where the backbone has mixtures"
+    ):
         expand_checkpoint(tmp_path / "dense", tmp_path / "out", Plan("own", [2, 2, 1, 1], new=["el"]))
+    Plan("own", [2, 1, 1, 1], new=["el"]).save(tmp_path / "plan.json")
+    said = invoke("inspect", tmp_path / "dense", "--plan", tmp_path / "plan.json")
+    assert "mixtures before     layers 1, 2, 3, not expanded" in said
     with pytest.raises(ValueError, match="it is a mixture of experts already"):
         decoder_ffns(AutoModelForCausalLM.from_config(tiny_twin(CONFIG_MAPPING["mixtral"]()).config))
 
