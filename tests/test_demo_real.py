@@ -19,9 +19,18 @@ FOLDER = Path(real.__file__).parent / "text"
 @pytest.fixture
 def short(monkeypatch):
     """Makes the demo short; returns the bases that it fetched."""
-    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", real.RECIPE).replace("max_tokens: 5000", "max_tokens: 9000")
+    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", real.RECIPE).replace("max_tokens: 5000", "max_tokens: 900")
     monkeypatch.setattr(real, "RECIPE", recipe.replace("block_size: 256", "block_size: 32"))
     monkeypatch.setattr(real, "NEW_TOKENS", 4)
+    copied = real.write_text_files
+
+    def shortened(folder):
+        files = copied(folder)
+        for file in files.values():
+            file.write_text("".join(f"{chapter[:400]}\n" for chapter in file.read_text("utf-8").splitlines()), "utf-8")
+        return files
+
+    monkeypatch.setattr(real, "write_text_files", shortened)
     fetched = []
     monkeypatch.setattr(real, "make_smollm2", lambda out: fetched.append(save_dense(out, "llama")))
     return fetched

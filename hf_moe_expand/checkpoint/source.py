@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -60,12 +60,12 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
             raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
         if not (folder / "config.json").is_file():
             if unconverted := sorted(folder.glob("*.gguf")):
-                raise _gguf(unconverted[0])
+                _refuse_gguf(unconverted[0])
             raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
         return folder
     if there:
         if folder.suffix == ".gguf":
-            raise _gguf(folder)
+            _refuse_gguf(folder)
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     try:
         patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
@@ -99,8 +99,8 @@ def _has_gguf(name: str, revision: str | None) -> bool:
         return False
 
 
-def _gguf(file: Path) -> InputError:
-    return InputError(
+def _refuse_gguf(file: Path) -> NoReturn:
+    raise InputError(
         f"{file}: is a GGUF file, not a checkpoint; make one of it with `hf-moe-expand from-gguf {file} OUT`."
     )
 
