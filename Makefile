@@ -7,10 +7,15 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo test oldest lint format clean
+.PHONY: demo demo-real test oldest lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
+
+# A real model, downloaded as a GGUF file: 93 MB.
+demo-real: $(VENV)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
+	$(BIN)/hf-moe-expand demo --real --out runs/demo-real
 
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "wide or not wide"

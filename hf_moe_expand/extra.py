@@ -1,4 +1,4 @@
-"""Imports of the packages of the extra `eval`, which only translation and evaluation need."""
+"""Imports of packages that an extra installs: `eval`, for translation and evaluation, and `gguf`."""
 
 from importlib import import_module
 from types import ModuleType
@@ -6,8 +6,8 @@ from types import ModuleType
 from .errors import InputError
 
 
-def import_extra(name: str) -> ModuleType:
-    """Imports a module of a package that the extra `eval` installs.
+def import_extra(name: str, extra: str = "eval") -> ModuleType:
+    """Imports a module of a package that an extra installs.
 
     Raises:
         InputError: the package is not installed.
@@ -18,4 +18,4 @@ def import_extra(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise InputError(f"{package} is not installed: pip install 'hf-moe-expand[eval]'.") from None
+        raise InputError(f"{package} is not installed: pip install 'hf-moe-expand[{extra}]'.") from None

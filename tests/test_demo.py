@@ -16,6 +16,8 @@ def test_the_demo_goes_the_whole_way_and_again(tmp_path, monkeypatch, capsys):
     )
     run.run_demo(tmp_path)
     said = capsys.readouterr().out
+    assert said.startswith("This demo trains a small base model, mostly on en, es, de, and teaches it el, hu, tr. It ")
+    assert f"writes to {tmp_path}" in said.partition("\n")[0]
     assert "| mean of new |" in said
     assert "loaded as LayerMoEForCausalLM" in said
     assert (tmp_path / "plan.png").stat().st_size > 5000

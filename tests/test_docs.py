@@ -21,7 +21,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_expand import Plan, expand_checkpoint, hub
+from hf_moe_expand.checkpoint import gguf
 from hf_moe_expand.checkpoint.export import NATIVE_FORMS
+from hf_moe_expand.demo import real
 from hf_moe_expand.modeling import LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
@@ -71,6 +73,7 @@ TESTED = {
     ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
+    ("real_model.md", "bash"): "test_docs.py::test_the_guide_to_a_real_model",
     ("real_text.md", "bash"): "test_docs.py::test_the_commands_of_the_results",
     ("recipes.md", "bash"): "test_docs.py::test_the_recipes_guide",
     ("recipes.md", "yaml"): "test_docs.py::test_the_recipes_guide",
@@ -219,6 +222,21 @@ def test_the_moe_lpr_and_layermoe_guide(workplace):
     for name, stage in (("one-stage", "post-pretrain"), ("everything", "everything")):
         history = json.loads(Path(f"qwen-{name}/config.json").read_text("utf-8"))["expansions"][-1]["stages"]
         assert [entry["stage"] for entry in history] == [stage]
+
+
+def test_the_guide_to_a_real_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(real, "make_smollm2", lambda out: save_dense(out, "llama"))
+    monkeypatch.setattr(gguf, "checkpoint_from_gguf", lambda file, out, overwrite: 7)
+    recipe = re.sub(r"max_steps: \d+", "max_steps: 1", real.RECIPE).replace("block_size: 256", "block_size: 32")
+    monkeypatch.setattr(real, "RECIPE", recipe.replace("max_tokens: 5000", "max_tokens: 9000"))
+    said = run("real_model.md")
+    assert "after: " in said["demo --real"]
+    assert "review, 1 steps" in said["inspect runs/demo-real/run/review"]
+    assert "Routing" in Path("runs/demo-real/run/report.html").read_text("utf-8")
+    assert said["validate runs/demo-real/recipe.yaml"].endswith("recipe.yaml: ok\n")
+    assert said["run runs/demo-real/recipe.yaml"].count("done already") == 5
+    assert said["from-gguf model.gguf"] == "wrote my-model: 7 parameters\n"
 
 
 def test_the_planning_guide_prints_what_it_says(tmp_path, monkeypatch):

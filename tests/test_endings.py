@@ -143,3 +143,38 @@ def test_a_forked_worker_ends_as_it_would_without_handlers(tmp_path):
     assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
     assert not done.stderr
     assert time.monotonic() - started < 30
+
+
+# A verb that prints a line, waits for it to be read, and shows a bar of each library.
+SHOWS_BARS = """
+import sys
+from hf_moe_expand import cli
+@cli.app.command()
+def bars() -> None:
+    print("a line")
+    sys.stdin.readline()
+    from datasets import Dataset
+    from tqdm.auto import tqdm
+    from transformers.utils import logging
+    for make in (tqdm, logging.tqdm):
+        list(make(range(3), desc="a bar"))
+    Dataset.from_dict({"a": [1]}).map(lambda row: row, desc="a bar")
+sys.argv = ["hf-moe-expand", "bars"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_log_gets_lines_at_once_and_no_bars(wanted):
+    environment = {**os.environ, **({"TQDM_DISABLE": ""} if wanted else {})}
+    if not wanted:
+        environment.pop("TQDM_DISABLE", None)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHOWS_BARS], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "a line\n"  # while the verb is still at work
+    _, errors = process.communicate("\n", timeout=120)
+    assert process.returncode == 0, errors
+    assert errors.count("a bar: 100%") == (3 if wanted else 0), errors

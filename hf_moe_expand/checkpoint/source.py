@@ -3,9 +3,9 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -62,18 +62,28 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         if revision is not None:
             raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
         if not (folder / "config.json").is_file():
+            if unconverted := sorted(folder.glob("*.gguf")):
+                _refuse_gguf(unconverted[0])
             raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
         return folder
     if there:
+        if folder.suffix == ".gguf":
+            _refuse_gguf(folder)
         raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
     unreachable = ""
     try:
         validate_repo_id(str(name))
         unreachable = hub_problem()
-        return Path(
+        found = Path(
             snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable))
         )
+        if not (found / "config.json").is_file() and not unreachable and _has_gguf(str(name), revision):
+            raise InputError(
+                f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, "
+                "or download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
+            )
+        return found
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     except (RepositoryNotFoundError, GatedRepoError):
@@ -89,6 +99,20 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         raise InputError(
             f"{name}: no such folder, and the hub gives no model of that name ({first_line(error)})."
         ) from None
+
+
+def _has_gguf(name: str, revision: str | None) -> bool:
+    """Whether a repository on the hub has GGUF files; False where the hub cannot be asked."""
+    try:
+        return any(file.endswith(".gguf") for file in HfApi().list_repo_files(name, revision=revision))
+    except (HfHubHTTPError, OSError):
+        return False
+
+
+def _refuse_gguf(file: Path) -> NoReturn:
+    raise InputError(
+        f"{file}: is a GGUF file, not a checkpoint; make one of it with `hf-moe-expand from-gguf {file} OUT`."
+    )
 
 
 def lies_inside(folder: Path, file: Path) -> bool:

