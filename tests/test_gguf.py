@@ -133,6 +133,7 @@ def test_every_command_says_how_to_make_a_checkpoint_of_it(tmp_path, monkeypatch
         with pytest.raises(InputError) as caught:
             resolve_checkpoint(name)
         assert str(caught.value) == said
+    monkeypatch.setattr(source, "hub_problem", lambda: "")
     monkeypatch.setattr(source, "snapshot_download", lambda *_, **__: tmp_path)
     for files, refused in (["tiny.Q4.gguf"], True), (["README.md"], False):
         monkeypatch.setattr(source.HfApi, "list_repo_files", lambda *_, files=files, **__: files)
