@@ -164,7 +164,7 @@ def analyze_routing(
     texts = {code: source.load().shuffle(seed=seed)["text"] for code, source in sources.items()}
     result = measure_routing(
         network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, old=codes(old),
-        new=codes(new), random_seeds=(seed, seed + 1),
+        new=codes(new), random_seeds=(seed,),
     )  # fmt: skip
     result.to_json(out)
     print_table(*result.rows())
