@@ -1,6 +1,7 @@
 """Results of the analyses: numbers, and their JSON files. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ class SimilarityResult:
         new_new = mean([f"{a}-{b}" for a, b in combinations(new, 2)]) if len(new) > 1 else None
         both = new_old if new_new is None else [(a + b) / 2 for a, b in zip(new_old, new_new, strict=True)]
         return cls(list(old), list(new), tokens, {k: list(v) for k, v in pairs.items()}, new_new, new_old, both)
+
+    def of_layers(self, layers: Sequence[int]) -> "SimilarityResult":
+        """The similarities in these layers alone."""
+
+        def some(values: Sequence[float]) -> list[float]:
+            return [values[layer] for layer in layers]
+
+        new_new = None if self.new_new is None else some(self.new_new)
+        pairs = {name: some(values) for name, values in self.pairs.items()}
+        return replace(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
 
     def to_json(self, path: str | Path) -> None:
         write_json(path, self.__dict__)

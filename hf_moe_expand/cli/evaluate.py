@@ -126,8 +126,10 @@ def _language_groups(models: list[str], languages: list[str], old: list[str], ne
     """The evaluated languages in groups, the old ones first: as given, else one group for each expansion in the longest
     history of the models."""
     from ..checkpoint.source import languages_by_expansion, resolve_checkpoint
+    from ..languages import check_old_and_new
 
     if old or new:
+        check_old_and_new(old, new)
         groups = [old, new]
     else:
         histories = [languages_by_expansion(resolve_checkpoint(name, weights=False)) for name in models]

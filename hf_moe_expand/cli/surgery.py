@@ -84,11 +84,15 @@ def grow(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Expand an expanded model further, for more languages; existing weights stay byte for byte.
+    """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
+
+    Experts and router rows that exist stay byte for byte. Classifiers follow the plan: a layer that it names keeps its
+    classifier, with one more class, or gets one; a layer that it does not name loses its classifier. Dense layers stay
+    dense. The checkpoint then needs `train post-pretrain` on the new languages and `train review` on all.
 
     Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
     """
-    from ..checkpoint.grow import check_growth, grow_checkpoint
+    from ..checkpoint.grow import check_growth, classifier_changes, grow_checkpoint
     from ..checkpoint.writer import check_output
     from ..planning.plan import Plan
 
@@ -107,6 +111,8 @@ def grow(
         model, out, growth, copy_from=origin, keep_routers=keep_routers, seed=seed, max_shard_size=max_shard_size,
         overwrite=overwrite,
     )  # fmt: skip
+    for sentence in classifier_changes(model, growth):
+        print(sentence)
     print(f"wrote {out}")
 
 
