@@ -12,7 +12,7 @@ from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
 from .errors import InputError
-from .records import ExpansionRecord, History
+from .records import ExpansionRecord, History, StageRecord
 from .scratch import leftovers
 from .stages import training_stages
 from .trainers.freezing import freeze
@@ -63,10 +63,7 @@ class Inspection:
             lines.append(
                 f"expansion {number}         {expansion.method} on {expansion.base_model}: old {old}; new {new}"
             )
-            lines += [
-                f"  {stage.stage}" + (f", {stage.steps} steps, seed {stage.seed}" if stage.steps is not None else "")
-                for stage in expansion.stages
-            ]
+            lines += [f"  {_in_words(stage)}" for stage in expansion.stages]
         return lines + [f"left over           {sentence}" for sentence in self.leftovers]
 
 
@@ -107,6 +104,16 @@ def inspect_config(config: Any) -> Inspection:
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, updates,
     )  # fmt: skip
+
+
+def _in_words(stage: StageRecord) -> str:
+    words = stage.stage
+    if stage.steps is not None:
+        words += f", {stage.steps:,} steps, seed {stage.seed}"
+    if stage.tokens_seen is not None:
+        words += f", {stage.tokens_seen:,} tokens seen"
+        words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
+    return words
 
 
 def _size(module: nn.Module) -> int:
