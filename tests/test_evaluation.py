@@ -57,8 +57,9 @@ def test_begin_of_text_is_the_separator_where_the_tokenizer_adds_one():
         bos_token_id, eos_token_id = 1, 2
 
         def __call__(self, text, add_special_tokens=True, **_):
-            ids = [10 + ord(character) for character in text]
-            return type("Encoding", (), {"input_ids": [1, *ids] if add_special_tokens else ids})
+            rows = [[10 + ord(character) for character in row] for row in ([text] if isinstance(text, str) else text)]
+            rows = [[1, *row] for row in rows] if add_special_tokens else rows
+            return type("Encoding", (), {"input_ids": rows[0] if isinstance(text, str) else rows})
 
     ids, scored, size = scored_stream(["ab", "c"], WithBegin())
     assert ids == [1, 107, 108, 1, 109]
@@ -72,8 +73,48 @@ def test_max_tokens_takes_whole_documents():
     # It ends at the first document that does not fit: a shorter one behind it is not taken.
     ids, _, size = scored_stream(["abc", "defghij", "k"], byte_tokenizer(), max_tokens=9)
     assert (len(ids), size) == (4, 3)
-    with pytest.raises(InputError, match="'en': no text to score"):
-        evaluate_model(tiny_dense("qwen2"), byte_tokenizer(), TEXTS, max_tokens=3)
+
+
+def test_a_first_document_that_is_too_long_is_cut_and_this_is_said_once(capfd):
+    tokenizer, text = byte_tokenizer(), "ένα δύο τρία τέσσερα"
+    for most in range(2, 2 * len(text)):
+        ids, scored, size = scored_stream([text, "xy"], tokenizer, max_tokens=most)
+        beginning = tokenizer.decode(ids[1:])
+        assert text.startswith(beginning)
+        assert (len(beginning.encode()), sum(scored)) == (size, len(ids) - 1)
+        whole = len(text.encode()) <= most
+        # Another character, of at most two tokens, would be too long; and nothing is taken behind a cut.
+        assert beginning == text if whole else most - 2 < sum(scored) <= most
+    capfd.readouterr()
+    model = tiny_dense("qwen2")
+    score = evaluate_model(model, tokenizer, {"hu": ["egy kettő három", "négy"]}, 16, max_tokens=9)["hu"]
+    assert score == evaluate_model(model, tokenizer, {"hu": ["egy kett"]}, 16)["hu"]
+    evaluate_model(model, tokenizer, {"hu": ["egy kettő három", "négy"]}, 16, max_tokens=9)
+    said = capfd.readouterr().err
+    assert said.count("language 'hu': its first document is longer than max_tokens 9; it is cut to 8 characters\n") == 1
+
+
+def test_a_later_document_stays_whole():
+    ids, scored, size = scored_stream(["", "abcdef"], byte_tokenizer(), max_tokens=4)
+    assert (len(ids), sum(scored), size) == (5, 3, 3)  # the empty document scores nothing, so the next one is the first
+    with pytest.raises(InputError, match=r"'el': no text to score \(max_tokens 2\)"):
+        evaluate_model(tiny_dense("qwen2"), byte_tokenizer(), {"el": ["\N{CJK UNIFIED IDEOGRAPH-4E00}"]}, max_tokens=2)
+
+
+@pytest.mark.parametrize("most", [None, 500, 4001])
+def test_documents_tokenised_in_batches_give_the_same_stream(most):
+    """Against one document at a time; more documents than a batch has."""
+    tokenizer = byte_tokenizer()
+    texts = [f"{number} ένα" * (number % 7) for number in range(1300)]
+    ids, scored, size = [], [], 0
+    for text in texts:
+        tokens = tokenizer(text).input_ids
+        if most is not None and len(ids) + len(tokens) > most:
+            break
+        ids += [tokenizer.eos_token_id, *tokens]
+        scored += [False, *[True] * len(tokens)]
+        size += len(text.encode())
+    assert scored_stream(iter(texts), tokenizer, most) == (ids, scored, size)
 
 
 def evaluation():

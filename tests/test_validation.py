@@ -144,12 +144,12 @@ def test_two_ranks_score_what_one_does_and_one_writes(root):
 
 def test_bad_validation(root, tmp_path):
     (tmp_path / "empty.jsonl").touch()
-    write_texts(tmp_path / "long.jsonl", ["word " * 30])
+    write_texts(tmp_path / "long.jsonl", ["\N{CJK UNIFIED IDEOGRAPH-4E00}" * 30])
     data = {code: LanguageText(code, str(root / f"{code}.jsonl")) for code in ("el", "tr")}
     for validation, message in (
         (ValidationSettings({"el": str(tmp_path / "empty.jsonl")}), r"empty\.jsonl: the file is empty"),
         (ValidationSettings({"el": str(tmp_path / "none.jsonl")}), r"none\.jsonl: no such file"),
-        (ValidationSettings({"el": str(tmp_path / "long.jsonl")}, max_tokens=20), "'el': no text to score .*tokens 20"),
+        (ValidationSettings({"el": str(tmp_path / "long.jsonl")}, max_tokens=2), "'el': no text to score .*tokens 2"),
     ):
         config = PostPretrainConfig(block_size=16, validation=validation)
         with pytest.raises(InputError, match=message):
