@@ -21,8 +21,8 @@ from ..errors import InputError, first_line
 from ..jsonfile import read_json
 from ..modeling import SUPPORTED_BACKBONES, ExpandedConfig
 from ..records import History
-from ..scratch import restore
 from .fields import check_fields, check_values
+from .local import local_checkpoint, not_expanded
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
 TOKENIZER_FILES = (
@@ -49,20 +49,9 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     Raises:
         InputError: `name` is neither a checkpoint folder nor a model that the hub gives.
     """
-    folder = Path(name)
-    try:
-        restore(folder)
-        there = folder.exists()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{name}: not a valid name of a folder or hub id ({first_line(error)}).") from None
-    if folder.is_dir():
-        if revision is not None:
-            raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
-        if not (folder / "config.json").is_file():
-            raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
+    folder = local_checkpoint(name, revision)
+    if folder is not None:
         return folder
-    if there:
-        raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     try:
         patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
@@ -131,9 +120,7 @@ def load_expanded_config(folder: Path) -> Any:
     """
     config = load_config(folder)
     if not isinstance(config, ExpandedConfig):
-        raise InputError(
-            f"{folder}: a {config.model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first."
-        )
+        raise not_expanded(folder, config.model_type)
     return config
 
 

@@ -7,7 +7,7 @@ import typer
 
 from ..errors import InputError
 from .apps import app
-from .common import check_file, codes, evaluate_models, model_label, print_table, text_sources
+from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
 from .options import (
     BatchSize,
     BlockSize,
@@ -50,6 +50,7 @@ def evaluate(
     Example: hf-moe-expand evaluate Qwen/Qwen2.5-0.5B qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out eval.json
     """
     check_file(out, overwrite)
+    check_checkpoints(*models)
     sources = text_sources(data or [])
     for source in sources.values():
         source.files()
@@ -105,6 +106,7 @@ def evaluate_translation(
     from ..models import load_for_inference
 
     check_file(out, overwrite)
+    check_checkpoints(*models)
     check_sizes(shots, limit, batch_size, max_new_tokens)
     sources = text_sources(data)
     pairs = parse_pairs(pair or [], list(sources))

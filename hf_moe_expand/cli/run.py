@@ -23,11 +23,13 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
-    from ..pipeline import validate_recipe
+    file = _readable(recipe)
     from ..recipe import Recipe
-    from ..recipes import find_recipe
 
-    for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
+    loaded = Recipe.load(file, unset_ok=offline)
+    from ..pipeline import validate_recipe
+
+    for line in validate_recipe(loaded, offline):
         print(line)
     print(f"{recipe}: ok")
 
@@ -38,11 +40,23 @@ def run(recipe: RecipeName) -> None:
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
-    from ..pipeline import run_recipe
+    file = _readable(recipe)
     from ..recipe import Recipe
-    from ..recipes import find_recipe
 
-    run_recipe(Recipe.load(find_recipe(recipe)))
+    loaded = Recipe.load(file)
+    from ..pipeline import run_recipe
+
+    run_recipe(loaded)
+
+
+def _readable(recipe: str) -> Path:
+    """The file of a recipe; refuses one that is missing or is no YAML before torch is imported, which takes seconds."""
+    from ..recipes import find_recipe
+    from ..yamlfile import read_yaml
+
+    file = find_recipe(recipe)
+    read_yaml(file)
+    return file
 
 
 @recipes_app.command("ls")
