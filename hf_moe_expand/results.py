@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import InputError
 from .jsonfile import read_json, write_json
-from .schema import Number, Text, Whole, read, settings
+from .schema import Flag, Number, Text, Whole, read, settings
 
 
 @settings
@@ -112,6 +112,13 @@ class DeviationResult:
         return read(cls, read_json(path, "a deviation analysis"), f"{path}: not a deviation analysis")
 
 
+NO_CHOICE = (
+    "No router of this model can leave an expert out: every token goes to all experts of its layer, since no layer has "
+    "more than top-k of them. The shares by expert then say only which of them weighs more, and random experts are the "
+    "router's own. Plan more experts in a layer, or a smaller top-k, to let routers choose."
+)
+
+
 @settings
 class RoutingResult:
     """How the routers of an expanded model route the text of each language.
@@ -133,6 +140,7 @@ class RoutingResult:
             that of an expert of the next layer; None if no weight varies.
         perplexity: perplexity of each language, within blocks.
         random_perplexity: perplexity of each language under random routing, mean over `random_seeds`.
+        has_choice: whether some router can leave an expert out; without that, random routing is the router's own.
     """
 
     classes: dict[Text, Whole]
@@ -148,6 +156,7 @@ class RoutingResult:
     perplexity: dict[Text, Number]
     random_perplexity: dict[Text, Number]
     random_seeds: list[Whole]
+    has_choice: Flag = True
 
     def __post_init__(self) -> None:
         names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")

@@ -307,8 +307,9 @@ def test_a_run_with_several_expansions(server, client, checkpoint, tmp_path):
 
 
 @pytest.fixture
-def of_a_folder(base, tmp_path):
-    """A run whose base was a local folder, as its recipe says."""
+def of_a_folder(server, base, tmp_path):
+    """A run whose base was a local folder, as its recipe says; the hub has it as org/mine."""
+    server.add("org/mine", {file.name: file.read_bytes() for file in base.iterdir()})
     shutil.copytree(base, tmp_path / "models" / "mine")
     run = tmp_path / "run"
     expand_checkpoint(tmp_path / "models" / "mine", run / "review", PLAN)
@@ -324,20 +325,20 @@ def test_the_base_can_be_named_after_training(server, client, of_a_folder):
     assert json.loads(before)["expansions"][0]["base_model"] == "mine"
     said = client.push(of_a_folder, "me/local")["said"]
     assert "base: mine, a local folder; if it is published too, name it with --base HUB_ID" in said
-    client.push(of_a_folder, "me/named", base="org/tiny")
+    client.push(of_a_folder, "me/named", base="org/mine")
     files = server.files("me/named")
     (record,) = json.loads(files["config.json"])["expansions"]
-    assert record["base_model"] == "org/tiny"
+    assert record["base_model"] == "org/mine"
     assert record["base_revision"]
-    assert "base_model: org/tiny" in files["README.md"].decode()
+    assert "base_model: org/mine" in files["README.md"].decode()
     assert f"revision `{record['base_revision']}`" in files["README.md"].decode()
     assert {**json.loads(files["config.json"]), "expansions": 0} == {**json.loads(before), "expansions": 0}
     assert (of_a_folder / "config.json").read_bytes() == before
-    only = client.push(of_a_folder, "me/named-only", base="org/tiny", expansion_only=True)
+    only = client.push(of_a_folder, "me/named-only", base="org/mine", expansion_only=True)
     assert "value" in only, only
     fields = json.loads(server.files("me/named-only")["config.json"])
     assert fields["expansions"] == [record]
-    assert fields["expansion_base"] == {"base_model": "org/tiny", "revision": record["base_revision"]}
+    assert fields["expansion_base"] == {"base_model": "org/mine", "revision": record["base_revision"]}
 
 
 def test_of_local_paths_in_a_recipe_the_last_part_is_published(server, client, of_a_folder):

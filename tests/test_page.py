@@ -28,7 +28,7 @@ from hf_moe_expand.report import page as page_module
 from hf_moe_expand.report.charts import allocation_chart, change_chart, heat_map, line_chart
 from hf_moe_expand.report.drawing import COLOURS, Change, Line, with_means
 from hf_moe_expand.report.page import _training_figures, make_page
-from hf_moe_expand.results import DeviationResult, RoutingResult, SimilarityResult
+from hf_moe_expand.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OLD, NEW = ["en", "zh"], ["el", "hu"]
@@ -301,6 +301,16 @@ def test_the_base_is_named_as_in_the_recipe(run, written, shown):
             config["expansions"][0] |= {"base_model": "tiny", "base_revision": None}
             write_json(run / folder / "config.json", config)
     assert f"{shown} (a local folder)" in page_of(run).text
+
+
+def test_where_no_router_can_choose_the_page_says_so(run):
+    assert NO_CHOICE not in page_of(run).text
+    result = read_json(run / "routing.json", "")
+    write_json(run / "routing.json", result | {"has_choice": False})
+    assert NO_CHOICE in page_of(run).text
+    del result["has_choice"]  # as older versions wrote it
+    write_json(run / "routing.json", result)
+    assert NO_CHOICE not in page_of(run).text
 
 
 def test_a_long_recipe_is_folded(run):

@@ -24,7 +24,7 @@ from hf_moe_expand.analysis.routing import (
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.report.figures import plot_expert_0_scores, plot_expert_shares
-from hf_moe_expand.results import RoutingResult
+from hf_moe_expand.results import NO_CHOICE, RoutingResult
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 3,
@@ -457,7 +457,7 @@ def test_where_no_router_can_choose_random_experts_are_its_own(monkeypatch, coun
     draw = routing.random_experts
     monkeypatch.setattr(routing, "random_experts", lambda *arguments: passes.append(1) or draw(*arguments))
     result = measure_routing(model, tokenizer, TEXTS, **SETTINGS)
-    assert bool(passes) is choice
+    assert bool(passes) is result.has_choice is choice
     with random_routing(model, 0):  # by the slow way
         _, nats = slow_tokens(model, tokenizer, TEXTS["en"], SETTINGS)
     if not choice:
@@ -476,3 +476,13 @@ def test_progress_counts_tokens_and_names_model_and_language(capsys, tmp_path):
     said = capsys.readouterr().err
     assert "similarity in qwen-el: hu: 100%" in said
     assert "300/300" in said
+
+
+def test_the_command_says_that_there_is_no_choice(tmp_path):
+    plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", plan)
+    write_texts(tmp_path / "el.jsonl", TEXTS["el"])
+    tokens = ["--tokens", 60, "--block-size", 16, "--out", tmp_path / "routing.json"]
+    said = invoke("analyze", "routing", tmp_path / "moe", "--data", f"el={tmp_path / 'el.jsonl'}", *tokens)
+    assert NO_CHOICE in said
+    assert not RoutingResult.from_json(tmp_path / "routing.json").has_choice

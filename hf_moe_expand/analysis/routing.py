@@ -22,8 +22,8 @@ from ..records import History
 from ..results import RoutingResult
 from .similarity import padded_batches, token_blocks
 
-# Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.5 GB in float32.
-_MOST_LOGITS = (2**29, 2**27)
+# Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
+_MOST_LOGITS = (2**29, 2**26)
 
 
 class ExpertUse:
@@ -220,6 +220,7 @@ def measure_routing(
         perplexity=perplexity,
         random_perplexity=random_perplexity,
         random_seeds=list(random_seeds),
+        has_choice=has_choice(model.config),
     )
 
 

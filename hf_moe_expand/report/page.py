@@ -22,7 +22,7 @@ from ..local_paths import without_paths
 from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord, without_folders
-from ..results import DeviationResult, RoutingResult, SimilarityResult
+from ..results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 from ..run_record import BEGUN, read_steps
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
@@ -103,6 +103,7 @@ def make_page(run: str | Path) -> str:
         "plans": [plan for part in parts if (plan := _plan(part))],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
         "routing": [_routing(path, root) for path in _routing_files(root)],
+        "no_choice": NO_CHOICE,
         "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
         "steps": [{"name": name, **step, "time": _time_of(step)} for name, step in steps.items()],
         "total_time": _time(sum(step["seconds"] for step in steps.values())),
@@ -418,6 +419,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
     svg = line_chart(f"Router's score of expert 0, mean over layers: {ends}.", with_means(lines), "layer", (0, 1))
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
+        "choice": found.has_choice,
         "both": bool(old and new),
         "maps": maps,
         "expert_0": Markup(svg),
