@@ -4,6 +4,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from .errors import InputError
 from .jsonfile import read_json
 from .schema import Coefficient, Count, Text, read, settings
 
@@ -31,6 +32,17 @@ class _StepAtWork:
     seconds: Coefficient = 0.0
     attempts: Count = 1
     made_from: dict[Text, Text] = field(default_factory=dict)
+
+
+def run_folder(run: str | Path) -> Path:
+    """The folder of a run.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    if not Path(run).is_dir():
+        raise InputError(f"{run}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
+    return Path(run)
 
 
 def read_steps(path: Path) -> dict[str, Any]:

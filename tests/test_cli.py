@@ -305,7 +305,9 @@ def heavy_imports(*arguments):
         ["analyze", "routing", "base", "--data", "el=el.jsonl", "--out", "r.json"],
         ["push", "base", "me/x"],
         ["validate", "nowhere.yaml", "--offline"],
+        ["validate", "unknown.yaml"],
         ["run", "broken.yaml"],
+        ["report", "nowhere"],
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:3])),
 )
@@ -313,6 +315,7 @@ def test_what_a_look_at_the_arguments_refuses_waits_for_no_torch(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     tiny_config("qwen2").save_pretrained("base")
     (tmp_path / "broken.yaml").write_text("base: [")
+    (tmp_path / "unknown.yaml").write_text("plann: {}")
     code, error, imported = heavy_imports(*arguments)
     assert code == 2, error
     assert error.startswith("error: ")

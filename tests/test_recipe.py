@@ -3,11 +3,12 @@
 import pytest
 from conftest import save_dense, write_texts
 
-from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
+from hf_moe_expand import PostPretrainConfig, ReviewConfig, recipes, validate_recipe
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.schema import changed, plain, read
+from hf_moe_expand.recipes import KEYS
+from hf_moe_expand.schema import changed, keys_of, plain, read
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
@@ -50,6 +51,11 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
     assert loaded.review == ReviewSettings(block_size=32, training={"max_steps": 2})
     assert any("7 experts, 1 classifier" in line for line in validate_recipe(loaded))
     assert recipe(root, a=("review: {block_size: 32, training: {max_steps: 2}}", "review: null")).review is None
+
+
+def test_the_keys_that_are_checked_first_are_the_recipes_keys():
+    assert list(KEYS) == list(keys_of(Recipe))
+    assert set(recipes._FORMER) == set(Recipe.renamed)
 
 
 def test_validation_says_what_a_push_will_need(root, monkeypatch):

@@ -10,9 +10,9 @@ from transformers.activations import ACT2FN
 from ..errors import InputError
 from ..modeling import ExpandedConfig
 from ..records import History
+from .local import MOST_LAYERS
 
 # No model comes near these numbers; building larger lists and modules would take for ever.
-MOST_LAYERS = 4096
 MOST_EXPERTS = 65_536
 MOST_ELEMENTS = 1 << 31
 

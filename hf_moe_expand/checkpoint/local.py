@@ -11,6 +11,7 @@ from ..errors import InputError, first_line
 from ..jsonfile import read_json
 from ..scratch import leftovers, restore
 
+MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
 # The model types of expanded checkpoints.
 EXPANDED = ("layer_moe", "dmoe")
 
@@ -40,6 +41,20 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     return None
+
+
+def stored_layers(name: str | os.PathLike) -> int | None:
+    """The number of layers in the config.json of a checkpoint on this machine; None for a hub id, and for a backbone
+    whose configuration has another name for it.
+
+    Raises:
+        InputError: `name` is neither a checkpoint folder nor a hub id, or config.json is broken.
+    """
+    folder = local_checkpoint(name)
+    if folder is None:
+        return None
+    found = read_json(folder / "config.json", "a configuration").get("num_hidden_layers")
+    return found if type(found) is int and 0 < found <= MOST_LAYERS else None
 
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:

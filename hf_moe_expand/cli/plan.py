@@ -172,7 +172,10 @@ def _num_layers(given: str) -> int:
     try:
         number = int(given)
     except ValueError:
-        check_checkpoints(given)
+        from ..checkpoint.local import stored_layers
+
+        if found := stored_layers(given):
+            return found
         from ..checkpoint.source import load_config, resolve_checkpoint
 
         return load_config(resolve_checkpoint(given, weights=False)).num_hidden_layers

@@ -23,7 +23,9 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
-    file = _readable(recipe)
+    from ..recipes import readable_recipe
+
+    file = readable_recipe(recipe)
     from ..recipe import Recipe
 
     loaded = Recipe.load(file, unset_ok=offline)
@@ -40,23 +42,15 @@ def run(recipe: RecipeName) -> None:
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
-    file = _readable(recipe)
+    from ..recipes import readable_recipe
+
+    file = readable_recipe(recipe)
     from ..recipe import Recipe
 
     loaded = Recipe.load(file)
     from ..pipeline import run_recipe
 
     run_recipe(loaded)
-
-
-def _readable(recipe: str) -> Path:
-    """The file of a recipe; refuses one that is missing or is no YAML before torch is imported, which takes seconds."""
-    from ..recipes import find_recipe
-    from ..yamlfile import read_yaml
-
-    file = find_recipe(recipe)
-    read_yaml(file)
-    return file
 
 
 @recipes_app.command("ls")

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
+from ..schema import unknown_key
 from ..yamlfile import read_yaml
+
+# The keys of a recipe, so that an unknown one is refused before torch is imported.
+KEYS = (
+    "new", "analysis", "deviation", "plan", "expand", "post_pretrain", "group", "joint", "graft", "review",
+    "base", "output", "old", "test", "revision", "seed", "expansions", "evaluation",
+)  # fmt: skip
+_FORMER = ("normal",)  # accepted with a warning
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,20 @@ def packaged_recipes() -> list[PackagedRecipe]:
         method, _, about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(": ")
         found.append(PackagedRecipe(name, method, read_yaml(path)["base"], about))
     return found
+
+
+def readable_recipe(name: str) -> Path:
+    """The file of a recipe, after the checks that need no torch, which takes seconds to import.
+
+    Raises:
+        InputError: `name` is no recipe, or the file is not YAML or has an unknown key.
+    """
+    file = find_recipe(name)
+    mapping = read_yaml(file)
+    for key in mapping:
+        if key not in KEYS and key not in _FORMER:
+            raise InputError(f"{file}: {unknown_key(str(key), KEYS)}")
+    return file
 
 
 def find_recipe(name: str) -> Path:

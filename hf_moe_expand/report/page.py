@@ -23,7 +23,7 @@ from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
-from ..run_record import BEGUN, read_steps
+from ..run_record import BEGUN, read_steps, run_folder
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
 from .charts import allocation_chart, change_chart, heat_map, line_chart
@@ -80,9 +80,7 @@ def make_page(run: str | Path) -> str:
         InputError: the folder does not exist or is not the folder of a run, a file in it is broken, or its recipe holds
             an access token.
     """
-    root = Path(run)
-    if not root.is_dir():
-        raise InputError(f"{root}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
+    root = run_folder(run)
     numbered = sorted((p for p in root.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
     parts = [_Part(int(folder.name), folder) for folder in numbered] or [_Part(0, root)]
     if not any((root / name).is_file() for name in _RECORDS) and not any(part.plan() for part in parts):

@@ -90,7 +90,7 @@ def trained_parts(family: str) -> "dict[str, Trained]":
     """
     from ..trainers import freezing
 
-    found = {}
+    found: dict[str, Trained] = {}
     for key in (*ROAD, *BESIDE):
         for stage in (part for part in _parsed(key).body if isinstance(part, ast.ClassDef)):
             facts = _assigned(stage)
