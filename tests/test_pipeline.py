@@ -203,6 +203,10 @@ def test_two_ranks_run_a_recipe_together(recipe, root):
     assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
     assert [stage["steps"] for stage in stages] == [6, 4]
+    size = plain(recipe)["post_pretrain"]["training"]["per_device_train_batch_size"]
+    assert [stage["blocks_seen"] for stage in stages] == [6 * size * 2, 4 * size * 2]
+    assert all(stage["tokens_seen"] == 32 * stage["blocks_seen"] for stage in stages)
+    assert all(sum(stage["tokens_seen_by_language"].values()) == stage["tokens_seen"] for stage in stages)
 
 
 @pytest.mark.parametrize("norms", ["BF16", "F32"])

@@ -107,7 +107,7 @@ def trained_parts(family: str) -> "dict[str, Trained]":
 
 def _assigned(body: ast.ClassDef) -> dict[str, ast.expr]:
     """The values that the body of a class assigns to names."""
-    found = {}
+    found: dict[str, ast.expr] = {}
     for line in body.body:
         if isinstance(line, ast.Assign):
             (target,) = line.targets
