@@ -7,7 +7,6 @@ from hf_moe_expand import PostPretrainConfig, ReviewConfig, recipes, validate_re
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipes import KEYS
 from hf_moe_expand.schema import changed, keys_of, plain, read
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.graft import GraftSettings
@@ -54,7 +53,7 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
 
 
 def test_the_keys_that_are_checked_first_are_the_recipes_keys():
-    assert list(KEYS) == list(keys_of(Recipe))
+    assert recipes.recipe_keys() == list(keys_of(Recipe))
     assert set(recipes._FORMER) == set(Recipe.renamed)
 
 

@@ -8,11 +8,9 @@ from ..errors import InputError
 from ..schema import unknown_key
 from ..yamlfile import read_yaml
 
-# The keys of a recipe, so that an unknown one is refused before torch is imported.
-KEYS = (
-    "new", "analysis", "deviation", "plan", "expand", "post_pretrain", "group", "joint", "graft", "review",
-    "base", "output", "old", "test", "revision", "seed", "expansions", "evaluation",
-)  # fmt: skip
+# The keys of a recipe before and after those of its stages, so that an unknown key is refused before torch is imported.
+_FIRST = ("new", "analysis", "deviation", "plan", "expand")
+_LAST = ("base", "output", "old", "test", "revision", "seed", "expansions", "evaluation")
 _FORMER = ("normal",)  # accepted with a warning
 
 
@@ -54,10 +52,18 @@ def readable_recipe(name: str) -> Path:
     """
     file = find_recipe(name)
     mapping = read_yaml(file)
+    known = recipe_keys()
     for key in mapping:
-        if key not in KEYS and key not in _FORMER:
-            raise InputError(f"{file}: {unknown_key(str(key), KEYS)}")
+        if key not in (*known, *_FORMER):
+            raise InputError(f"{file}: {unknown_key(str(key), known)}")
     return file
+
+
+def recipe_keys() -> list[str]:
+    """The keys of a recipe, in order."""
+    from ..stages import ROAD
+
+    return [*_FIRST, *ROAD, *_LAST]
 
 
 def find_recipe(name: str) -> Path:
