@@ -17,6 +17,7 @@ from .checkpoint.expansion_only import BaseModel, base_of
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation
+from .hub_base import base_on_hub
 from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import is_language_code
@@ -32,7 +33,7 @@ def make_card(
     evaluation: str | os.PathLike | None = None,
     evaluated_as: str | None = None,
     license: str | None = None,
-    base: str | None = None,
+    base: str | BaseModel | None = None,
     expansion_only: bool = False,
 ) -> ModelCard:
     """The card of an expanded checkpoint.
@@ -43,17 +44,18 @@ def make_card(
         evaluation: evaluation.json; the card shows this model's scores beside those of its first model.
         evaluated_as: the name of this model in `evaluation`; its folder's name or `repo_id` by default.
         license: license of the card; by default the base model's license, if its card names one.
-        base: hub id of the base, if config.json knows it only as a local folder.
+        base: hub id of the base, if config.json knows it only as a local folder; it is compared with the checkpoint
+            (`base_on_hub`).
         expansion_only: whether the card is for a repository that holds only the added tensors.
 
     Raises:
-        InputError: a language code is unknown, config.json records no expansion or contains an access token, or
-            `evaluation` lacks this model.
+        InputError: a language code is unknown, config.json records no expansion or contains an access token,
+            `evaluation` lacks this model, or `base` is not the base.
     """
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
     location = repo_id or (folder.name if Path(model).is_dir() else str(model))
-    origin = base_of(config, base)
+    origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
     found = inspect_checkpoint(folder)
     history = History.of(config)
     last = history.last
@@ -256,7 +258,13 @@ def _stage(stage: StageRecord) -> dict[str, Any]:
     settings = _without_nothing(without_folders(stage.settings or {}))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip() if settings else ""
     # No setting ends the block of code that it stands in.
-    return {"tokens": {}, "documents": {}, **stage.to_dict(), "settings": text.replace("```", "'''")}
+    return {
+        "tokens": {},
+        "documents": {},
+        "tokens_seen_by_language": {},
+        **stage.to_dict(),
+        "settings": text.replace("```", "'''"),
+    }
 
 
 def _without_nothing(value: Any) -> Any:

@@ -14,14 +14,16 @@ from huggingface_hub.utils import validate_repo_id
 
 from . import __version__
 from .card import make_card, scores_of_this
-from .checkpoint.expansion_only import save_expansion
+from .checkpoint.expansion_only import base_of, save_expansion
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError, first_line
 from .evaluation.report import Evaluation
-from .hub_files import CARD, EVALUATION, is_weights, published_files, refuse_private, run_of
+from .hub_base import base_on_hub, config_with_base
+from .hub_files import CARD, EVALUATION, RECIPE, is_weights, published_files, refuse_private, run_of
 from .jsonfile import read_json
 from .load_check import check_code, check_loads_alone
+from .local_paths import without_paths
 from .modeling import MODEL_CLASSES
 from .stages import ROAD, stage_of
 
@@ -62,7 +64,8 @@ def push_to_hub(
     token: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Push:
-    """Publishes a checkpoint: weights, code, tokenizer, card, and the run's recipe, plan, analysis and evaluation.
+    """Publishes a checkpoint: weights, code, tokenizer, card, and the run's recipe, plan, analysis and evaluation. Of
+    local paths in the recipe, the last part is published.
 
     After training with any trainer:
 
@@ -83,7 +86,8 @@ def push_to_hub(
         evaluated_as: the name of this model in `evaluation`; the folder's name by default.
         include: further files of the folder to publish.
         license: license of the card; by default the base model's license, if its card names one.
-        base: hub id of the base model, if config.json knows it only as a local folder.
+        base: hub id of the base model, if config.json knows it only as a local folder; the published config.json and
+            card name it, with its commit.
         expansion_only: publish only the added tensors, with a reference to the base (see `save_expansion`).
         dry_run: print what would be published, without an upload; needs no token.
         token: access token; by default that of `hf auth login` or HF_TOKEN.
@@ -92,7 +96,7 @@ def push_to_hub(
         InputError: the token, the repository, the folder or the card is wrong; the message says which and why.
     """
     folder = resolve_checkpoint(model)
-    load_expanded_config(folder)
+    config = load_expanded_config(folder)
     check_code(folder)
     CheckpointReader(folder).check_finite()
     api = HfApi(token=token)
@@ -100,6 +104,9 @@ def push_to_hub(
         validate_repo_id(repo_id)
         if not dry_run:
             repo_id = _check_repository(api, repo_id, private)
+        origin = base_of(config) if base is None else base_on_hub(config, base, token)
+        if origin.hub_id is None:
+            _check_local_base(folder, origin.name, expansion_only, say)
         files: dict[str, Path | bytes] = {**published_files(folder, include)}
         files.pop(EVALUATION, None)
         chosen, called = _evaluation(folder, evaluation, evaluated_as, repo_id)
@@ -109,8 +116,6 @@ def push_to_hub(
             files[EVALUATION] = chosen
         source = folder
         if expansion_only:
-            if base is not None and Path(base).is_dir():
-                raise InputError(f"--base {base}: is a local folder; give the base model's hub id, which others need.")
             saved = save_expansion(folder, Path(scratch) / folder.name, base)
             if saved.changed:
                 say(f"training changed {len(saved.changed)} tensors of the base model, which are published too")
@@ -121,8 +126,12 @@ def push_to_hub(
             say(f"card: {CARD} of {folder}")
             card = (folder / CARD).read_text(encoding="utf-8")
         else:
-            card = str(make_card(folder, repo_id, chosen, called, license, base, expansion_only))
+            card = str(make_card(folder, repo_id, chosen, called, license, origin, expansion_only))
             files[CARD] = card.encode()
+        if base is not None:
+            files["config.json"] = config_with_base(source / "config.json", origin)
+        if isinstance(recipe := files.get(RECIPE), Path):
+            files[RECIPE] = without_paths(recipe.read_text(encoding="utf-8-sig")).encode()
         refuse_private(files)
         sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in sorted(files.items())}
         branch = revision or "main"
@@ -136,6 +145,15 @@ def push_to_hub(
         commit, changed = _upload(api, repo_id, branch, private, files)
         say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
     return Push(repo_id, branch, commit, changed, sizes, card)
+
+
+def _check_local_base(folder: Path, name: str, expansion_only: bool, say: Callable[[str], None]) -> None:
+    if expansion_only:
+        raise InputError(
+            f"{folder}: was expanded from {name}, a local folder, but loading the added tensors alone fetches the base "
+            "from the hub: name its published copy with --base HUB_ID, or leave out --expansion-only."
+        )
+    say(f"base: {name}, a local folder; if it is published too, name it with --base HUB_ID")
 
 
 def _made_by_a_trainer(card: Path) -> bool:

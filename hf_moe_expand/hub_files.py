@@ -19,7 +19,8 @@ from .yamlfile import parse_yaml
 
 CARD = "README.md"
 EVALUATION = "evaluation.json"
-PROVENANCE = ("recipe.yaml", "plan.json", "analysis.json")
+RECIPE = "recipe.yaml"
+PROVENANCE = (RECIPE, "plan.json", "analysis.json")
 # Files that training leaves in a folder; they are skipped without a message.
 _STAYS_HOME = (
     "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",
@@ -117,11 +118,7 @@ def refuse_private(files: dict[str, Path | bytes]) -> None:
         for found, what in _private(name, text):
             raise InputError(
                 f"{name}: holds {what} ({found}), which must not be published: remove it."
-                + (
-                    " In a recipe, write a variable for it, such as $DATA/el.jsonl, before `run`."
-                    if name.endswith(".yaml")
-                    else ""
-                )
+                + (" A variable in its place, such as $DATA/el.jsonl, may stay." if name.endswith(".yaml") else "")
             )
 
 

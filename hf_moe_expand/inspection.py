@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from .checkpoint.local import check_expanded
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
-from .errors import InputError
 from .modeling import decoder_ffns
-from .records import ExpansionRecord, History
+from .records import ExpansionRecord, History, StageRecord
 from .scratch import leftovers
-from .stages import training_stages
+from .stages import trained_parts
 from .trainers.freezing import freeze
 
 
@@ -71,10 +71,7 @@ class Inspection:
             lines.append(
                 f"expansion {number}         {expansion.method} on {expansion.base_model}: old {old}; new {new}"
             )
-            lines += [
-                f"  {stage.stage}" + (f", {stage.steps} steps, seed {stage.seed}" if stage.steps is not None else "")
-                for stage in expansion.stages
-            ]
+            lines += [f"  {_in_words(stage)}" for stage in expansion.stages]
         return lines + [f"left over           {sentence}" for sentence in self.leftovers]
 
 
@@ -84,14 +81,12 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     Raises:
         InputError: it is not an expanded checkpoint; names what interrupted commands left where it would be.
     """
-    left = leftovers(Path(model))
-    if left and not Path(model).exists():
-        raise InputError(f"{model}: no such folder. {' '.join(left)}")
+    check_expanded(model, revision)
     folder = resolve_checkpoint(model, revision, weights=False)
     config = load_expanded_config(folder)
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
-    return replace(inspect_config(config), leftovers=left)
+    return replace(inspect_config(config), leftovers=leftovers(Path(model)))
 
 
 def inspect_config(config: Any) -> Inspection:
@@ -109,13 +104,23 @@ def inspect_config(config: Any) -> Inspection:
         idle += (len(ffn.experts) - active) * _size(ffn.experts[-1])
         added += _size(ffn) - expert
     total = _size(network)
-    stages = [stage for stage in training_stages() if config.model_type in stage.families]
-    trainable = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
+    parts = trained_parts(config.model_type)
+    trainable = {stage: freeze(network, trained).trainable for stage, trained in parts.items()}
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, updates,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
     )  # fmt: skip
+
+
+def _in_words(stage: StageRecord) -> str:
+    words = stage.stage
+    if stage.steps is not None:
+        words += f", {stage.steps:,} steps, seed {stage.seed}"
+    if stage.tokens_seen is not None:
+        words += f", {stage.tokens_seen:,} tokens seen"
+        words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
+    return words
 
 
 def _size(module: nn.Module) -> int:

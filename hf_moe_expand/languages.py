@@ -26,18 +26,21 @@ def check_language_code(code: str) -> str:
     Raises:
         InputError: `code` is not a language code.
     """
-    if not is_language_code(code):
+    if not isinstance(code, str) or not is_language_code(code):
         raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
     return code
 
 
 def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
-    """Checks the languages of one expansion against each other.
+    """Checks the languages of one expansion: each code, and the codes against each other. Plans, recipes, analyses and
+    expansions all check their languages here.
 
     Raises:
-        InputError: a language is given twice, or both as old and as new.
+        InputError: a code is not a language code, or a language is given twice or both as old and as new.
     """
     old, new = list(old), list(new)
+    for code in (*old, *new):
+        check_language_code(code)
     if both := sorted(set(old) & set(new)):
         raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
     for kind, codes in (("old", old), ("new", new)):

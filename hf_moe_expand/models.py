@@ -1,6 +1,8 @@
 """Loads models and tokenizers, dense or expanded, for inference."""
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from .checkpoint.stored import check_complete, check_size
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig
 
+_SNAPSHOT = re.compile(r"models--([^/\\]+)[\\/]snapshots[\\/]")  # in a path of the hub's cache
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
 
 
@@ -24,6 +27,14 @@ def longest_block(config: Any) -> int | None:
     """The number of positions that a model takes; None if it sets no limit."""
     config = config.get_text_config(decoder=True)
     return next((found for name in _POSITIONS if (found := getattr(config, name, None)) is not None), None)
+
+
+def model_name(model: Any) -> str:
+    """The name of a loaded model for progress bars: its hub id, the name of its folder, or its class."""
+    name = str(getattr(model.config, "_name_or_path", None) or "")
+    if snapshot := _SNAPSHOT.search(name):
+        return snapshot.group(1).replace("--", "/")
+    return Path(name).name if Path(name).is_dir() else name or type(model).__name__
 
 
 def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> tuple[Any, Any]:

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .distributed import launched
 from .errors import InputError, at
 from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
+from .local_paths import without_paths
 from .recipe import Recipe
 from .recipe_paths import unset_variable
 from .run_record import BEGUN, read_steps
@@ -108,7 +110,21 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         checks.found.append(
             f"disk: up to {peak(checks.written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}"
         )
+    checks.found += needs_of_a_push(recipe)
     return checks
+
+
+def needs_of_a_push(recipe: Recipe) -> list[str]:
+    """What a push of the finished model will take, one line each."""
+    found = []
+    if Path(recipe.base).is_dir():
+        found.append(
+            f"push: {recipe.base} is a local folder: where it is published, name it with `push --base HUB_ID`; "
+            "--expansion-only needs that"
+        )
+    if recipe.text is not None and without_paths(recipe.text) != recipe.text:
+        found.append("push: of local paths in the recipe, the last part is published; $VARIABLES stay as written")
+    return found
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
@@ -152,14 +168,13 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         say(f"{label} ...")
         unrecorded = exists and record.is_begun(step)
         record.begin(step, steps[number:], state.is_main_process)
-        started = time.time()
         done = Done("")
-        if step.every_rank or state.is_main_process:
-            done = (step.finish() if unrecorded else None) or step.work()
+        with record.timed(state.is_main_process):
+            if step.every_rank or state.is_main_process:
+                done = (step.finish() if unrecorded else None) or step.work()
         state.wait_for_everyone()
         if state.is_main_process:
-            seconds = time.time() - started
-            record.end(step, done, seconds)
+            seconds = record.end(step, done)
             say(f"{label}: {done.summary} ({seconds:.0f} s)")
     if recipe.test:
         say("bits per byte of held-out text, lower is better:")
@@ -235,20 +250,53 @@ class _Record:
         return None
 
     def begin(self, step: Step, later: list[Step], writes: bool) -> None:
-        """Records that a step is running; forgets later repeatable steps, which used its former output."""
+        """Records that a step is running; forgets later repeatable steps, which used its former output. A step that was
+        interrupted with the same inputs is at its next attempt."""
+        earlier = self.done.get(BEGUN, {})
+        again = earlier.get("step") == step.name and earlier.get("made_from") == self.made[step.name]
+        self.seconds = earlier.get("seconds", 0.0) if again else 0.0
+        self.attempts = earlier.get("attempts", 1) + 1 if again else 1
+        self.other = earlier if earlier.get("step") == step.name and not again else None
         for other in later:
             if other.repeatable:
                 self.done.pop(other.name, None)
-        if writes:
-            write_json(self.path, {**self.done, BEGUN: {"step": step.name, "made_from": self.made[step.name]}})
         self.done.pop(BEGUN, None)
+        self.step = step
+        if writes:
+            self._write_begun()
 
-    def end(self, step: Step, done: Done, seconds: float) -> None:
+    @contextmanager
+    def timed(self, writes: bool) -> Iterator[None]:
+        """Adds the time inside to the step's; an attempt that an error ends leaves its time in the file, on the rank
+        that `writes`. Where one with other inputs is refused, the file still tells of the attempts before."""
+        started = time.time()
+        try:
+            yield
+        except BaseException as error:
+            self.seconds += time.time() - started
+            if writes and isinstance(error, InputError) and self.other is not None:
+                write_json(self.path, {**self.done, BEGUN: self.other})
+            elif writes:
+                self._write_begun()
+            raise
+        self.seconds += time.time() - started
+
+    def _write_begun(self) -> None:
+        begun = {
+            "step": self.step.name, "seconds": round(self.seconds, 1), "attempts": self.attempts,
+            "made_from": self.made[self.step.name],
+        }  # fmt: skip
+        write_json(self.path, {**self.done, BEGUN: begun})
+
+    def end(self, step: Step, done: Done) -> float:
+        """Records that the step is done; returns the seconds that its attempts took."""
         self.done[step.name] = {
-            "seconds": round(seconds, 1), "summary": done.summary, "facts": done.facts,
-            "made_from": self.made[step.name],
+            "seconds": round(self.seconds, 1), "summary": done.summary,
+            **({"attempts": self.attempts} if self.attempts > 1 else {}),
+            "facts": done.facts, "made_from": self.made[step.name],
         }  # fmt: skip
         write_json(self.path, self.done)
+        return self.seconds
 
 
 def _start(recipe: Recipe) -> dict[str, Any]:

@@ -94,6 +94,9 @@ class StageRecord(_Record):
         stage: the step's name.
         steps: optimizer steps.
         documents, tokens: available documents and tokens, by language.
+        blocks_seen, tokens_seen: blocks and tokens that passed through the training, over all ranks and attempts; text
+            that was seen twice counts twice.
+        tokens_seen_by_language: `tokens_seen`, by language, where the batches named the languages.
         seed: random seed.
         settings: the step's settings; local paths are reduced to their last part.
     """
@@ -102,6 +105,9 @@ class StageRecord(_Record):
     steps: int | None = _field("whole")
     documents: dict[str, int] | None = _field("object")
     tokens: dict[str, int] | None = _field("object")
+    blocks_seen: int | None = _field("whole")
+    tokens_seen: int | None = _field("whole")
+    tokens_seen_by_language: dict[str, int] | None = _field("object")
     seed: int | None = _field("whole")
     settings: dict[str, Any] | None = _field("object")
     other: dict[str, Any] = field(default_factory=dict)

@@ -1,13 +1,14 @@
 """Results of the analyses: numbers, and their JSON files. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
 from .jsonfile import read_json, write_json
-from .schema import Number, Text, Whole, read, settings
+from .schema import Flag, Number, Text, Whole, read, settings
 
 
 @settings
@@ -47,6 +48,16 @@ class SimilarityResult:
         new_new = mean([f"{a}-{b}" for a, b in combinations(new, 2)]) if len(new) > 1 else None
         both = new_old if new_new is None else [(a + b) / 2 for a, b in zip(new_old, new_new, strict=True)]
         return cls(list(old), list(new), tokens, {k: list(v) for k, v in pairs.items()}, new_new, new_old, both)
+
+    def of_layers(self, layers: Sequence[int]) -> "SimilarityResult":
+        """The similarities in these layers alone."""
+
+        def some(values: Sequence[float]) -> list[float]:
+            return [values[layer] for layer in layers]
+
+        new_new = None if self.new_new is None else some(self.new_new)
+        pairs = {name: some(values) for name, values in self.pairs.items()}
+        return replace(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
 
     def to_json(self, path: str | Path) -> None:
         write_json(path, self.__dict__)
@@ -101,6 +112,13 @@ class DeviationResult:
         return read(cls, read_json(path, "a deviation analysis"), f"{path}: not a deviation analysis")
 
 
+NO_CHOICE = (
+    "No router of this model can leave an expert out: every token goes to all experts of its layer, since no layer has "
+    "more than top-k of them. The shares by expert then say only which of them weighs more, and random experts are the "
+    "router's own. Plan more experts in a layer, or a smaller top-k, to let routers choose."
+)
+
+
 @settings
 class RoutingResult:
     """How the routers of an expanded model route the text of each language.
@@ -122,6 +140,7 @@ class RoutingResult:
             that of an expert of the next layer; None if no weight varies.
         perplexity: perplexity of each language, within blocks.
         random_perplexity: perplexity of each language under random routing, mean over `random_seeds`.
+        has_choice: whether some router can leave an expert out; without that, random routing is the router's own.
     """
 
     classes: dict[Text, Whole]
@@ -137,6 +156,7 @@ class RoutingResult:
     perplexity: dict[Text, Number]
     random_perplexity: dict[Text, Number]
     random_seeds: list[Whole]
+    has_choice: Flag = True
 
     def __post_init__(self) -> None:
         names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")

@@ -4,8 +4,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from .errors import InputError
 from .jsonfile import read_json
-from .schema import Coefficient, Text, read, settings
+from .schema import Coefficient, Count, Text, read, settings
 
 # The key under which the step at work stands.
 BEGUN = "begun"
@@ -13,20 +14,35 @@ BEGUN = "begun"
 
 @settings
 class _Step:
-    """A step that is done: seconds that it took, a line for the user, facts for the page, hashes of its inputs."""
+    """A step that is done: seconds that its attempts took together, their number, a line for the user, facts for the
+    page, hashes of its inputs."""
 
     seconds: Coefficient
     summary: Text
+    attempts: Count = 1
     facts: dict[Text, Any] = field(default_factory=dict)
     made_from: dict[Text, Text] = field(default_factory=dict)
 
 
 @settings
 class _StepAtWork:
-    """The step that has begun, and hashes of its inputs."""
+    """The step that has begun, hashes of its inputs, seconds of its earlier attempts, and the number of attempts."""
 
     step: Text
+    seconds: Coefficient = 0.0
+    attempts: Count = 1
     made_from: dict[Text, Text] = field(default_factory=dict)
+
+
+def run_folder(run: str | Path) -> Path:
+    """The folder of a run.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    if not Path(run).is_dir():
+        raise InputError(f"{run}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
+    return Path(run)
 
 
 def read_steps(path: Path) -> dict[str, Any]:

@@ -167,6 +167,7 @@ def test_training_is_told_without_folders(checkpoint):
     text = str(make_card(checkpoint))
     assert "Stage `post-pretrain`, 1,200 steps, seed 3." in text
     assert "| el | 100 | 123,456 |" in text
+    assert "saw" not in text  # as in older histories
     settings = yaml.safe_load(text.split("```yaml")[1].split("```")[0])
     assert settings == {
         "block_size": 32,
@@ -175,6 +176,18 @@ def test_training_is_told_without_folders(checkpoint):
     assert "Stage `average`.\n\n```yaml\nmodels:\n- a@1\n- b@2\n```" in text
     assert "Not at all yet" not in text
     assert "/home" not in text
+
+
+def test_what_training_saw_stands_beside_what_was_at_hand(checkpoint):
+    seen = {"blocks_seen": 48, "tokens_seen": 12_288}
+    edit(checkpoint, stages=[{**STAGE, **seen, "tokens_seen_by_language": {"el": 12_288}}, {**STAGE, **seen}])
+    text = str(make_card(checkpoint))
+    assert text.count("1,200 steps, seed 3. It saw 12,288 tokens in 48 blocks.\n") == 2
+    assert "| language | documents at hand | tokens at hand | tokens seen |\n| --- | ---: | ---: | ---: |\n" in text
+    assert "| el | 100 | 123,456 | 12,288 |\n" in text
+    assert "| language | documents at hand | tokens at hand |\n| --- | ---: | ---: |\n| el | 100 | 123,456 |\n" in text
+    lines = inspect_checkpoint(checkpoint).lines()
+    assert sum("1,200 steps, seed 3, 12,288 tokens seen of 123,456 at hand" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(

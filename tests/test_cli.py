@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, save_dense, tiny_config, write_texts
 
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.stages import trained_parts, training_stages
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -272,3 +273,64 @@ def test_a_work_folder_that_is_named_is_kept_and_used_again(tmp_path, deviation,
     assert (tmp_path / "work" / "language-en").is_dir()
     assert "seed was 0, is 1" in error_of(*deviation, "--out", "c.json", "--work-dir", "work", "--seed", 1)
     assert "need 64,000 tokens" in error_of(*deviation[:-3], 1000, *deviation[-2:], "--out", "c.json")
+
+
+HEAVY = ("torch", "transformers", "datasets", "trl", "accelerate", "peft", "transformers.trainer", "matplotlib")
+
+
+def heavy_imports(*arguments):
+    """Exit code and standard error of a command in a fresh process, and the heavy modules that it imported."""
+    code = "import sys\nfrom hf_moe_expand.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit as stop:\n    code = stop.code\nelse:\n    code = 0\n"
+    code += f"print('IMPORTED', code, *(name for name in {HEAVY} if name in sys.modules))"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    _, exit_code, *found = done.stdout.splitlines()[-1].split()
+    return int(exit_code), done.stderr, set(found)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "nowhere/at-all/x"],
+        ["inspect", "base"],
+        ["diff", "base", "nowhere/at-all/x"],
+        ["plan", "moe-lpr", "--experts", 2, "--layers", "nowhere/at-all/x", "--out", "p.json"],
+        ["plan", "moe-lpr", "--experts", 2, "--from", "base", "--out", "p.json"],
+        ["expand", "base", "out", "--plan", "none.json"],
+        ["grow", "base", "out", "--plan", "none.json"],
+        ["graft", "nowhere/at-all/x", "out", "--base", "base", "--instruct", "base"],
+        ["train", "review", "base", "out", "--data", "el=el.jsonl"],
+        ["evaluate", "nowhere/at-all/x", "--data", "el=el.jsonl", "--out", "e.json"],
+        ["analyze", "routing", "base", "--data", "el=el.jsonl", "--out", "r.json"],
+        ["push", "base", "me/x"],
+        ["validate", "nowhere.yaml", "--offline"],
+        ["validate", "unknown.yaml"],
+        ["run", "broken.yaml"],
+        ["report", "nowhere"],
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[:3])),
+)
+def test_what_a_look_at_the_arguments_refuses_waits_for_no_torch(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    tiny_config("qwen2").save_pretrained("base")
+    (tmp_path / "broken.yaml").write_text("base: [")
+    (tmp_path / "unknown.yaml").write_text("plann: {}")
+    code, error, imported = heavy_imports(*arguments)
+    assert code == 2, error
+    assert error.startswith("error: ")
+    assert imported == set()
+
+
+def test_inspect_imports_no_trainer(tmp_path):
+    plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", plan)
+    code, error, imported = heavy_imports("inspect", tmp_path / "moe")
+    assert code == 0, error
+    assert imported & {"datasets", "trl", "transformers.trainer", "matplotlib"} == set()
+
+
+@pytest.mark.parametrize("family", ["layer_moe", "dmoe"])
+def test_what_inspect_reads_of_the_stages_is_what_they_say(family):
+    wanted = {stage.name: stage.trains for stage in training_stages() if family in stage.families}
+    assert trained_parts(family) == wanted

@@ -167,7 +167,7 @@ def test_without_a_known_base_it_says_what_to_pass(saved):
         AutoModelForCausalLM.from_pretrained(saved / "added")
     with pytest.raises(InputError, match="base_model=FOLDER"):
         CheckpointReader(saved / "added")
-    with pytest.raises(InputError, match="came from base, a local folder: say where"):
+    with pytest.raises(InputError, match="was expanded from base, a local folder: give `base`, a hub id or"):
         save_expansion(saved / "whole", saved / "other")
 
 

@@ -1,7 +1,9 @@
 """DeltaMoE: a fine-tune's delta on every expert, against the obvious arithmetic; and what is refused."""
 
+import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,8 +246,50 @@ def test_unrelated_models_are_warned_of(family, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "stranger")
     with pytest.warns(UserWarning, match=r"base \(base\) and instruct \(stranger\) look unrelated: .* is -?0\.0"):
         graft_delta(family / "trained", tmp_path / "a", family / "base", tmp_path / "stranger")
-    with pytest.warns(UserWarning, match=r"base \(stranger\) and the model \(trained\) look unrelated"):
-        graft_delta(family / "trained", tmp_path / "b", tmp_path / "stranger", tmp_path / "stranger")
+    with pytest.warns(UserWarning, match=r"base \(stranger\) and the model \(base\) look unrelated"):
+        merge_delta(family / "base", tmp_path / "b", tmp_path / "stranger", tmp_path / "stranger")
+
+
+def refused_base(message, *arguments):
+    with pytest.raises(InputError, match=message):
+        graft_delta(*arguments)
+    assert not Path(arguments[1]).exists()
+
+
+def test_base_and_instruct_swapped_are_refused(family, tmp_path):
+    swapped = r"base \(.*instruct\) and instruct \(.*base\) look swapped: .*trained has the weights of instruct"
+    refused_base(swapped, family / "trained", tmp_path / "out", family / "instruct", family / "base")
+
+
+@pytest.mark.parametrize("changed", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+def test_another_base_is_refused_by_its_first_tensor_that_differs(family, tmp_path, changed):
+    shutil.copytree(family / "base", tmp_path / "near")
+    weights = load_file(tmp_path / "near" / "model.safetensors")
+    weights[changed].view(-1)[-1] += 1e-5  # the last element alone, of one tensor
+    save_file(weights, tmp_path / "near" / "model.safetensors", metadata={"format": "pt"})
+    message = rf"near: is not the model from which .*trained was expanded: tensor '{changed}' differs"
+    refused_base(message, family / "trained", tmp_path / "out", tmp_path / "near", family / "instruct")
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_base"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")]
+)
+def test_a_base_in_another_type_is_the_same_base(family, tmp_path, of_model, of_base):
+    """As downloads in two types are: one is the other, rounded."""
+    wide = AutoModelForCausalLM.from_pretrained(family / "base", dtype=torch.float32)
+    for name, dtype in (("model", of_model), ("base", of_base)):
+        copy.deepcopy(wide).to(getattr(torch, dtype)).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    expand_checkpoint(tmp_path / "model", tmp_path / "expanded", PLAN)
+    graft_delta(tmp_path / "expanded", tmp_path / "out", tmp_path / "base", family / "instruct")
+    swapped = "look swapped|is not the model from which"
+    refused_base(swapped, tmp_path / "expanded", tmp_path / "no", family / "instruct", tmp_path / "base")
+
+
+def test_a_model_whose_every_tensor_was_trained_is_not_checked(family, tmp_path):
+    graft(family, tmp_path / "grafted")
+    graft(family, tmp_path / "twice", model=tmp_path / "grafted")
+    assert len(json.loads((tmp_path / "twice" / "config.json").read_text())["expansions"][0]["stages"]) == 2
 
 
 def test_refusals_name_what_is_wrong_and_leave_nothing(family, tmp_path):

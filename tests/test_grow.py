@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -325,3 +326,29 @@ def test_wrong_growth_is_refused(first, tmp_path):
     config["earlier_experts_per_layer"] = [[4, 2, 2]]
     with pytest.raises(ValueError, match="a layer must not lose experts"):
         LayerMoEConfig.from_dict(config)
+
+
+def test_a_plan_for_a_model_with_dense_layers_is_one_that_it_can_grow_by(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_dense(tmp_path / "base")
+    first = ["--experts", 2, "--old", "en", "--new", "el"]
+    invoke("plan", "moe-lpr", "--layers", "base", *first, "--only-layers", "1-2", "--out", "p1.json")
+    invoke("expand", "base", "moe", "--plan", "p1.json")
+    invoke("plan", "moe-lpr", "--experts", 1, "--from", "moe", "--new", "tr", "--out", "p2.json")
+    invoke("grow", "moe", "grown", "--plan", "p2.json")
+    config = json.loads((tmp_path / "grown" / "config.json").read_text())
+    assert config["num_experts_per_layer"] == [1, 3, 3]
+
+
+def test_grow_says_what_became_of_the_classifiers(first, tmp_path):
+    SECOND.save(tmp_path / "plan.json")
+    said = invoke("grow", first, tmp_path / "grown", "--plan", tmp_path / "plan.json")
+    before, after = CheckpointReader(first).tensors, CheckpointReader(tmp_path / "grown").tensors
+    rows = {name: info.shape[0] for name, info in after.items() if "classifier" in name}
+    assert {int(name.split(".")[2]): count for name, count in rows.items()} == {0: 3, 2: 3}
+    assert {int(name.split(".")[2]) for name in before if "classifier" in name} == {1, 2}
+    assert re.findall(r"classifiers of layers .*", said) == [
+        "classifiers of layers 1: removed: the plan names none for these layers",
+        "classifiers of layers 2: kept, with a class for the new languages (3 classes)",
+        "classifiers of layers 0: added, with weights of zero (3 classes)",
+    ]

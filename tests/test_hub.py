@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import byte_tokenizer, save_dense
+from conftest import byte_tokenizer, save_dense, tiny_config
 from hub_server import OTHER_TOKEN, TOKEN, HubServer
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
@@ -336,6 +336,69 @@ def test_a_run_with_several_expansions(server, client, checkpoint, tmp_path):
         done = client.push(tmp_path / "run" / place, "me/x", token="", dry_run=True)
         assert ("evaluation.json" in done["value"]["files"]) == scored
         assert {"plan.json", "recipe.yaml"} <= set(done["value"]["files"])
+
+
+@pytest.fixture
+def of_a_folder(server, base, tmp_path):
+    """A run whose base was a local folder, as its recipe says; the hub has it as org/mine."""
+    server.add("org/mine", {file.name: file.read_bytes() for file in base.iterdir()})
+    shutil.copytree(base, tmp_path / "models" / "mine")
+    run = tmp_path / "run"
+    expand_checkpoint(tmp_path / "models" / "mine", run / "review", PLAN)
+    (run / "steps.json").write_text("{}")
+    (run / "recipe.yaml").write_text(
+        f"base: {tmp_path}/models/mine\nold: {{en: $DATA/en.jsonl}}\nnew: {{el: {tmp_path}/el.jsonl}}  # /home/me\n"
+    )
+    return run / "review"
+
+
+def test_the_base_can_be_named_after_training(server, client, of_a_folder):
+    before = (of_a_folder / "config.json").read_bytes()
+    assert json.loads(before)["expansions"][0]["base_model"] == "mine"
+    said = client.push(of_a_folder, "me/local")["said"]
+    assert "base: mine, a local folder; if it is published too, name it with --base HUB_ID" in said
+    client.push(of_a_folder, "me/named", base="org/mine")
+    files = server.files("me/named")
+    (record,) = json.loads(files["config.json"])["expansions"]
+    assert record["base_model"] == "org/mine"
+    assert record["base_revision"]
+    assert "base_model: org/mine" in files["README.md"].decode()
+    assert f"revision `{record['base_revision']}`" in files["README.md"].decode()
+    assert {**json.loads(files["config.json"]), "expansions": 0} == {**json.loads(before), "expansions": 0}
+    assert (of_a_folder / "config.json").read_bytes() == before
+    only = client.push(of_a_folder, "me/named-only", base="org/mine", expansion_only=True)
+    assert "value" in only, only
+    fields = json.loads(server.files("me/named-only")["config.json"])
+    assert fields["expansions"] == [record]
+    assert fields["expansion_base"] == {"base_model": "org/mine", "revision": record["base_revision"]}
+
+
+def test_of_local_paths_in_a_recipe_the_last_part_is_published(server, client, of_a_folder):
+    client.push(of_a_folder, "me/recipe")
+    written = server.files("me/recipe")["recipe.yaml"].decode()
+    assert written == "base: mine\nold: {en: $DATA/en.jsonl}\nnew: {el: el.jsonl}  # me\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (None, {"expansion_only": True}, "was expanded from mine, a local folder, but .* with --base HUB_ID, or leave"),
+        ("/", {}, "--base /: is a local folder; give the base model's hub id"),
+        ("a/b/c", {}, "--base a/b/c: not a hub id"),
+        ("org/nothing", {}, "--base org/nothing: the hub shows no model of that name: publish the base model first"),
+        ("org/wide", {}, "--base org/wide: is not the model that was expanded: its hidden_size is 64, not 32"),
+        ("org/llama", {}, "its model_type is 'llama', not 'qwen2'"),
+        ("org/empty", {}, "--base org/empty: is not a model: it has no config.json"),
+    ],
+)
+def test_a_base_that_cannot_be_it_is_refused(server, client, of_a_folder, tmp_path, given, options, message):
+    for name, backbone, size in (("wide", "qwen2", 64), ("llama", "llama", 32)):
+        tiny_config(backbone, hidden_size=size).save_pretrained(tmp_path / name)
+        server.add(f"org/{name}", {"config.json": (tmp_path / name / "config.json").read_bytes()})
+    server.add("org/empty", {"README.md": b"x"})
+    answer = client.push(of_a_folder, "me/x", dry_run=True, **options, **({"base": given} if given else {}))
+    with pytest.raises(InputError, match=message):
+        raise InputError(answer["message"])
 
 
 def test_the_command(server, client, checkpoint):

@@ -15,7 +15,7 @@ ROOMS = (
     ("_auto_classes", "errors"),
     ("",),
     ("disk", "extra", "hub_access", "scratch"),
-    ("jsonfile", "languages", "recipe_paths", "records", "schema", "yamlfile"),
+    ("jsonfile", "languages", "local_paths", "recipe_paths", "records", "schema", "yamlfile"),
     ("recipes", "results", "run_record", "settings"),
     ("modeling",),
     ("planning",),
@@ -29,9 +29,9 @@ ROOMS = (
     ("inspection", "recipe"),
     ("forecast", "steps"),
     ("pipeline",),
-    ("hub_files", "load_check"),
+    ("hub_base", "hub_files", "load_check"),
     ("card", "report"),
-    ("hub", "demo", "settings_page"),
+    ("backbones", "demo", "hub", "settings_page"),
     ("cli", "model_cards"),
 )
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import invoke, save_dense
 from safetensors import safe_open
 
@@ -22,11 +23,12 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
+from hf_moe_expand.local_paths import without_paths
 from hf_moe_expand.report import page as page_module
 from hf_moe_expand.report.charts import allocation_chart, change_chart, heat_map, line_chart
 from hf_moe_expand.report.drawing import COLOURS, Change, Line, with_means
-from hf_moe_expand.report.page import _training_figures, make_page, without_paths
-from hf_moe_expand.results import DeviationResult, RoutingResult, SimilarityResult
+from hf_moe_expand.report.page import _training_figures, make_page
+from hf_moe_expand.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 OLD, NEW = ["en", "zh"], ["el", "hu"]
@@ -93,13 +95,13 @@ def scores(languages, models, first=2.0):
     return made
 
 
-def stage_of(run, checkpoint, name, stage, logs=(), tokens=None, settings=None):
+def stage_of(run, checkpoint, name, stage, logs=(), tokens=None, settings=None, **seen):
     """A stage's folder as training leaves it, without weights."""
     folder = run / name
     folder.mkdir(parents=True)
     config = read_json(checkpoint / "config.json", "")
     entry = {"stage": stage, "steps": 20, "documents": tokens or {"el": 7}, "tokens": tokens or {"el": 1234}, "seed": 0}
-    config["expansions"][-1]["stages"].append(entry | {"settings": settings or {}})
+    config["expansions"][-1]["stages"].append(entry | seen | {"settings": settings or {}})
     write_json(folder / "config.json", config)
     write_json(folder / "trainer_state.json", {"log_history": [*logs, {"step": 20, "train_loss": 3.0}]})
 
@@ -270,6 +272,45 @@ def test_tasks_and_their_change(run):
     found = Evaluation.from_json(run / "evaluation.json")
     Evaluation(OLD, NEW, tasks=found.tasks).to_json(run / "evaluation.json")
     assert page_of(run).sections[:2] == ["tasks", "recipe"]
+
+
+def test_what_training_saw_is_told_apart_from_what_was_at_hand(run, made, tmp_path):
+    before = make_page(run)
+    assert "tokens seen, in" not in before
+    config = read_json(run / "review" / "config.json", "")
+    stage = config["expansions"][-1]["stages"][-1]
+    stage |= {"blocks_seen": 5, "tokens_seen": 4321, "tokens_seen_by_language": dict.fromkeys(stage["tokens"], 77)}
+    write_json(run / "review" / "config.json", config)
+    text = page_of(run).text
+    assert "4,321 tokens seen, in 5 blocks." in text
+    (code, at_hand), *_ = stage["tokens"].items()
+    row = [code, f"{stage['documents'][code]:,}", f"{at_hand:,}", "77"]
+    assert any(row in rows for rows in page_of(run).rows.values())
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [("models/qwen", "models/qwen"), ("$MODELS/qwen", "$MODELS/qwen"), ("/data/models/qwen", "qwen"), (None, "tiny")],
+)
+def test_the_base_is_named_as_in_the_recipe(run, written, shown):
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "base": written} if written else {}))
+    for folder in ("post_pretrain", "review", "expanded"):
+        if (run / folder / "config.json").is_file():
+            config = read_json(run / folder / "config.json", "")
+            config["expansions"][0] |= {"base_model": "tiny", "base_revision": None}
+            write_json(run / folder / "config.json", config)
+    assert f"{shown} (a local folder)" in page_of(run).text
+
+
+def test_where_no_router_can_choose_the_page_says_so(run):
+    assert NO_CHOICE not in page_of(run).text
+    result = read_json(run / "routing.json", "")
+    write_json(run / "routing.json", result | {"has_choice": False})
+    assert NO_CHOICE in page_of(run).text
+    del result["has_choice"]  # as older versions wrote it
+    write_json(run / "routing.json", result)
+    assert NO_CHOICE not in page_of(run).text
 
 
 def test_a_long_recipe_is_folded(run):

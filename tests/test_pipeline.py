@@ -31,6 +31,7 @@ from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.recipe import Expansion, Recipe
+from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import changed, plain
 from hf_moe_expand.settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
 from hf_moe_expand.stages.config import settings_of
@@ -150,6 +151,9 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
     assert (root / "broken" / "post_pretrain.training" / "checkpoint-4").is_dir()
     assert not (root / "broken" / "post_pretrain").exists()
     monkeypatch.undo()
+    begun = json.loads((root / "broken" / "steps.json").read_text())["begun"]
+    assert begun["attempts"] == 1
+    assert begun["seconds"] > 0
     other = changed(broken, post_pretrain=changed(broken.post_pretrain, balance_coef=0.5))
     with pytest.raises(InputError, match="an interrupted run with other settings"):
         run_recipe(other, lambda line: None)
@@ -163,6 +167,12 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
     final = run_recipe(broken, lambda line: None)
     assert resumed[0].endswith("checkpoint-4")
     assert weights(final) == weights(whole)
+    assert (final / "config.json").read_bytes() == (whole / "config.json").read_bytes()
+    steps = json.loads((root / "broken" / "steps.json").read_text())
+    assert steps["post_pretrain"]["attempts"] == 2
+    assert steps["post_pretrain"]["seconds"] > begun["seconds"]
+    assert not [name for name, step in steps.items() if name != "post_pretrain" and "attempts" in step]
+    assert "(2 attempts)" in make_page(root / "broken")
     assert not (root / "broken" / "post_pretrain.training").exists()
 
 
@@ -193,6 +203,10 @@ def test_two_ranks_run_a_recipe_together(recipe, root):
     assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
     assert [stage["steps"] for stage in stages] == [6, 4]
+    size = plain(recipe)["post_pretrain"]["training"]["per_device_train_batch_size"]
+    assert [stage["blocks_seen"] for stage in stages] == [6 * size * 2, 4 * size * 2]
+    assert all(stage["tokens_seen"] == 32 * stage["blocks_seen"] for stage in stages)
+    assert all(sum(stage["tokens_seen_by_language"].values()) == stage["tokens_seen"] for stage in stages)
 
 
 @pytest.mark.parametrize("norms", ["BF16", "F32"])

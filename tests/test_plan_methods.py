@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 
 import pytest
 import typer
-from conftest import save_dense, write_texts
+from conftest import save_dense, tiny_config, write_texts
 from pydantic import Field
 from typer.testing import CliRunner
 
@@ -26,9 +26,11 @@ from hf_moe_expand import (
     make_card,
     train_stage,
 )
+from hf_moe_expand.checkpoint.expand import check_dense_plan
 from hf_moe_expand.cli import plan as plan_verbs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.languages import check_old_and_new, is_language_code
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import (
@@ -41,6 +43,7 @@ from hf_moe_expand.planning.methods import (
     read_plan_settings,
 )
 from hf_moe_expand.report.page import make_page
+from hf_moe_expand.results import DeviationResult, SimilarityResult
 from hf_moe_expand.schema import Count, json_schema, read, settings
 
 GOOD = {
@@ -262,6 +265,44 @@ def test_language_codes():
         check_old_and_new(["en"], ["el", "tr", "el"])
     with pytest.raises(InputError, match=r"^el, tr: given as an old and as a new language"):
         check_old_and_new(["tr", "el"], ["el", "tr"])
+    for old, new in ((["greek"], ["tr"]), (["en"], ["greek"])):
+        with pytest.raises(InputError, match=r"^'greek' is not a language code of ISO 639, such as el or yue\."):
+            check_old_and_new(old, new)
+
+
+WRONG_LANGUAGES = {
+    "both": (["en", "el"], ["el"], "el: given as an old and as a new language"),
+    "none": (["en"], ["greek"], "'greek' is not a language code"),
+    "twice": (["en", "en"], ["el"], "en: given twice among the old languages"),
+}
+
+
+@pytest.mark.parametrize("name", [*(name for method in METHODS.values() for name in method.names), "my-own"])
+@pytest.mark.parametrize("wrong", WRONG_LANGUAGES)
+def test_wrong_languages_pass_no_door(tmp_path, name, wrong):
+    old, new, message = WRONG_LANGUAGES[wrong]
+    groups = [["en"], ["el"]] if name == "dmoe" else []
+    with pytest.raises(InputError, match=message):  # every method makes its plan so
+        Plan(name, [2, 2, 2], old=old, new=new, groups=groups)
+    plan = Plan(name, [2, 2, 2], old=["en"], new=["el"], groups=groups)
+    written = {**asdict(plan), "old": old, "new": new}
+    write_json(tmp_path / "plan.json", written)
+    with pytest.raises(InputError, match=message):
+        Plan.load(tmp_path / "plan.json")
+    plan.old[:], plan.new[:] = old, new  # lists change, however frozen the plan
+    with pytest.raises(InputError, match=message):
+        check_dense_plan(plan, tiny_config("qwen2"), "base", False)
+
+
+def test_every_method_plans_through_the_same_door():
+    similarity = SimilarityResult(["en"], ["el"], 0, {}, None, [0.5] * 3, [0.5] * 3)
+    codes = ["el", "tr"]
+    deviation = DeviationResult(codes, [3.0, 2.0, 1.0], {}, [[1.0, 0.1], [0.1, 1.0]], [2], 1, 1e-3, 1, 2, 0)
+    assert set(GOOD) == set(METHODS)
+    for name, own in GOOD.items():
+        for old, new, message in WRONG_LANGUAGES.values():
+            with pytest.raises(InputError, match=message):
+                make_plan(PlanSettings(name, **own), 3, old, new, similarity, 0, deviation)
 
 
 def test_examples_of_the_help_are_of_the_verb():

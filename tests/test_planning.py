@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.jsonfile import write_json
-from hf_moe_expand.planning.layers import classifier_layers
+from hf_moe_expand.planning.layers import classifier_layers, layers_in
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
@@ -225,3 +225,81 @@ def test_an_analysis_that_is_wrong_is_refused_by_key(tmp_path, cls, changes, mes
     write_json(path, good | changes)
     with pytest.raises(InputError, match=message):
         cls.from_json(path)
+
+
+LAYERS = SimilarityResult(["en"], ["el"], 0, {}, None, *([[0.9, 0.2, 0.4, 0.8, 0.3]] * 2))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "moe-lpr", "experts": 3},
+        {"method": "layer-moe", "total_experts": 11},
+        {"method": "random", "total_experts": 11},
+        {"method": "mola"},
+    ],
+    ids=lambda keys: keys["method"],
+)
+def test_only_some_layers_are_planned_and_the_others_stay_dense(keys):
+    chosen = [1, 3, 4]
+    plan = make_plan(PlanSettings(**keys, only_layers="1,3-4"), 5, ["en"], ["el"], LAYERS, seed=3)
+    counts = plan.experts_per_layer
+    assert [counts[0], counts[2]] == [1, 1]
+    assert min(counts[layer] for layer in chosen) >= 2
+    # The obvious definition: the plan of a model that has these layers alone.
+    alone = {**keys, **({"total_experts": 9} if "total_experts" in keys else {})}
+    analysis = SimilarityResult(["en"], ["el"], 0, {}, None, *([[LAYERS.similarity[i] for i in chosen]] * 2))
+    small = make_plan(PlanSettings(**alone), 3, ["en"], ["el"], analysis, seed=3)
+    assert [counts[layer] for layer in chosen] == small.experts_per_layer
+    assert plan.settings["only_layers"] == "1,3-4"
+    if "total_experts" in keys:
+        assert plan.total_experts == 11
+    if keys["method"] == "layer-moe":
+        assert plan.settings["similarity"] == LAYERS.similarity
+
+
+def test_classifiers_by_similarity_lie_in_the_chosen_layers():
+    settings = PlanSettings(method="moe-lpr", experts=2, only_layers="1-2", classifier_layers=1)
+    assert make_plan(settings, 5, ["en"], ["el"], LAYERS).classifier_layers == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("4-11", [*range(4, 12)]), ("0", [0]), ("6-8, 0", [0, 6, 7, 8]), ("1-3,2-4", [1, 2, 3, 4])]
+)
+def test_ranges_of_layers(text, layers):
+    assert layers_in(text, 12) == layers
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"only_layers": "3-1"}, "only_layers: 3-1 runs backwards"),
+        ({"only_layers": "3-5"}, "only_layers: the model has no layer 5; its layers are 0-4"),
+        ({"only_layers": "first"}, "only_layers is 'first': give layers and ranges of layers from 0, such as 4-11"),
+        ({"only_layers": "-1"}, "only_layers is '-1'"),
+        ({"only_layers": [1]}, "only_layers: expected text, found list"),
+        (
+            {"method": "random", "total_experts": 6, "only_layers": "1-2"},
+            "6 experts in total are too few: 2 layers with at least 2 each .*, and 3 of dense layers, need 7 or more",
+        ),
+        ({"method": "dmoe", "groups": 2, "only_layers": "1"}, "`only_layers` is a key of layer-moe, moe-lpr, mola and"),
+    ],
+)
+def test_wrong_layers_are_refused(keys, message):
+    given = {"method": "moe-lpr", **({} if "method" in keys else {"experts": 2}), **keys}
+    with pytest.raises(InputError, match=message):
+        make_plan(PlanSettings(**given), 5, [], [])
+
+
+def test_layers_that_are_dense_do_not_grow():
+    settings = PlanSettings(method="moe-lpr", experts=1)
+    plan = make_plan(settings, 5, ["en"], ["tr"], grows_from=[2, 1, 3, 1, 2])
+    assert plan.experts_per_layer == [3, 1, 4, 1, 3]
+    some = PlanSettings(method="moe-lpr", experts=1, only_layers="2")
+    assert make_plan(some, 5, ["en"], ["tr"], grows_from=[2, 1, 3, 1, 2]).experts_per_layer == [2, 1, 4, 1, 2]
+    total = PlanSettings(total_experts=4)
+    assert sum(make_plan(total, 5, ["en"], ["tr"], LAYERS, grows_from=[2, 1, 3, 1, 2]).experts_per_layer) == 9 + 4
+    with pytest.raises(InputError, match="only_layers names layer 1, which is dense in the model that grows"):
+        make_plan(PlanSettings(method="moe-lpr", experts=1, only_layers="0-2"), 5, [], [], grows_from=[2, 1, 3, 1, 2])
+    with pytest.raises(InputError, match="layer 1 is dense in the model that grows, so it gets no experts"):
+        Plan("x", [2, 2], grows_from=[2, 1])

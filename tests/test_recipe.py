@@ -3,11 +3,11 @@
 import pytest
 from conftest import save_dense, write_texts
 
-from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
+from hf_moe_expand import PostPretrainConfig, ReviewConfig, recipes, validate_recipe
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.schema import changed, plain, read
+from hf_moe_expand.schema import changed, keys_of, plain, read
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
@@ -52,6 +52,23 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
     assert recipe(root, a=("review: {block_size: 32, training: {max_steps: 2}}", "review: null")).review is None
 
 
+def test_the_keys_that_are_checked_first_are_the_recipes_keys():
+    assert recipes.recipe_keys() == list(keys_of(Recipe))
+    assert set(recipes._FORMER) == set(Recipe.renamed)
+
+
+def test_validation_says_what_a_push_will_need(root, monkeypatch):
+    found = validate_recipe(recipe(root))
+    assert found[-2].startswith(f"push: {root}/base is a local folder: where it is published, name it with `push --ba")
+    assert found[-1].startswith("push: of local paths in the recipe, the last part is published")
+    monkeypatch.chdir(root)
+    relative = GOOD.replace("{root}/", "")
+    assert [line for line in validate_recipe(recipe(root, relative)) if "push" in line] == [
+        "push: base is a local folder: where it is published, name it with `push --base HUB_ID`; --expansion-only "
+        "needs that"
+    ]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -61,6 +78,8 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
         ("total_experts: 7", "total_experts: many", "plan: total_experts: expected an integer, found 'many'"),
         ("total_experts: 7", "total_experts: true", "plan: total_experts: expected an integer, found True"),
         ("new: {el: ", "new: {en: ", "en: given as an old and as a new language"),
+        ("new: {el: ", "new: {greek: ", "'greek' is not a language code of ISO 639"),
+        ("old: {en: ", "old: {english: ", "'english' is not a language code of ISO 639"),
         ("output: ", "# output: ", "`output` is missing"),
         ("total_experts: 7", "total_experts: 7, top_k: 0", "plan: top_k is 0: must be at least 1"),
         ("total_experts: 7", "method: mola, shape: star", "plan: shape is 'star': must be 'inverted-triangle'"),

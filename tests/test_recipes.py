@@ -23,6 +23,7 @@ BASES = {
     "Qwen/Qwen2.5-7B": ("qwen2", 28, 131072),
     "bigscience/bloom-1b7": ("bloom", 24, None),
     "bigscience/bloom-560m": ("bloom", 24, None),
+    "HuggingFaceTB/SmolLM2-135M": ("llama", 30, 8192),
     "google/gemma-2b": ("gemma", 18, 8192),
     "meta-llama/Llama-3.1-8B": ("llama", 32, 131072),
     "meta-llama/Llama-3.2-3B": ("llama", 28, 131072),
@@ -131,6 +132,10 @@ NUMBERS = {
     "cmr-qwen1.5-1.8b": {
         **ELBAYAD, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
         "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
+    },
+    "laptop-smollm2-135m": {
+        "plan.method": "moe-lpr", "plan.experts": 3, "plan.only_layers": "9-20", "post_pretrain.balance_coef": 0.01,
+        "review.language_prior_coef": 0.1, "review.new_per_old": 2, "new": "hu",
     },
 }  # fmt: skip
 

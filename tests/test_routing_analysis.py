@@ -10,18 +10,21 @@ import torch
 from conftest import byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
 
 from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
+from hf_moe_expand.analysis import routing
 from hf_moe_expand.analysis.routing import (
     LargestCorrelation,
     experts_for_half,
+    has_choice,
     language_classes,
     measure_routing,
     nearest_experts,
     random_experts,
     random_routing,
 )
+from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.report.figures import plot_expert_0_scores, plot_expert_shares
-from hf_moe_expand.results import RoutingResult
+from hf_moe_expand.results import NO_CHOICE, RoutingResult
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 3,
@@ -413,3 +416,73 @@ def test_real_text(help_text):
         build("qwen2"), byte_tokenizer(), texts, tokens=1500, block_size=64, batch_size=8, old=["en"], new=["el"]
     )
     assert result.top1_share["en"] != result.top1_share["el"]
+
+
+def test_batches_bound_the_logits_and_hardly_pad(monkeypatch):
+    model, tokenizer = build("qwen2"), byte_tokenizer()
+    lengths = [40, 3, 39, 2, 38, 20, 40]
+    texts = {"el": ["a" * length for length in lengths]}
+    settings = {"tokens": sum(lengths), "block_size": 64, "batch_size": 8, "new": ["el"]}
+    whole = measure_routing(model, tokenizer, texts, **settings)
+    monkeypatch.setattr(routing, "_MOST_LOGITS", (0, 80 * 257))  # two rows of 40
+    sizes, forward = [], type(model).forward
+
+    def sized(self, *arguments, **options):
+        found = forward(self, *arguments, **options)
+        sizes.append((tuple(found.logits.shape[:2]), int(options["attention_mask"].sum())))
+        return found
+
+    monkeypatch.setattr(type(model), "forward", sized)
+    again = measure_routing(model, tokenizer, texts, **settings)
+    one_pass = sizes[: len(sizes) // 2]  # the other is of random experts
+    assert [size for size, _ in one_pass] == [(2, 40), (2, 39), (1, 20), (2, 3)]
+    assert sum(tokens for _, tokens in one_pass) == sum(lengths)
+    assert again.perplexity["el"] == pytest.approx(whole.perplexity["el"], rel=1e-5)
+    assert again.top1_share == whole.top1_share
+
+
+@pytest.mark.parametrize(
+    ("counts", "fields", "choice"),
+    [
+        ([2, 1, 2, 2], {"classifier_layers": []}, False),
+        ([2, 1, 2, 2], {"classifier_layers": [3]}, True),
+        ([2, 1, 3, 2], {"classifier_layers": []}, True),
+        ([2, 1, 2, 2], {"classifier_layers": [], "router_top_k": 1}, True),
+    ],
+)
+def test_where_no_router_can_choose_random_experts_are_its_own(monkeypatch, counts, fields, choice):
+    model, tokenizer = build("qwen2", counts=counts, **fields), byte_tokenizer()
+    assert has_choice(model.config) is choice
+    passes = []
+    draw = routing.random_experts
+    monkeypatch.setattr(routing, "random_experts", lambda *arguments: passes.append(1) or draw(*arguments))
+    result = measure_routing(model, tokenizer, TEXTS, **SETTINGS)
+    assert bool(passes) is result.has_choice is choice
+    with random_routing(model, 0):  # by the slow way
+        _, nats = slow_tokens(model, tokenizer, TEXTS["en"], SETTINGS)
+    if not choice:
+        assert result.random_perplexity == result.perplexity
+        assert result.random_perplexity["en"] == pytest.approx(math.exp(mean(nats)), rel=1e-4)
+
+
+def test_progress_counts_tokens_and_names_model_and_language(capsys, tmp_path):
+    build("qwen2").save_pretrained(tmp_path / "qwen-el")
+    model = LayerMoEForCausalLM.from_pretrained(tmp_path / "qwen-el")
+    measure_routing(model, byte_tokenizer(), TEXTS, **SETTINGS)
+    said = capsys.readouterr().err
+    assert "routing of qwen-el: hu: 100%" in said
+    assert f"{2 * 3 * SETTINGS['tokens']}/{2 * 3 * SETTINGS['tokens']}" in said
+    measure_similarity(model, byte_tokenizer(), TEXTS, ["en"], ["el", "hu"], tokens=100, block_size=16, batch_size=2)
+    said = capsys.readouterr().err
+    assert "similarity in qwen-el: hu: 100%" in said
+    assert "300/300" in said
+
+
+def test_the_command_says_that_there_is_no_choice(tmp_path):
+    plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", plan)
+    write_texts(tmp_path / "el.jsonl", TEXTS["el"])
+    tokens = ["--tokens", 60, "--block-size", 16, "--out", tmp_path / "routing.json"]
+    said = invoke("analyze", "routing", tmp_path / "moe", "--data", f"el={tmp_path / 'el.jsonl'}", *tokens)
+    assert NO_CHOICE in said
+    assert not RoutingResult.from_json(tmp_path / "routing.json").has_choice

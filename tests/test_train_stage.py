@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import save_dense, write_texts
+from conftest import invoke, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
@@ -26,8 +26,11 @@ from hf_moe_expand import (
 from hf_moe_expand.card import make_card
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.records import History
 from hf_moe_expand.stages import run
+from hf_moe_expand.stages.config import UNASKED, settings_of
 from hf_moe_expand.stages.run import check_frozen
+from hf_moe_expand.stages.trainer import StageTrainer
 
 QUICK = {"per_device_train_batch_size": 2, "learning_rate": 1e-3, "disable_tqdm": True}
 FROZEN, TRAINED = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.1.up_proj.weight"
@@ -117,6 +120,103 @@ def test_resumed_from_the_last_step_it_trains_no_more_and_writes_the_same(root, 
     assert record.steps == 4
     same_files(tmp_path / "out", tmp_path / "whole")
     assert not (tmp_path / "out.training").exists()
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Every batch that a training step gets."""
+    found, step = [], StageTrainer.training_step
+
+    def kept(trainer, model, inputs, *arguments):
+        found.append({name: value.clone() for name, value in inputs.items()})
+        return step(trainer, model, inputs, *arguments)
+
+    monkeypatch.setattr(StageTrainer, "training_step", kept, raising=False)
+    return found
+
+
+def both(root):
+    return {"en": LanguageText("en", str(root / "hi.jsonl")), "el": LanguageText("el", str(root / "el.jsonl"))}
+
+
+def test_the_record_counts_the_text_that_was_seen(root, tmp_path, batches):
+    options = config(gradient_accumulation_steps=3, max_steps=4, replay=True)
+    record = train_stage(root / "expanded", tmp_path / "out", both(root), options)
+    ids = torch.cat([batch["language_ids"].flatten() for batch in batches])
+    assert record.blocks_seen == sum(len(batch["input_ids"]) for batch in batches) == 4 * 3 * 2
+    assert record.tokens_seen == len(ids) == 24 * 16
+    counts = {code: int((ids == number).sum()) for number, code in enumerate(["en", "el"])}
+    assert min(counts.values()) > 0
+    assert record.tokens_seen_by_language == counts
+    assert sum(record.tokens.values()) != record.tokens_seen
+
+
+def test_an_epochs_last_batch_may_be_smaller(root, data, tmp_path):
+    options = config(max_steps=-1, num_train_epochs=2, per_device_train_batch_size=7)
+    record = train_stage(root / "expanded", tmp_path / "out", data, options)
+    blocks = record.tokens["el"] // 16
+    assert blocks % 7
+    assert record.blocks_seen == 2 * blocks
+    assert record.tokens_seen == record.tokens_seen_by_language["el"] == 2 * blocks * 16
+
+
+def test_interrupted_on_the_way_it_counts_on(root, tmp_path, monkeypatch):
+    options = config(max_steps=6, save_steps=2, gradient_accumulation_steps=2, replay=True)
+    whole = train_stage(root / "expanded", tmp_path / "whole", both(root), options)
+    assert whole.blocks_seen == 6 * 2 * 2
+    step = Trainer.training_step
+
+    def dies(trainer, *arguments):
+        if trainer.state.global_step == 5:  # one step after the checkpoint, whose text is seen again
+            raise KeyboardInterrupt
+        return step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train_stage(root / "expanded", tmp_path / "out", both(root), options)
+    assert (tmp_path / "out.training" / "checkpoint-4").is_dir()
+    assert train_stage(root / "expanded", tmp_path / "out", both(root), options) == whole
+    same_files(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_dense_training_counts_tokens_without_languages(root, data, tmp_path):
+    options = DenseConfig(block_size=16, max_steps=2, **QUICK)
+    record = train_stage(root / "dense", tmp_path / "out", data, options)
+    assert (record.blocks_seen, record.tokens_seen, record.tokens_seen_by_language) == (4, 64, None)
+
+
+# --- what begins -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_line_says_how_long_the_training_is(root, data, tmp_path, capsys):
+    options = config(gradient_accumulation_steps=3, max_steps=4, lr_scheduler_type="cosine")
+    train_stage(root / "expanded", tmp_path / "out", data, options)
+    assert "post-pretrain: 4 steps of 96 tokens, learning rate 0.001 (cosine)\n" in capsys.readouterr().out
+
+
+def test_without_a_file_a_stage_trains_for_one_epoch(root, tmp_path):
+    arguments = ["train", "post-pretrain", root / "expanded", tmp_path / "out", "--data", f"el={root / 'el.jsonl'}"]
+    write_texts(tmp_path / "more.jsonl", [f"η γάτα {i} κάθεται" for i in range(400)])
+    arguments[-1] = f"el={tmp_path / 'more.jsonl'}"
+    said = invoke(*arguments)
+    record = History.of(json.loads((tmp_path / "out" / "config.json").read_text())).last.stages[-1]
+    assert record.settings["training"] == dict(UNASKED)
+    assert record.tokens_seen == record.tokens["el"] // 1024 * 1024
+    assert f"post-pretrain: {record.steps} steps of 8,192 tokens, learning rate 5e-05 (cosine)" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({}, (1, 5e-5, "cosine")),
+        ({"training": {"max_steps": 2}}, (3.0, 5e-5, "linear")),  # as before
+        ({"curriculum": "curriculum.json"}, (3.0, 5e-5, "cosine")),  # which sets max_steps
+    ],
+)
+def test_a_stage_that_sets_an_argument_is_left_alone(tmp_path, keys, wanted):
+    made = settings_of(PostPretrainConfig)(**keys).config(tmp_path, 0)
+    assert (made.num_train_epochs, made.learning_rate, made.lr_scheduler_type.value) == wanted
 
 
 def test_the_callers_configuration_stays_as_it_is(root, data, tmp_path):

@@ -15,11 +15,15 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 
 from ..errors import InputError
+from ..languages import check_old_and_new
 from ..modeling import ExpandedFFN, LayerRouting, Routing
-from ..models import longest_block
+from ..models import longest_block, model_name
 from ..records import History
 from ..results import RoutingResult
 from .similarity import padded_batches, token_blocks
+
+# Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
+_MOST_LOGITS = (2**29, 2**26)
 
 
 class ExpertUse:
@@ -114,8 +118,7 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
     Raises:
         InputError: the class of a language is not known, or a language is given both as old and as new.
     """
-    if both := sorted(set(old) & set(new)):
-        raise InputError(f"{', '.join(both)}: given as an old and as a new language; a language is one of the two.")
+    check_old_and_new(old, new)
     history = History.of(config)
     known = history.classes | dict.fromkeys(old, 0) | dict.fromkeys(new, max(len(history), 1))
     if unknown := sorted(set(languages) - set(known)):
@@ -134,14 +137,15 @@ def measure_routing(
     batch_size: int = 8,
     old: Sequence[str] = (),
     new: Sequence[str] = (),
-    random_seeds: Sequence[int] = (0, 1),
+    random_seeds: Sequence[int] = (0,),
 ) -> RoutingResult:
     """Measures how an expanded model routes each language's text: MoE-LPR's, DMoE's and Elbayad et al.'s analyses.
 
     Shares, E_50% and co-location describe the routing at inference: the K highest scores, renormalised, and in a layer
     with a classifier only the experts that a token's class allows. Expert 0's score is the router's own softmax.
     Co-location pools all languages. Random routing draws K experts for each token and layer and combines them by their
-    router scores (Elbayad et al. section D.3); in a layer with K experts or fewer, it only bypasses the classifier.
+    router scores (Elbayad et al. section D.3); in a layer with K experts or fewer, it only bypasses the classifier, and
+    where no layer has more experts or a classifier, it is the router's own.
 
     Runs exactly `tokens` tokens of each language, padding excluded, once, and once for each of `random_seeds`.
 
@@ -172,9 +176,13 @@ def measure_routing(
         for here, there in pairwise(sorted(ffns))
     }
     # Tokenises every language before the first is measured, so that a lack of text is reported at once.
-    batches = {code: _batches(code, texts[code], tokenizer, tokens, block_size, batch_size) for code in classes}
+    batches = {code: _batches(code, texts[code], tokenizer, tokens, block_size, batch_size, model) for code in classes}
+    # With K experts or fewer in each layer and no classifier, there is nothing to draw.
+    drawn = [] if not has_choice(model.config) else list(random_seeds)
+    bar = tqdm(total=tokens * len(classes) * (1 + len(drawn)), unit="token", unit_scale=True)
     perplexity, random_perplexity = {}, {}
-    for language in tqdm(classes, desc="routing", unit="language"):
+    for language in classes:
+        bar.set_description(f"routing of {model_name(model)}: {language}")
 
         def record(routing: Routing, mask_T: torch.Tensor, language: str = language) -> None:
             text = {layer: _only(found, mask_T) for layer, found in routing.layers.items()}
@@ -183,12 +191,13 @@ def measure_routing(
             for (here, there), correlation in neighbours.items():
                 correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
 
-        perplexity[language] = _perplexity(model, batches[language], record)
+        perplexity[language] = _perplexity(model, batches[language], record, bar)
         random = []
-        for seed in random_seeds:
+        for seed in drawn:
             with random_routing(model, seed):
-                random.append(_perplexity(model, batches[language], lambda routing, mask_T: None))
-        random_perplexity[language] = sum(random) / len(random)
+                random.append(_perplexity(model, batches[language], None, bar))
+        random_perplexity[language] = sum(random) / len(random) if random else perplexity[language]
+    bar.close()
     layers = sorted(ffns)
 
     def by_layer(value: Callable[[ExpertUse], Any]) -> dict[str, list]:
@@ -211,7 +220,15 @@ def measure_routing(
         perplexity=perplexity,
         random_perplexity=random_perplexity,
         random_seeds=list(random_seeds),
+        has_choice=has_choice(model.config),
     )
+
+
+def has_choice(config: Any) -> bool:
+    """Whether some router of an expanded model can leave an expert out: with K experts or fewer in each layer and no
+    classifier, every token goes to all experts of its layer."""
+    routed = [count - bool(config.conditional_routing) for count in config.num_experts_per_layer if count > 1]
+    return bool(config.classifier_layers) or max(routed) > config.router_top_k
 
 
 def nearest_experts(
@@ -252,32 +269,46 @@ def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
 
 
 def _batches(
-    language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int
+    language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int, model: Any
 ) -> list[dict[str, torch.Tensor]]:
-    blocks = token_blocks(language, texts, tokenizer, tokens, block_size)
-    if max(map(len, blocks)) < 2:
+    """Batches of blocks of similar length, so that hardly anything is padding, and with a bounded number of logits."""
+    blocks = sorted(token_blocks(language, texts, tokenizer, tokens, block_size), key=len, reverse=True)
+    if len(blocks[0]) < 2:
         raise InputError(f"Language {language!r}: no token follows another within a document and block.")
-    return list(padded_batches(blocks, batch_size))
+    most = _MOST_LOGITS[model.device.type == "cpu"] // model.get_output_embeddings().weight.shape[0]
+    batches: list[list[list[int]]] = []
+    for block in blocks:
+        rows = batches[-1] if batches else []
+        full = not rows or len(rows) == batch_size or (len(rows) + 1) * len(rows[0]) > most
+        if full or 2 * len(block) < len(rows[0]):  # of two blocks of unlike length, each runs by itself
+            batches.append([])
+        batches[-1].append(block)
+    return [batch for rows in batches for batch in padded_batches(rows, batch_size)]
 
 
 def _perplexity(
     model: Any,
     batches: Iterable[dict[str, torch.Tensor]],
-    receive: Callable[[Routing, torch.Tensor], None],
+    receive: Callable[[Routing, torch.Tensor], None] | None,
+    bar: tqdm,
 ) -> float:
     """Perplexity over every token but a block's first; `receive` gets each pass's routing and the mask of tokens that
-    are not padding, `[T]`."""
+    are not padding, `[T]`; `bar` counts these tokens."""
     nats, count = 0.0, 0
     for batch in batches:
         batch = {name: value.to(model.device) for name, value in batch.items()}
         mask = batch["attention_mask"].bool()
-        with model.capture_routing() as routing:
-            logits = model(**batch, use_cache=False).logits.float()
-        receive(routing, mask.flatten())
-        targets = batch["input_ids"].masked_fill(~mask, -100)[:, 1:]
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
-        nats += loss.item()
-        count += int((targets != -100).sum())
+        if receive is None:
+            logits = model(**batch, use_cache=False).logits
+        else:
+            with model.capture_routing() as routing:
+                logits = model(**batch, use_cache=False).logits
+            receive(routing, mask.flatten())
+        targets = batch["input_ids"].masked_fill(~mask, -100)
+        for row, target in zip(logits, targets, strict=True):  # row by row: the softmax takes as much memory again
+            nats += F.cross_entropy(row[:-1].float(), target[1:], reduction="sum").item()
+        count += int((targets[:, 1:] != -100).sum())
+        bar.update(int(mask.sum()))
     return math.exp(min(nats / count, 700.0))
 
 

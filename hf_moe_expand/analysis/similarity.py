@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from ..errors import InputError
 from ..modeling import decoder_ffns
-from ..models import longest_block
+from ..models import longest_block, model_name
 from ..results import SimilarityResult
 from ..settings import AnalysisSettings
 
@@ -120,7 +120,9 @@ def measure_similarity(
     # Counts all text before the first pass, so that a lack of text is reported at once.
     blocks = {code: token_blocks(code, texts[code], tokenizer, tokens, block_size) for code in (*old, *new)}
     means = {}
-    for language in tqdm(blocks, desc="similarity", unit="language"):
+    bar = tqdm(total=tokens * len(blocks), unit="token", unit_scale=True)
+    for language in blocks:
+        bar.set_description(f"similarity in {model_name(model)}: {language}")
         directions = MeanDirections(num_layers, hidden_size)
         mask: Any = None
 
@@ -132,7 +134,9 @@ def measure_similarity(
                 batch = {name: value.to(model.device) for name, value in batch.items()}
                 mask = batch["attention_mask"].bool()
                 base(**batch, use_cache=False)
+                bar.update(int(mask.sum()))
         means[language] = directions.means()
+    bar.close()
     names = [*combinations(new, 2), *((a, b) for a in new for b in old)]
     pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}
     return SimilarityResult.from_pairs(pairs, old, new, tokens)

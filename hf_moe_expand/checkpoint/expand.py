@@ -143,6 +143,7 @@ def check_dense_plan(
         InputError: the plan grows an expanded model, is for another number of layers, or gives expert 0 to a language
             group although conditional routing shares it.
     """
+    plan.checked()
     if plan.grows_from:
         raise InputError("The plan was made to grow an expanded checkpoint (--from): use `grow`.")
     check_layers(plan, dense_config, name)

@@ -45,18 +45,18 @@ class SavedExpansion:
     changed: list[str]
 
 
-def base_of(config: Any, hub_id: str | None = None) -> BaseModel:
-    """The base that config.json records; `hub_id` says where a base that was a local folder is published.
+def base_of(config: Any) -> BaseModel:
+    """The base that config.json records.
 
     Raises:
         InputError: config.json records no expansion.
     """
     first = History.of(config).first
-    if hub_id is not None:
-        return BaseModel(hub_id, hub_id, None)
     name, revision = first.base_model, first.base_revision  # of a model of the hub only
     if name is None:
-        raise InputError("config.json does not say which base model was expanded: give its hub id with --base.")
+        raise InputError(
+            "config.json does not say which base model was expanded: give its hub id (`push --base HUB_ID`)."
+        )
     return BaseModel(name, name if revision else None, revision)
 
 
@@ -87,8 +87,8 @@ def save_expansion(
     origin = base_of(config)
     if base is None and origin.hub_id is None:
         raise InputError(
-            f"{folder}: came from {origin.name}, a local folder: say where the base model is with --base (a hub id, or "
-            "for use on this machine a folder)."
+            f"{folder}: was expanded from {origin.name}, a local folder: give `base`, a hub id or, for use on this "
+            "machine alone, a folder."
         )
     base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
     local = base is not None and Path(base).is_dir()

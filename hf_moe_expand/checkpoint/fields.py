@@ -11,9 +11,9 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig
 from ..planning.plan import MOST_EXPERTS
 from ..records import History
+from .local import MOST_LAYERS
 
 # No model comes near these numbers; building larger lists and modules would take for ever.
-MOST_LAYERS = 4096
 MOST_ELEMENTS = 1 << 31
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
+from .origin import check_expanded_from
 from .reader import is_finite
 from .source import COMPANIONS, TOKENIZER_FILES
 from .stored import StoredModel, layer_list, name_before_insertion, places, rounded, widened
@@ -87,8 +88,8 @@ def graft_delta(
         revision: revision of `base`, if it is a hub id.
 
     Raises:
-        InputError: the three models do not fit together (the message names the tensor or field), a delta or a result is
-            not finite, or `out` cannot be written.
+        InputError: the three models do not fit together (the message names the tensor or field), `model` was expanded
+            from another model than `base`, a delta or a result is not finite, or `out` cannot be written.
     """
     target = StoredModel(model)
     if not isinstance(target.config, ExpandedConfig):
@@ -137,6 +138,8 @@ def add_delta(
     check_grew_from(target, before, homes)
     _check_tokenizer(after, keep_tokenizer)
     new_rows = _new_rows(before, after)
+    if isinstance(target.config, ExpandedConfig):
+        check_expanded_from(target, before, after, homes)
     sample = _sampled(target, before, homes)
     instruct_cosine = _cosine(before, after, {home: home for home in sample})
     model_cosine = _cosine(before, target, sample)

@@ -95,6 +95,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     """
     folder = resolve_checkpoint(model)
     config: Any = load_expanded_config(folder)
+    plan.checked()
     if not isinstance(config, LayerMoEConfig):
         raise InputError(
             f"{folder}: is a {config.model_type} checkpoint, which does not grow by plans: add a language to it with "
@@ -112,6 +113,23 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     if again := [code for code in plan.new if code in known]:
         raise InputError(f"{', '.join(again)}: already a language of the model; leave it out of --new.")
     return config
+
+
+def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
+    """What growth by the plan does to the model's classifiers, one sentence for each kind of change.
+
+    Raises:
+        InputError: see `check_growth`.
+    """
+    config = check_growth(model, plan)
+    before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
+    classes = len(History.of(config)) + 2
+    found = [
+        (before - after, "removed: the plan names none for these layers"),
+        (before & after, f"kept, with a class for the new languages ({classes} classes)"),
+        (after - before, f"added, with weights of zero ({classes} classes)"),
+    ]
+    return [f"classifiers of layers {', '.join(map(str, sorted(layers)))}: {said}" for layers, said in found if layers]
 
 
 def add_experts(

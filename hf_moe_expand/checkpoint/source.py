@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -14,7 +14,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -25,8 +24,8 @@ from ..hub_access import hub_problem
 from ..jsonfile import read_json
 from ..modeling import ExpandedConfig
 from ..records import History
-from ..scratch import restore
 from .fields import check_fields, check_values
+from .local import local_checkpoint, not_expanded
 from .proven import LEFT_OUT, UNCERTAIN
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
@@ -52,28 +51,12 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
         InputError: `name` is neither a checkpoint folder nor a model that the hub gives, or the hub cannot be reached
             and its cache does not have the model.
     """
-    folder = Path(name)
-    try:
-        restore(folder)
-        there = folder.exists()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{name}: not a valid name of a folder or hub id ({first_line(error)}).") from None
-    if folder.is_dir():
-        if revision is not None:
-            raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
-        if not (folder / "config.json").is_file():
-            if unconverted := sorted(folder.glob("*.gguf")):
-                _refuse_gguf(unconverted[0])
-            raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
+    folder = local_checkpoint(name, revision)
+    if folder is not None:
         return folder
-    if there:
-        if folder.suffix == ".gguf":
-            _refuse_gguf(folder)
-        raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
     patterns = ["*.json", "*.py", *COMPANIONS] + (["*.safetensors"] if weights else [])
     unreachable = ""
     try:
-        validate_repo_id(str(name))
         unreachable = hub_problem()
         found = Path(
             snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable))
@@ -107,12 +90,6 @@ def _has_gguf(name: str, revision: str | None) -> bool:
         return any(file.endswith(".gguf") for file in HfApi().list_repo_files(name, revision=revision))
     except (HfHubHTTPError, OSError):
         return False
-
-
-def _refuse_gguf(file: Path) -> NoReturn:
-    raise InputError(
-        f"{file}: is a GGUF file, not a checkpoint; make one of it with `hf-moe-expand from-gguf {file} OUT`."
-    )
 
 
 def lies_inside(folder: Path, file: Path) -> bool:
@@ -175,9 +152,7 @@ def load_expanded_config(folder: Path) -> Any:
     """
     config = load_config(folder)
     if not isinstance(config, ExpandedConfig):
-        raise InputError(
-            f"{folder}: a {config.model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first."
-        )
+        raise not_expanded(folder, config.model_type)
     return config
 
 

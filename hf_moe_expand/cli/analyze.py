@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .apps import analyze_app
-from .common import check_figure, check_file, codes, print_table, text_sources
+from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
 from .options import (
     BatchSize,
     BlockSize,
@@ -43,6 +43,7 @@ def analyze_similarity(
     Example: hf-moe-expand analyze similarity Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out analysis.json
     """
     check_file(out, overwrite)
+    check_checkpoints(base, revision=revision)
     old_sources, new_sources = text_sources(old), text_sources(new)
     from ..data.sources import check_languages
 
@@ -93,6 +94,7 @@ def analyze_deviation(
     """
     check_file(out, overwrite)
     check_figure(figure, overwrite)
+    check_checkpoints(base, revision=revision)
     sources = text_sources(data)
     for source in sources.values():
         source.files()
@@ -151,12 +153,14 @@ def analyze_routing(
     pictures = {} if figures is None else {name: figures / f"{name}.png" for name in ("expert_shares", "expert_0")}
     for picture in pictures.values():
         check_file(picture, overwrite)
+    check_checkpoints(model, revision=revision, expanded=True)
     sources = text_sources(data)
     for source in sources.values():
         source.files()
     from ..analysis.routing import language_classes, measure_routing
     from ..checkpoint.source import load_expanded_config, resolve_checkpoint
     from ..models import load_for_inference
+    from ..results import NO_CHOICE
 
     config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
     language_classes(config, sources, codes(old), codes(new))
@@ -164,7 +168,7 @@ def analyze_routing(
     texts = {code: source.load().shuffle(seed=seed)["text"] for code, source in sources.items()}
     result = measure_routing(
         network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, old=codes(old),
-        new=codes(new), random_seeds=(seed, seed + 1),
+        new=codes(new), random_seeds=(seed,),
     )  # fmt: skip
     result.to_json(out)
     print_table(*result.rows())
@@ -173,6 +177,8 @@ def analyze_routing(
     print_table(["perplexity", "router's experts", "random experts"], rows)
     if result.colocation:
         print_table(*result.colocation_rows())
+    if not result.has_choice:
+        print(NO_CHOICE)
     if pictures:
         from ..report.figures import plot_expert_0_scores, plot_expert_shares
 

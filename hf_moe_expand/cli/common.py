@@ -24,6 +24,18 @@ def text_sources(arguments: list[str]) -> dict[str, Any]:
     return sources
 
 
+def check_checkpoints(*names: str, revision: str | None = None, expanded: bool = False) -> None:
+    """Refuses names that are neither a checkpoint's folder nor a hub id, before torch is imported for seconds.
+
+    Args:
+        expanded: refuse dense checkpoints too.
+    """
+    from ..checkpoint.local import check_expanded, local_checkpoint
+
+    for name in names:
+        (check_expanded if expanded else local_checkpoint)(name, revision)
+
+
 def evaluate_models(
     models: list[str],
     sources: dict[str, Any],

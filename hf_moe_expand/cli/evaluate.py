@@ -7,7 +7,7 @@ import typer
 
 from ..errors import InputError
 from .apps import app
-from .common import check_file, codes, evaluate_models, model_label, print_table, text_sources
+from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
 from .options import (
     BatchSize,
     BlockSize,
@@ -52,6 +52,7 @@ def evaluate(
     Example: hf-moe-expand evaluate Qwen/Qwen2.5-0.5B qwen-el-2 --data en=en.jsonl --data el=el.jsonl --out eval.json
     """
     check_file(out, overwrite)
+    check_checkpoints(*models)
     sources = text_sources(data or [])
     for source in sources.values():
         source.files()
@@ -107,6 +108,7 @@ def evaluate_translation(
     from ..models import load_for_inference
 
     check_file(out, overwrite)
+    check_checkpoints(*models)
     check_sizes(shots, limit, batch_size, max_new_tokens)
     sources = text_sources(data)
     pairs = parse_pairs(pair or [], list(sources))
@@ -128,8 +130,10 @@ def _language_groups(models: list[str], languages: list[str], old: list[str], ne
     """The evaluated languages in groups, the old ones first: as given, else one group for each expansion in the longest
     history of the models."""
     from ..checkpoint.source import languages_by_expansion, resolve_checkpoint
+    from ..languages import check_old_and_new
 
     if old or new:
+        check_old_and_new(old, new)
         groups = [old, new]
     else:
         histories = [languages_by_expansion(resolve_checkpoint(name, weights=False)) for name in models]

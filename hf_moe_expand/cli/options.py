@@ -19,7 +19,9 @@ Out = Annotated[Path, typer.Option("--out", help="File to write.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
-Config = Annotated[Path | None, typer.Option(help="YAML file with the stage's settings; without it, the defaults.")]
+Config = Annotated[
+    Path | None, typer.Option(help="YAML file with the stage's settings; without it, one epoch at 5e-5 (cosine).")
+]
 Layers = Annotated[str | None, typer.Option("--layers", help="Number of layers, or the checkpoint to count them in.")]
 GrowsFrom = Annotated[
     str | None,
@@ -39,4 +41,7 @@ Figure = Annotated[Path | None, typer.Option(help="Picture to write as well (.sv
 Evaluated = Annotated[Path | None, typer.Option(help="evaluation.json, for the card's results.")]
 EvaluatedAs = Annotated[str | None, typer.Option(help="Name of this model in the evaluation.")]
 License = Annotated[str | None, typer.Option(help="License for the card; by default that of the base model's card.")]
-BaseId = Annotated[str | None, typer.Option("--base", help="Hub id of the base model, if it was a local folder.")]
+BaseId = Annotated[
+    str | None,
+    typer.Option("--base", help="Hub id of the base, if it was a local folder: card and config.json name it."),
+]

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from ..errors import InputError
 from ..planning.methods import METHODS, Option, PlanMethod, read_plan_settings
 from .apps import plan_app
-from .common import check_figure, check_file, codes
+from .common import check_checkpoints, check_figure, check_file, codes
 from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed
 
 _EMPTY = inspect.Parameter.empty
@@ -141,6 +141,7 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
         old, new = old or similarity.old, new or similarity.new
     counts: list[int] = []
     if given.get("grows_from"):
+        check_checkpoints(given["grows_from"], expanded=True)
         from ..checkpoint.source import grown_from
 
         counts, known = grown_from(given["grows_from"])
@@ -171,6 +172,10 @@ def _num_layers(given: str) -> int:
     try:
         number = int(given)
     except ValueError:
+        from ..checkpoint.local import stored_layers
+
+        if found := stored_layers(given):
+            return found
         from ..checkpoint.source import load_config, resolve_checkpoint
 
         return load_config(resolve_checkpoint(given, weights=False)).num_hidden_layers

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .apps import app
-from .common import check_file
+from .common import check_checkpoints, check_file
 from .options import (
     BaseId,
     Evaluated,
@@ -34,6 +34,7 @@ def card(
     """
     if out is not None:
         check_file(out, overwrite)
+    check_checkpoints(model, expanded=True)
     from ..card import make_card
     from ..jsonfile import write_text
 
@@ -65,6 +66,7 @@ def push(
 
     Example: hf-moe-expand push qwen-el-2 me/qwen-el --evaluation evaluation.json
     """
+    check_checkpoints(model, expanded=True)
     from ..hub import push_to_hub
 
     push_to_hub(

@@ -23,6 +23,9 @@ def report(
     Example: hf-moe-expand report runs/qwen-el
     """
     out = out or run / "report.html"
+    from ..run_record import run_folder
+
+    run_folder(run)
     check_file(out, overwrite)
     from ..jsonfile import write_text
     from ..report.page import make_page

@@ -24,11 +24,15 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
-    from ..pipeline import validate_recipe
-    from ..recipe import Recipe
-    from ..recipes import find_recipe
+    from ..recipes import readable_recipe
 
-    for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
+    file = readable_recipe(recipe)
+    from ..recipe import Recipe
+
+    loaded = Recipe.load(file, unset_ok=offline)
+    from ..pipeline import validate_recipe
+
+    for line in validate_recipe(loaded, offline):
         print(line)
     print(f"{recipe}: ok")
 
@@ -39,11 +43,15 @@ def run(recipe: RecipeName) -> None:
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
-    from ..pipeline import run_recipe
-    from ..recipe import Recipe
-    from ..recipes import find_recipe
+    from ..recipes import readable_recipe
 
-    run_recipe(Recipe.load(find_recipe(recipe)))
+    file = readable_recipe(recipe)
+    from ..recipe import Recipe
+
+    loaded = Recipe.load(file)
+    from ..pipeline import run_recipe
+
+    run_recipe(loaded)
 
 
 @recipes_app.command("ls")

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import InputError
 from .apps import app, merge_app
-from .common import print_table, text_sources
+from .common import check_checkpoints, print_table, text_sources
 from .options import (
     Base,
     BatchSize,
@@ -50,11 +50,14 @@ def expand(
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
     """
-    from ..checkpoint.expand import expand_checkpoint
     from ..planning.plan import Plan
 
+    check_checkpoints(base, revision=revision)
+    made = Plan.load(plan)
+    from ..checkpoint.expand import expand_checkpoint
+
     report = expand_checkpoint(
-        base, out, Plan.load(plan), expert_init=expert_init, conditional_routing=conditional_routing,
+        base, out, made, expert_init=expert_init, conditional_routing=conditional_routing,
         expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, revision=revision,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
@@ -84,16 +87,22 @@ def grow(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Expand an expanded model further, for more languages; existing weights stay byte for byte.
+    """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
+
+    Experts and router rows that exist stay byte for byte. Classifiers follow the plan: a layer that it names keeps its
+    classifier, with one more class, or gets one; a layer that it does not name loses its classifier. Dense layers stay
+    dense. The checkpoint then needs `train post-pretrain` on the new languages and `train review` on all.
 
     Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
     """
-    from ..checkpoint.grow import check_growth, grow_checkpoint
     from ..checkpoint.source import resolve_checkpoint
-    from ..checkpoint.writer import check_output
     from ..planning.plan import Plan
 
+    check_checkpoints(model, expanded=True)
     growth = Plan.load(plan)
+    from ..checkpoint.grow import check_growth, classifier_changes, grow_checkpoint
+    from ..checkpoint.writer import check_output
+
     if copy_from == "nearest":
         check_output(out, overwrite, resolve_checkpoint(model, weights=False))
         check_growth(model, growth)
@@ -108,6 +117,8 @@ def grow(
         model, out, growth, copy_from=origin, keep_routers=keep_routers, seed=seed, max_shard_size=max_shard_size,
         overwrite=overwrite,
     )  # fmt: skip
+    for sentence in classifier_changes(model, growth):
+        print(sentence)
     print(f"wrote {out}")
 
 
@@ -143,6 +154,7 @@ def shrink(
 
     Example: hf-moe-expand shrink qwen-el-hi qwen-el --to 1
     """
+    check_checkpoints(model, expanded=True)
     from ..checkpoint.shrink import shrink_checkpoint
 
     report = shrink_checkpoint(model, out, to, overwrite=overwrite)
@@ -168,10 +180,13 @@ def expand_branches_(
 
     Example: hf-moe-expand expand-branches qwen-el qwen-tr --plan plan.json --out qwen-mix
     """
-    from ..baselines.branches import expand_branches
     from ..planning.plan import Plan
 
-    expand_branches(branches, out, Plan.load(plan), seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
+    check_checkpoints(*branches)
+    made = Plan.load(plan)
+    from ..baselines.branches import expand_branches
+
+    expand_branches(branches, out, made, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite)
     print(f"wrote {out}")
 
 
@@ -187,6 +202,7 @@ def expand_depth_(
 
     Example: hf-moe-expand expand-depth Qwen/Qwen2.5-0.5B qwen-pro --blocks 8
     """
+    check_checkpoints(base)
     from ..baselines.depth import expand_depth
 
     new = expand_depth(base, out, blocks, max_shard_size=max_shard_size, overwrite=overwrite)
@@ -208,6 +224,7 @@ def graft(
 
     Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
     """
+    check_checkpoints(model, base, instruct)
     from ..checkpoint.graft import graft_delta
 
     report = graft_delta(
@@ -232,6 +249,7 @@ def merge_delta_(
 
     Example: hf-moe-expand merge delta qwen-ft qwen-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
     """
+    check_checkpoints(model, base, instruct)
     from ..checkpoint.merge import merge_delta
 
     report = merge_delta(
@@ -260,6 +278,7 @@ def merge_average(
 
     Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
     """
+    check_checkpoints(*models)
     from ..checkpoint.merge import average_checkpoints
 
     if weight and len(weight) == 1 and len(models) == 2:
@@ -280,6 +299,7 @@ def export(
 
     Example: hf-moe-expand export qwen-el-1 qwen-el-moe
     """
+    check_checkpoints(model, expanded=True)
     from ..checkpoint.export import export_expert, export_native
 
     if expert is None:
@@ -300,6 +320,7 @@ def diff(
 
     Example: hf-moe-expand diff qwen-el qwen-el-1
     """
+    check_checkpoints(before, after)
     from ..checkpoint.compare import compare_checkpoints
     from ..checkpoint.source import resolve_checkpoint
 
@@ -332,14 +353,18 @@ def inspect(
 
     Example: hf-moe-expand inspect Qwen/Qwen2.5-0.5B --plan plan.json --tokens 6e9 --tflops 200
     """
-    from ..inspection import inspect_checkpoint
-
     if plan is None and tokens is not None:
         raise InputError("--tokens belongs to --plan, which is not given.")
     if plan is not None:
-        from ..forecast import forecast
         from ..planning.plan import Plan
 
-        print("\n".join(forecast(model, Plan.load(plan), revision).lines(tokens, tflops)))
+        check_checkpoints(model, revision=revision)
+        made = Plan.load(plan)
+        from ..forecast import forecast
+
+        print("\n".join(forecast(model, made, revision).lines(tokens, tflops)))
         return
+    check_checkpoints(model, revision=revision, expanded=True)
+    from ..inspection import inspect_checkpoint
+
     print("\n".join(inspect_checkpoint(model, revision).lines()))

@@ -12,7 +12,7 @@ import typer
 from ..errors import InputError
 from ..stages import ROAD, help_of
 from .apps import train_app
-from .common import evaluate_models, text_sources
+from .common import check_checkpoints, evaluate_models, text_sources
 from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation
 
 _FORMER = {"joint": "normal"}
@@ -67,6 +67,7 @@ def train_adapt(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
+    check_checkpoints(model, expanded=True)
     from ..stages.adapt import adapt_language
 
     settings = _settings("adapt", config)
@@ -98,6 +99,7 @@ def train_dense(
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
+    check_checkpoints(model)
     from ..schema import changed
 
     settings: Any = _settings("dense", config)
@@ -139,6 +141,7 @@ def _train(
     seed: int,
     overwrite: bool,
 ) -> None:
+    check_checkpoints(model, expanded=True)
     from ..schema import changed
 
     settings = _settings(key, config)

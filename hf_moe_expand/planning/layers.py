@@ -1,12 +1,14 @@
 """Selects the layers that become mixtures of experts (DMoE) or get a routing classifier (LayerMoE)."""
 
 import random
+import re
 from collections.abc import Sequence
 from math import floor, isfinite
 
 from ..errors import InputError
 
 CHOICES = ("similarity", "random", "last", "all", "none")
+_RANGES = re.compile(r"\s*\d{1,6}(-\d{1,6})?\s*(,\s*\d{1,6}(-\d{1,6})?\s*)*")
 
 
 def select_layers(deviation: Sequence[float], ratio: float | None = None, threshold: float | None = None) -> list[int]:
@@ -39,6 +41,35 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
             raise InputError(f"A threshold of {threshold:g} selects no layer: scaled deviations run from 0 to 1.")
         return chosen
     raise InputError("Layers are selected by a ratio or by a threshold: give exactly one of the two.")
+
+
+def check_layer_ranges(text: str) -> str:
+    """Returns the text, if it has the form that `layers_in` reads.
+
+    Raises:
+        InputError: it has not.
+    """
+    if not _RANGES.fullmatch(text):
+        raise InputError(f"only_layers is {text!r}: give layers and ranges of layers from 0, such as 4-11 or 0,6-8.")
+    return text
+
+
+def layers_in(text: str, num_layers: int) -> list[int]:
+    """The layers of `4-11` or `0,6-8`, ends included, in order.
+
+    Raises:
+        InputError: a range runs backwards, or the model has no such layer.
+    """
+    found: set[int] = set()
+    for part in check_layer_ranges(text).split(","):
+        first, _, last = part.partition("-")
+        start, stop = int(first), int(last or first)
+        if start > stop:
+            raise InputError(f"only_layers: {part.strip()} runs backwards; give the lower layer first.")
+        if stop >= num_layers:
+            raise InputError(f"only_layers: the model has no layer {stop}; its layers are 0-{num_layers - 1}.")
+        found.update(range(start, stop + 1))
+    return sorted(found)
 
 
 def classifier_layers(

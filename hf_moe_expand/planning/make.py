@@ -1,11 +1,13 @@
 """Makes a plan from a recipe's `plan:` and, if its method needs one, an analysis."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..errors import InputError
 from ..results import DeviationResult, SimilarityResult
-from .layers import classifier_layers
-from .methods import METHODS, PlanSettings, Target
+from .layers import classifier_layers, layers_in
+from .methods import METHODS, Allocation, PlanSettings, Target
+from .methods.allocation import check_total
 from .plan import Plan
 
 
@@ -42,7 +44,8 @@ def make_plan(
     lengths += [len(deviation.deviation)] if deviation else []
     if wrong := [length for length in lengths if length != num_layers]:
         raise InputError(f"The analysis has {wrong[0]} layers, but the model has {num_layers}.")
-    made = method.allocate(Target(num_layers, seed, similarity, deviation, grows_from), **settings.own)
+    layers = _layers(settings, num_layers, grows_from)
+    made = _allocate(settings, layers, Target(num_layers, seed, similarity, deviation, grows_from))
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
@@ -50,10 +53,50 @@ def make_plan(
     choice, number = settings.classifier_choice, settings.classifier_layers
     # A count of 0 turns off every choice but `all`.
     choice = "none" if number == 0 and choice != "all" else choice
-    layers = classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
+    classifiers = classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
     drawn = made.drawn or settings.classifier_choice == "random"
     details = {**({"seed": seed} if drawn else {}), **made.details}
+    if settings.only_layers:
+        details["only_layers"] = settings.only_layers
     groups = [list(group) for group in made.groups]
     return Plan(
-        settings.method, counts, layers, settings.top_k, list(old), list(new), details, groups, list(grows_from)
+        settings.method, counts, classifiers, settings.top_k, list(old), list(new), details, groups, list(grows_from)
     )
+
+
+def _layers(settings: PlanSettings, num_layers: int, grows_from: Sequence[int]) -> list[int]:
+    """The layers that get experts: those that the settings name, all by default. Growth leaves dense layers dense."""
+    only = settings.only_layers
+    layers = layers_in(only, num_layers) if only else list(range(num_layers))
+    dense = [layer for layer in layers if grows_from and grows_from[layer] == 1]
+    if only and dense:
+        raise InputError(
+            f"only_layers names layer {dense[0]}, which is dense in the model that grows and has no router; leave it "
+            "out."
+        )
+    return [layer for layer in layers if layer not in dense]
+
+
+def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> Allocation:
+    """The method's allocation for `layers` alone; the other layers get nothing, and keep their original FFN."""
+    if len(layers) == target.num_layers:
+        return settings.planner.allocate(target, **settings.own)
+    own = dict(settings.own)
+    rest = 0 if target.grows_from else 1  # what the method's counts say of a layer that it leaves alone
+    if "total_experts" in own:
+        others = rest * (target.num_layers - len(layers))
+        check_total(own["total_experts"], len(layers), own.get("minimum") or target.least, others)
+        own["total_experts"] -= others
+    found = target.measured_similarity
+    some = replace(
+        target,
+        num_layers=len(layers),
+        measured_similarity=None if found is None else found.of_layers(layers),
+        grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
+    )
+    made = settings.planner.allocate(some, **own)
+    counts = [rest] * target.num_layers
+    for layer, count in zip(layers, made.counts, strict=True):
+        counts[layer] = count
+    whole = {"similarity": found.similarity} if found is not None and "similarity" in made.details else {}
+    return replace(made, counts=counts, details={**made.details, **whole})

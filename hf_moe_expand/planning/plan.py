@@ -61,6 +61,12 @@ class Plan:
             raise InputError("grows_from: experts_per_layer must not give a layer fewer experts than grows_from.")
         if self.grows_from and min(self.grows_from) < 1:
             raise InputError("grows_from must give every layer at least 1 expert.")
+        for layer, before in enumerate(self.grows_from):
+            if before == 1 < counts[layer]:
+                raise InputError(
+                    f"grows_from: layer {layer} is dense in the model that grows, so it gets no experts: "
+                    f"experts_per_layer must be 1 there, not {counts[layer]}."
+                )
         check_old_and_new(self.old, self.new)
         if self.groups:
             self._check_groups()
@@ -79,6 +85,14 @@ class Plan:
             raise InputError("classifier_layers: a plan with groups has no classifiers; its routers learn the groups.")
         if self.grows_from:
             raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
+
+    def checked(self) -> "Plan":
+        """This plan, after all checks of a new one: its lists may have been changed since it was made.
+
+        Raises:
+            InputError: see `Plan`.
+        """
+        return read(Plan, asdict(self), "plan")
 
     @property
     def total_experts(self) -> int:

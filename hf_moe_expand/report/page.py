@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -18,11 +18,12 @@ from ..evaluation.report import Evaluation
 from ..evaluation.validation import VALIDATION, ValidationCurves
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
+from ..local_paths import without_paths
 from ..planning.methods import method_title
 from ..planning.plan import Plan
-from ..records import ExpansionRecord, History, StageRecord
-from ..results import DeviationResult, RoutingResult, SimilarityResult
-from ..run_record import BEGUN, read_steps
+from ..records import ExpansionRecord, History, StageRecord, without_folders
+from ..results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
+from ..run_record import BEGUN, read_steps, run_folder
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
 from .charts import allocation_chart, change_chart, heat_map, line_chart
@@ -31,8 +32,6 @@ from .figures import expert_0_lines, grouped
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
 _RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")
-_SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
-_PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,7 @@ def make_page(run: str | Path) -> str:
         InputError: the folder does not exist or is not the folder of a run, a file in it is broken, or its recipe holds
             an access token.
     """
-    root = Path(run)
-    if not root.is_dir():
-        raise InputError(f"{root}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
+    root = run_folder(run)
     numbered = sorted((p for p in root.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
     parts = [_Part(int(folder.name), folder) for folder in numbered] or [_Part(0, root)]
     if not any((root / name).is_file() for name in _RECORDS) and not any(part.plan() for part in parts):
@@ -97,15 +94,16 @@ def make_page(run: str | Path) -> str:
     found = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
     facts = {
         "name": root.resolve().name,
-        "summary": _summary(parts, history),
+        "summary": _summary(parts, history, root),
         "scores": _scores(found, history) if found and found.models else None,
         "tasks": found.task_rows() if found and found.tasks else None,
         "recipe": without_paths((root / "recipe.yaml").read_text("utf-8")) if _has(root, "recipe.yaml") else None,
         "plans": [plan for part in parts if (plan := _plan(part))],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
         "routing": [_routing(path, root) for path in _routing_files(root)],
+        "no_choice": NO_CHOICE,
         "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
-        "steps": [{"name": name, **step, "time": _time(step["seconds"])} for name, step in steps.items()],
+        "steps": [{"name": name, **step, "time": _time_of(step)} for name, step in steps.items()],
         "total_time": _time(sum(step["seconds"] for step in steps.values())),
         "versions": [
             (f"expansion {number}" if len(history) > 1 else "", sorted(record.versions.items()))
@@ -116,32 +114,6 @@ def make_page(run: str | Path) -> str:
     page = _environment().from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(facts)
     refuse_private({"report.html": page.encode()})
     return page
-
-
-def without_paths(text: str) -> str:
-    """Reduces each absolute path in a YAML text to its last part, in values (with spaces too) and comments."""
-    try:
-        scalars = list(_scalars(yaml.compose(text, yaml.SafeLoader)))
-    except yaml.YAMLError:
-        scalars = []
-    for node in sorted(scalars, key=lambda node: -node.start_mark.index):
-        begin, end = node.start_mark.index, node.end_mark.index
-        written = text[begin:end]
-        if node.style in (None, "'", '"') and _PATH.match(node.value):
-            text = text[:begin] + written.replace(node.value, PureWindowsPath(node.value).name) + text[end:]
-    return _PATH.sub(lambda match: PureWindowsPath(match.group()).name or match.group(), text)
-
-
-def _scalars(node: Any) -> Iterator[Any]:
-    if isinstance(node, yaml.ScalarNode):
-        yield node
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _scalars(item)
-    elif isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            for item in pair:
-                yield from _scalars(item)
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -156,8 +128,8 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _summary(parts: Sequence[_Part], history: History) -> dict[str, Any] | None:
-    """Base, methods and languages of the run."""
+def _summary(parts: Sequence[_Part], history: History, root: Path) -> dict[str, Any] | None:
+    """Base, methods and languages of the run; the base as the recipe names it, an absolute path by its last part."""
     plans = [plan for part in parts if (plan := part.plan())]
     if not len(history) and not plans:
         return None
@@ -165,7 +137,7 @@ def _summary(parts: Sequence[_Part], history: History) -> dict[str, Any] | None:
     first, last = records[0], records[-1]
     return {
         "methods": list(dict.fromkeys(method_title(record.method) for record in records)),
-        "base": first.base_model,
+        "base": _base(root, first),
         "revision": first.base_revision,
         "seed": first.seed,
         "old": first.old_languages,
@@ -173,6 +145,19 @@ def _summary(parts: Sequence[_Part], history: History) -> dict[str, Any] | None:
         "base_parameters": first.base_parameters,
         "parameters": last.parameters,
     }
+
+
+def _base(root: Path, first: ExpansionRecord) -> str | None:
+    name = first.base_model
+    if _has(root, "recipe.yaml"):
+        try:
+            recipe = yaml.safe_load((root / "recipe.yaml").read_text("utf-8"))
+        except yaml.YAMLError:
+            recipe = None
+        written = recipe.get("base") if isinstance(recipe, dict) else None
+        name = without_folders(written) if isinstance(written, str) else name
+    local = name is not None and first.base_model is not None and first.base_revision is None
+    return f"{name} (a local folder)" if local else name
 
 
 # --- languages -----------------------------------------------------------------------------------------------------
@@ -308,6 +293,7 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
         return None
     settings = (entry and entry.settings) or {}
     tokens, documents = (entry and entry.tokens) or {}, (entry and entry.documents) or {}
+    seen = (entry and entry.tokens_seen_by_language) or {}
     old = _old_languages(folder)
     figures = list(_training_figures(logs, settings, _name(part, name)))
     if curves is not None and curves.steps:
@@ -316,8 +302,13 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
     return {
         "title": _name(part, name),
         "steps": entry and entry.steps,
-        "time": _time(step["seconds"]) if step else None,
-        "data": [(code, documents.get(code), tokens.get(code)) for code in dict.fromkeys([*documents, *tokens])],
+        "seen": entry and entry.tokens_seen,
+        "blocks": entry and entry.blocks_seen,
+        "time": _time_of(step) if step else None,
+        "data": [
+            (code, documents.get(code), tokens.get(code), seen.get(code, 0) if seen else None)
+            for code in dict.fromkeys([*documents, *tokens])
+        ],
         "settings": without_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)) if settings else None,
         "figures": figures,
     }
@@ -426,6 +417,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
     svg = line_chart(f"Router's score of expert 0, mean over layers: {ends}.", with_means(lines), "layer", (0, 1))
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
+        "choice": found.has_choice,
         "both": bool(old and new),
         "maps": maps,
         "expert_0": Markup(svg),
@@ -449,6 +441,12 @@ def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
         report = freeze(network, trained, entry.stage)
     found = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
     return {"title": _name(part, name), "report": report, "checked": found}
+
+
+def _time_of(step: Mapping[str, Any]) -> str:
+    """The time of a step, over all attempts."""
+    attempts = step.get("attempts", 1)
+    return _time(step["seconds"]) + (f" ({attempts} attempts)" if attempts > 1 else "")
 
 
 def _time(seconds: float) -> str:

@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..trainers.freezing import Trained
     from .base import Stage, TrainingStage
 
 # The stages of a recipe, in the order in which they run; each recipe runs those of its kind of model.
@@ -78,6 +79,42 @@ def _declared(config: ast.ClassDef) -> Iterator[tuple[str, str]]:
             shown = ast.unparse(default).strip("'")
             said = "" if shown == "None" or shown[0].isupper() else f" ({shown})"
             yield ast.unparse(field.target), ast.literal_eval(text) + said
+
+
+def trained_parts(family: str) -> "dict[str, Trained]":
+    """The parts of a model that each training stage trains, by the stage's name in a history: read from the stages'
+    files, whose import takes seconds.
+
+    Args:
+        family: `layer_moe` or `dmoe`, the model's type.
+    """
+    from ..trainers import freezing
+
+    found: dict[str, Trained] = {}
+    for key in (*ROAD, *BESIDE):
+        for stage in (part for part in _parsed(key).body if isinstance(part, ast.ClassDef)):
+            facts = _assigned(stage)
+            families = ast.literal_eval(facts["families"]) if "families" in facts else ("layer_moe",)
+            if "trains" in facts and family in families:
+                trains: Any = facts["trains"]
+                if isinstance(trains, ast.Name):
+                    trained = getattr(freezing, trains.id)
+                else:
+                    trained = freezing.Trained(**{k.arg: ast.literal_eval(k.value) for k in trains.keywords})
+                found[ast.literal_eval(facts["name"])] = trained
+    return found
+
+
+def _assigned(body: ast.ClassDef) -> dict[str, ast.expr]:
+    """The values that the body of a class assigns to names."""
+    found: dict[str, ast.expr] = {}
+    for line in body.body:
+        if isinstance(line, ast.Assign):
+            (target,) = line.targets
+            several = isinstance(target, ast.Tuple) and isinstance(line.value, ast.Tuple)
+            pairs = zip(target.elts, line.value.elts, strict=True) if several else [(target, line.value)]  # type: ignore[attr-defined]
+            found |= {ast.unparse(name): value for name, value in pairs}
+    return found
 
 
 def trained_in(name: str) -> Any:

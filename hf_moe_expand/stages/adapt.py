@@ -21,6 +21,7 @@ from ..data.sources import LanguageText
 from ..distributed import launched
 from ..errors import InputError
 from ..evaluation.perplexity import evaluate_model
+from ..languages import check_language_code
 from ..models import load_for_inference, longest_block
 from ..records import ExpansionRecord, History, StageRecord
 from ..schema import Count, Whole
@@ -137,7 +138,7 @@ def adapt_language(
     expanded = load_expanded_config(folder)
     STAGE.check_model(expanded)
     check_block_size(config.block_size, longest_block(expanded))
-    groups, language = expanded.language_groups, source.language
+    groups, language = expanded.language_groups, check_language_code(source.language)
     for number, group in enumerate(groups):
         if language in group:
             raise InputError(

@@ -114,14 +114,27 @@ class StageConfig(TrainingArguments):
         }
 
 
+# The training arguments of a stage that sets none. Trainer's own defaults would train three epochs.
+UNASKED: Mapping[str, Any] = {
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "cosine",
+}
+
+
 class StageSettings(Declared):
     """A stage in a recipe or in a file of its own: the fields of its configuration, and under `training` the arguments
-    of `TrainingArguments`."""
+    of `TrainingArguments`. Without any of these, it trains with `UNASKED`."""
 
     config_class: ClassVar[type[StageConfig]]
     renamed: ClassVar[Mapping[str, str]] = {}
 
-    training: dict[Text, Any] = Field({}, description="arguments of `transformers.TrainingArguments`")
+    training: dict[Text, Any] = Field(
+        {},
+        description="arguments of `transformers.TrainingArguments`; a stage without any trains "
+        + ", ".join(f"`{name}: {value}`" for name, value in UNASKED.items()),
+    )
 
     def config(self, output_dir: Any, seed: int, where: str = "") -> StageConfig:
         """The stage's configuration.
@@ -130,12 +143,18 @@ class StageSettings(Declared):
             InputError: a training argument is unknown, is set by this package, or is refused by the library.
         """
         prefix = f"{where}." if where else ""
-        training = check_training_arguments(self.training, f"{prefix}training")
+        given = self.arguments()
+        training = check_training_arguments(given, f"{prefix}training")
         own = {name: getattr(self, name) for name in own_fields(self.config_class)}
         with at(where):
             config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
-        config.given = dict(self.training)
+        config.given = given
         return config
+
+    def arguments(self) -> dict[str, Any]:
+        """The training arguments: the given ones, or `UNASKED`, where a curriculum has a length of its own."""
+        curriculum = getattr(self, "curriculum", None)
+        return dict(self.training) or {k: v for k, v in UNASKED.items() if not (curriculum and k == "num_train_epochs")}
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:

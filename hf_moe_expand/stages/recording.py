@@ -8,13 +8,24 @@ from transformers import Trainer, TrainerCallback
 from ..data.packing import PackedText
 from ..errors import InputError
 from ..records import StageRecord, without_folders
+from .seen import SeenText
 
 
-class _SaysWhereItGoesOn(TrainerCallback):
-    """Says from which step an interrupted training goes on."""
+class _SaysWhatBegins(TrainerCallback):
+    """Says how long the training is, and from which step an interrupted one goes on."""
+
+    def __init__(self, trainer: "RecordingTrainer") -> None:
+        self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if state.global_step and state.is_world_process_zero:
+        if not state.is_world_process_zero:
+            return
+        blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
+        of = f"{blocks * size:,} tokens" if size else f"{blocks:,} rows"
+        scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        rate = f"learning rate {args.learning_rate:g} ({scheduler})"
+        print(f"{self.trainer.trained_as}: {state.max_steps:,} steps of {of}, {rate}")
+        if state.global_step:
             print(f"resumes at step {state.global_step} of {state.max_steps}")
 
 
@@ -35,7 +46,8 @@ class RecordingTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_callback(_SaysWhereItGoesOn())
+        self.add_callback(_SaysWhatBegins(self))
+        self.add_callback(SeenText())
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """The library warns of tied weights, which a training checkpoint holds once."""
@@ -55,6 +67,7 @@ class RecordingTrainer(Trainer):
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.seen.add(inputs, self._languages())
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
             raise InputError(
@@ -76,11 +89,36 @@ class RecordingTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, and sets `record` if the arguments are a stage's configuration."""
         result = super().train(*args, **kwargs)
+        self.seen.gather(self, self._languages())
         if self.settings is not None:
             documents, tokens = (self.packed.documents, self.packed.tokens) if self.packed is not None else ({}, {})
             # Validation affects neither the weights nor the history.
             settings = {name: value for name, value in self.settings.items() if name != "validation"}
             self.record = StageRecord(
-                self.trained_as, result.global_step, documents, tokens, self.args.seed, without_folders(settings)
-            )
+                stage=self.trained_as, steps=result.global_step, documents=documents, tokens=tokens,
+                seed=self.args.seed, settings=without_folders(settings), **self._seen_text(),
+            )  # fmt: skip
         return result
+
+    @property
+    def seen(self) -> SeenText:
+        """The text that the training has seen."""
+        return next(found for found in self.callback_handler.callbacks if isinstance(found, SeenText))
+
+    def _languages(self) -> int:
+        return 0 if self.packed is None else len(self.packed.languages)
+
+    def _seen_text(self) -> dict[str, Any]:
+        """The text that the training has seen, for its record; empty if it was not counted from the beginning."""
+        if self.seen.tokens is None:
+            return {}
+        found: dict[str, Any] = {"blocks_seen": self.seen.blocks, "tokens_seen": sum(self.seen.tokens)}
+        _, *by_language = self.seen.tokens
+        if self.packed is not None and any(by_language):
+            named = zip(self.packed.languages, by_language, strict=True)
+            found["tokens_seen_by_language"] = {code: tokens for code, tokens in named if tokens}
+        return found
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.gather(self, self._languages())
+        super()._save_checkpoint(*args, **kwargs)

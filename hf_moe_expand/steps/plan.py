@@ -38,9 +38,10 @@ class MakePlan(Step):
         )  # fmt: skip
         grown = plan.experts_per_layer
         checks.copyable = checks.least
+        expanded = [count for count in grown if count > 1]
         if settings.planner.fixed_counts:
-            checks.least = min(grown)
-        else:
+            checks.least = min(expanded)
+        elif not (checks.least and getattr(settings, "only_layers", None)):  # else other layers do not grow
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
         checks.counts, checks.plan = grown, plan
         classifiers = len(plan.classifier_layers)

@@ -70,14 +70,18 @@ class Allocation:
     drawn: bool = False
 
 
-def check_total(total: int, num_layers: int, minimum: int) -> None:
+def check_total(total: int, num_layers: int, minimum: int, others: int = 0) -> None:
     """Checks that a total gives every layer its minimum.
+
+    Args:
+        others: the experts that the total counts in layers that stay dense.
 
     Raises:
         InputError: the total is too small.
     """
-    if total < num_layers * minimum:
+    if total < num_layers * minimum + others:
+        dense = f", and {others} of dense layers," if others else ""
         raise InputError(
             f"{total} experts in total are too few: {num_layers} layers with at least {minimum} each (the original FFN "
-            f"counts as one) need {num_layers * minimum} or more."
+            f"counts as one){dense} need {num_layers * minimum + others} or more."
         )

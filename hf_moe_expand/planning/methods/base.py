@@ -13,12 +13,13 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
-from ...schema import Count, Whole, read, unknown_key
+from ...schema import Count, Text, Whole, read, unknown_key
 from ...schema import settings as checked
+from ..layers import check_layer_ranges
 from .allocation import Allocation
 
 Needs = Literal["similarity", "deviation"]
@@ -86,7 +87,8 @@ class PlanMethod:
     def keys(self) -> dict[str, inspect.Parameter]:
         """All its keys: its own, then those shared by all methods."""
         hints = inspect.get_annotations(PlanSettings)
-        names = ("top_k",) if self.makes_groups else ("classifier_layers", "classifier_choice", "top_k")
+        own = ("only_layers", "classifier_layers", "classifier_choice")  # DMoE chooses its layers by deviation
+        names = ("top_k",) if self.makes_groups else (*own, "top_k")
         shared = {
             name: inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[name], default=getattr(PlanSettings, name)
@@ -145,7 +147,7 @@ class PlanSettings:
     """A method and its keys: a recipe's `plan:`. `PlanSettings("moe-lpr", experts=3)` has the class of its method.
 
     Instances are frozen dataclasses; their first field is `method`, as the user wrote it. All methods share the keys
-    below; classifiers are for methods without language groups.
+    below; classifiers and `only_layers` are for methods without language groups.
 
     Raises:
         InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
@@ -155,6 +157,12 @@ class PlanSettings:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     method: str
+    only_layers: Annotated[
+        Text | None,
+        AfterValidator(lambda given: given and check_layer_ranges(given)),
+        BeforeValidator(lambda given: str(given) if type(given) is int else given),
+        Field(description="Layers that may get experts, such as 4-11 or 0,6-8; the others stay dense. All by default."),
+    ] = None
     classifier_layers: Annotated[Whole, Field(ge=0, description="Number of layers with a classifier.")] = 0
     classifier_choice: Annotated[
         ClassifierChoice,

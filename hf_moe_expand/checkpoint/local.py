@@ -1,0 +1,90 @@
+"""Finds a checkpoint on this machine and refuses what is none. Needs neither torch nor transformers, which take seconds
+to import, so that commands can check their arguments first."""
+
+import os
+from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..errors import InputError, first_line
+from ..jsonfile import read_json
+from ..scratch import leftovers, restore
+
+MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
+# The model types of expanded checkpoints.
+EXPANDED = ("layer_moe", "dmoe")
+
+
+def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Path | None:
+    """The folder of a checkpoint on this machine; None for a hub id.
+
+    Raises:
+        InputError: `name` is neither a checkpoint folder nor a hub id.
+    """
+    folder = Path(name)
+    try:
+        restore(folder)
+        there = folder.exists()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: not a valid name of a folder or hub id ({first_line(error)}).") from None
+    if folder.is_dir():
+        if revision is not None:
+            raise InputError(f"{folder}: is a local folder, which has no revision {revision!r}; give a hub id.")
+        if not (folder / "config.json").is_file():
+            if unconverted := sorted(folder.glob("*.gguf")):
+                raise _not_converted(unconverted[0])
+            raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
+        return folder
+    if there:
+        if folder.suffix == ".gguf":
+            raise _not_converted(folder)
+        raise InputError(f"{folder}: is a file; give the checkpoint's folder.")
+    try:
+        validate_repo_id(str(name))
+    except HFValidationError:
+        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+    return None
+
+
+def stored_layers(name: str | os.PathLike) -> int | None:
+    """The number of layers in the config.json of a checkpoint on this machine; None for a hub id, and for a backbone
+    whose configuration has another name for it.
+
+    Raises:
+        InputError: `name` is neither a checkpoint folder nor a hub id, or config.json is broken.
+    """
+    folder = local_checkpoint(name)
+    if folder is None:
+        return None
+    found = read_json(folder / "config.json", "a configuration").get("num_hidden_layers")
+    return found if type(found) is int and 0 < found <= MOST_LAYERS else None
+
+
+def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:
+    """Refuses what is no checkpoint, and a dense checkpoint on this machine; names what interrupted commands left where
+    it would be.
+
+    Raises:
+        InputError: it is one of these.
+    """
+    left = leftovers(Path(name))
+    if left and not Path(name).exists():
+        raise InputError(f"{name}: no such folder. {' '.join(left)}")
+    folder = local_checkpoint(name, revision)
+    if folder is None:
+        return
+    model_type = read_json(folder / "config.json", "a configuration").get("model_type")
+    if isinstance(model_type, str) and model_type not in EXPANDED:
+        raise not_expanded(folder, model_type)
+
+
+def _not_converted(file: Path) -> InputError:
+    return InputError(
+        f"{file}: is a GGUF file, not a checkpoint; make one of it with `hf-moe-expand from-gguf {file} OUT`."
+    )
+
+
+def not_expanded(folder: Path, model_type: str) -> InputError:
+    """The refusal of a dense checkpoint where an expanded one is needed."""
+    return InputError(f"{folder}: a {model_type} checkpoint, not an expanded one; run `hf-moe-expand expand` first.")
