@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 
 from .checkpoint.expansion_only import BaseModel
 from .checkpoint.graft import COMPUTATION
-from .checkpoint.source import load_config
+from .checkpoint.source import load_config, text_config
 from .errors import InputError
 from .jsonfile import read_json
 from .records import History
@@ -51,7 +51,7 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
         raise InputError(f"{where}: is not a model: it has no config.json.") from None
     except (HfHubHTTPError, OSError):
         return BaseModel(hub_id, hub_id, None)
-    _compare(config, load_config(file.parent), where)
+    _compare(config, text_config(load_config(file.parent)), where)
     return BaseModel(hub_id, hub_id, file.parent.name)  # the hub's cache names a snapshot's folder by its commit
 
 

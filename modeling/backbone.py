@@ -6,6 +6,7 @@ the hidden size. Attention and state-space modules take more than the hidden sta
 
 import inspect
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -75,9 +76,9 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> tuple[str, nn.Module, bool] |
             return name, child, False
         if isinstance(child, nn.Linear | Conv1D | nn.Embedding) or not _takes_hidden_states_alone(type(child)):  # type: ignore[arg-type]
             continue
-        is_mixture = _is_mixture(child)
-        if is_mixture or sum(p.dim() == 2 and hidden_size in p.shape for p in child.parameters()) > 1:
-            found.append((sum(p.numel() for p in child.parameters()), name, is_mixture))
+        is_mixture, shapes = _is_mixture(child), _shapes(child)
+        if is_mixture or sum(len(shape) == 2 and hidden_size in shape for shape in shapes) > 1:
+            found.append((sum(map(prod, shapes)), name, is_mixture))
     if found:
         _, name, is_mixture = max(found)
         return name, getattr(layer, name), is_mixture
@@ -87,7 +88,12 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> tuple[str, nn.Module, bool] |
 def _is_mixture(module: nn.Module) -> bool:
     """Whether a module holds experts, fused in three dimensions or listed."""
     listed = any(isinstance(part, nn.ModuleList) for part in module.modules())
-    return listed or any(parameter.dim() > 2 for parameter in module.parameters())
+    return listed or any(len(shape) > 2 for shape in _shapes(module))
+
+
+def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of a module's parameters; those of a parameter that DeepSpeed's ZeRO-3 has split are beside it."""
+    return [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in module.parameters()]
 
 
 @cache

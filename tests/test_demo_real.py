@@ -19,7 +19,7 @@ FOLDER = Path(real.__file__).parent / "text"
 @pytest.fixture
 def short(monkeypatch):
     """Makes the demo short; returns the bases that it fetched."""
-    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", real.RECIPE).replace("max_tokens: 5000", "max_tokens: 900")
+    recipe = re.sub(r"max_steps: \d+", "max_steps: 2", real.RECIPE).replace("max_tokens: 3000", "max_tokens: 900")
     monkeypatch.setattr(real, "RECIPE", recipe.replace("block_size: 256", "block_size: 32"))
     monkeypatch.setattr(real, "NEW_TOKENS", 4)
     copied = real.write_text_files

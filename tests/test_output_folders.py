@@ -80,7 +80,7 @@ def test_no_verb_writes_into_an_input_or_around_one(made, tmp_path, verb):
     model = shutil.copytree(made / (kind or "expanded"), home / "model")
     (home / "config.json").write_text("{}")  # without the model inside, --overwrite would replace it
     PLAN.save(tmp_path / "plan.json")
-    further = Plan("layer-moe", [3, 2, 3], [], old=["en", "el"], new=["hu"], grows_from=[2, 1, 2])
+    further = Plan("layer-moe", [3, 1, 3], [], old=["en", "el"], new=["hu"], grows_from=[2, 1, 2])
     further.save(tmp_path / "further.json")
     Plan("dmoe", [2, 2, 2], groups=[["en"], ["el"]]).save(tmp_path / "groups.json")
     files = {"plan": tmp_path / "plan.json", "further": tmp_path / "further.json", "groups": tmp_path / "groups.json"}

@@ -19,7 +19,7 @@ LANGUAGES = ("en", "es", "zh", "el", "hu", "tr", "hi")
 @pytest.fixture
 def place(tmp_path, monkeypatch, help_text):
     """`place("dmoe", "--steps 3")` runs a script in a folder with a base and text; returns what it wrote as a table."""
-    save_dense(tmp_path / "base")
+    save_dense(tmp_path / "base", max_position_embeddings=512)
     (tmp_path / "data").mkdir()
     for code in LANGUAGES:
         write_texts(tmp_path / "data" / f"{code}.train.jsonl", [text[:1000] for text in help_text(code, "train", 40)])

@@ -196,7 +196,9 @@ def test_the_first_line_says_how_long_the_training_is(root, data, tmp_path, caps
 
 
 def test_without_a_file_a_stage_trains_for_one_epoch(root, tmp_path):
-    arguments = ["train", "post-pretrain", root / "expanded", tmp_path / "out", "--data", f"el={root / 'el.jsonl'}"]
+    base = save_dense(tmp_path / "base", max_position_embeddings=1024)
+    expand_checkpoint(base, tmp_path / "expanded", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
+    arguments = ["train", "post-pretrain", tmp_path / "expanded", tmp_path / "out", "--data", ""]
     write_texts(tmp_path / "more.jsonl", [f"η γάτα {i} κάθεται" for i in range(400)])
     arguments[-1] = f"el={tmp_path / 'more.jsonl'}"
     said = invoke(*arguments)

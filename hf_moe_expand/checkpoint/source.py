@@ -1,7 +1,6 @@
 """Finds the local checkpoint folder and the configuration for a folder or hub id."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..jsonfile import read_json
 from ..modeling import ExpandedConfig
 from ..records import History
 from .fields import check_fields, check_values
-from .local import local_checkpoint, not_expanded
+from .local import EXPANDED, local_checkpoint, not_expanded
 from .proven import LEFT_OUT, UNCERTAIN
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
@@ -125,9 +124,10 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """
     fields = read_json(folder / "config.json", "a configuration")
     check_fields(fields, folder)
-    if fields.get("auto_map") and fields.get("model_type") not in CONFIG_MAPPING and not _is_ours(fields):
+    model_type = fields.get("model_type")
+    if fields.get("auto_map") and isinstance(model_type, str) and model_type not in (*CONFIG_MAPPING, *EXPANDED):
         raise InputError(
-            f"{folder}: its architecture {fields.get('model_type')!r} is code inside the checkpoint (auto_map), which "
+            f"{folder}: its architecture {model_type!r} is code inside the checkpoint (auto_map), which "
             "no command runs: give a model whose architecture transformers itself has."
         )
     try:
@@ -138,10 +138,6 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
     check_values(config, folder)
     return config
-
-
-def _is_ours(fields: Mapping[str, Any]) -> bool:
-    return fields.get("model_type") in {config.model_type for config in modeling.MODEL_CLASSES}
 
 
 def load_expanded_config(folder: Path) -> Any:

@@ -95,12 +95,12 @@ def grow(
 
     Example: hf-moe-expand grow qwen-el qwen-el-hi --plan plan2.json --keep-routers
     """
-    from ..checkpoint.source import resolve_checkpoint
     from ..planning.plan import Plan
 
     check_checkpoints(model, expanded=True)
     growth = Plan.load(plan)
     from ..checkpoint.grow import check_growth, classifier_changes, grow_checkpoint
+    from ..checkpoint.source import resolve_checkpoint
     from ..checkpoint.writer import check_output
 
     if copy_from == "nearest":

@@ -30,13 +30,13 @@ test: {{en: {en_test}, es: {es_test}}}
 plan: {{method: moe-lpr, experts: 2}}   # in each layer the original FFN and one new expert, a copy at first
 post_pretrain:                       # stage 1: the new experts and the routers learn Spanish
   block_size: 256
-  training: {{max_steps: 36, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+  training: {{max_steps: 24, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
              warmup_steps: 3, logging_steps: 4, save_strategy: "no"}}
 review:                              # stage 2: the routers learn which tokens need the original FFN, on both languages
   block_size: 256
-  training: {{max_steps: 16, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+  training: {{max_steps: 12, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
              warmup_steps: 2, logging_steps: 4, save_strategy: "no"}}
-evaluation: {{block_size: 512, batch_size: 2, max_tokens: 5000}}
+evaluation: {{block_size: 512, batch_size: 2, max_tokens: 3000}}
 """
 
 

@@ -62,7 +62,7 @@ class Plan:
         if self.grows_from and min(self.grows_from) < 1:
             raise InputError("grows_from must give every layer at least 1 expert.")
         for layer, before in enumerate(self.grows_from):
-            if before == 1 < counts[layer]:
+            if before == 1 < counts[layer] and not self.groups:
                 raise InputError(
                     f"grows_from: layer {layer} is dense in the model that grows, so it gets no experts: "
                     f"experts_per_layer must be 1 there, not {counts[layer]}."
