@@ -56,6 +56,11 @@ SIZES = {
 OTHER_SIZES = {
     "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
     "falcon": {"hidden_size": 32, "ffn_hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gemma3n_text": {
+        **SIZES, "intermediate_size": [48, 64, 48], "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 257, "num_kv_shared_layers": 0,
+        "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3, "sliding_window": 16,
+    },
     "gpt2": {"n_embd": 32, "n_inner": 48, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "gpt_neo": {
         "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 64,
@@ -194,8 +199,8 @@ def fork_ranks(script: str, *arguments: str, count: int = 2) -> None:
 # proven stand in test_promises.py.
 COMMON_BACKBONES = ("bloom", "gemma3_text", "gpt_neox", "llama", "qwen2")
 WIDE_BACKBONES = (
-    "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_neo", "gptj", "granite", "lfm2", "mistral", "mpt", "olmo2",
-    "opt", "phi3", "qwen3", "qwen3_5_text", "smollm3", "stablelm", "starcoder2",
+    "cohere", "falcon", "gemma", "gemma2", "gemma3n_text", "gpt2", "gpt_neo", "gptj", "granite", "lfm2", "mistral",
+    "mpt", "olmo2", "opt", "phi3", "qwen3", "qwen3_5_text", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 BACKBONE_NAMES = sorted((*COMMON_BACKBONES, *WIDE_BACKBONES))
 

@@ -34,7 +34,7 @@ def trainable(network):
 def test_each_stage_trains_its_own_parameters_on_every_backbone(backbone):
     network = model(backbone)
     names = {name for name, _ in network.named_parameters()}
-    routers = {name for name in names if name.endswith("router.weight")}
+    routers = {name for name in names if name.endswith(".router.weight")}
     classifiers = {name for name in names if name.endswith("classifier.weight")}
     experts = {name for name in names if ".experts." in name and ".experts.0." not in name}
     assert len(routers) == 2

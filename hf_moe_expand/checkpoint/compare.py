@@ -17,10 +17,14 @@ _PARTS = {
     "classifiers": {"classifier"},
     "attention": {"self_attn", "self_attention", "attn", "attention"},
     "linear attention, convolutions and state spaces": {"linear_attn", "conv", "mamba", "temporal_block"},
+    "side paths": {
+        "altup", "altup_projections", "altup_unembed_projections", "laurel", "per_layer_input_gate",
+        "per_layer_model_projection", "per_layer_projection",
+    },
     "FFNs": {"mlp", "ffn", "feed_forward", "mlp_block", "fc1", "fc2"},
     "embeddings": {"wte", "wpe", "embed_in"},
     "head": {"lm_head", "embed_out"},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Comparison:
 
 def part_of(name: str) -> str:
     """The part of a model that a tensor belongs to, by its name: attention, FFNs, expert 0, other experts, routers,
-    classifiers, linear attention and the like, norms, embeddings, head or other."""
+    classifiers, linear attention and the like, side paths, norms, embeddings, head or other."""
     words = name.split(".")
     if "experts" in words:
         return "expert 0" if words[words.index("experts") + 1] == "0" else "other experts"

@@ -185,7 +185,7 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
     wrong = [name for name in found.changed if name not in moving] + found.added + found.removed
     if trained.last_router_row:
         wrong += [
-            name for name in found.changed if name.endswith("router.weight") and not _same_rows(before, after, name)
+            name for name in found.changed if name.endswith(".router.weight") and not _same_rows(before, after, name)
         ]
     if wrong:
         raise RuntimeError(
