@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResul
 from ..run_record import BEGUN, read_steps, run_folder
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
+from ..yamlfile import read_text, read_yaml
 from .charts import allocation_chart, change_chart, heat_map, line_chart
 from .drawing import Change, Line, with_means
 from .figures import expert_0_lines, grouped
@@ -97,7 +99,7 @@ def make_page(run: str | Path) -> str:
         "summary": _summary(parts, history, root),
         "scores": _scores(found, history) if found and found.models else None,
         "tasks": found.task_rows() if found and found.tasks else None,
-        "recipe": without_paths((root / "recipe.yaml").read_text("utf-8")) if _has(root, "recipe.yaml") else None,
+        "recipe": without_paths(read_text(root / "recipe.yaml")) if _has(root, "recipe.yaml") else None,
         "plans": [plan for part in parts if (plan := _plan(part))],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
         "routing": [_routing(path, root) for path in _routing_files(root)],
@@ -148,14 +150,11 @@ def _summary(parts: Sequence[_Part], history: History, root: Path) -> dict[str, 
 
 
 def _base(root: Path, first: ExpansionRecord) -> str | None:
-    name = first.base_model
+    name, written = first.base_model, None
     if _has(root, "recipe.yaml"):
-        try:
-            recipe = yaml.safe_load((root / "recipe.yaml").read_text("utf-8"))
-        except yaml.YAMLError:
-            recipe = None
-        written = recipe.get("base") if isinstance(recipe, dict) else None
-        name = without_folders(written) if isinstance(written, str) else name
+        with suppress(InputError):  # a recipe that was broken after the run
+            written = read_yaml(root / "recipe.yaml").get("base")
+    name = without_folders(written) if isinstance(written, str) else name
     local = name is not None and first.base_model is not None and first.base_revision is None
     return f"{name} (a local folder)" if local else name
 
