@@ -6,11 +6,13 @@ import pytest
 import torch
 from conftest import byte_tokenizer, save_dense, tiny_dense
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.merge import merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.twin import tiny_twin
 from hf_moe_expand.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -140,3 +142,11 @@ def test_refusals_name_what_is_wrong(tmp_path):
     refused("has inserted blocks already", tmp_path / "deep")
     expand_checkpoint(base, tmp_path / "expanded", Plan("uniform", [2, 2, 2]))
     refused("is an expanded checkpoint already", tmp_path / "expanded")
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "glm4_moe"])
+def test_blocks_that_do_more_than_attention_and_an_ffn_are_refused(tmp_path, name):
+    tiny_twin(CONFIG_MAPPING[name]()).save_pretrained(tmp_path / "base")
+    with pytest.raises(InputError, match=f"an inserted block of architecture '{name}' would change the output"):
+        expand_depth(tmp_path / "base", tmp_path / "out", 2)
+    assert not (tmp_path / "out").exists()

@@ -127,7 +127,7 @@ def measure_similarity(
         mask: Any = None
 
         def receive(layer: int, states: torch.Tensor, directions: MeanDirections = directions) -> None:
-            directions.add(layer, states[mask])  # noqa: B023 the current batch's mask, by intent
+            directions.add(layer, states.flatten(0, -2)[mask.flatten()])  # noqa: B023 the current batch's mask, by intent
 
         with ffn_inputs(model, receive):
             for batch in padded_batches(blocks[language], batch_size):

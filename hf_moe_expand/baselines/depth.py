@@ -2,13 +2,17 @@
 
 import os
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint.folder import write_checkpoint
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
+from ..checkpoint.twin import tiny_twin
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, zeros
 from ..errors import InputError
 from ..records import StageRecord, add_stage
@@ -43,7 +47,8 @@ def expand_depth(
         The new layers' numbers.
 
     Raises:
-        InputError: the architecture's blocks have other output projections, or `blocks` exceeds the number of layers.
+        InputError: the architecture's blocks have other output projections or do more than attention and an FFN, or
+            `blocks` exceeds the number of layers.
     """
     folder = resolve_checkpoint(base)
     check_output(out, overwrite, folder)
@@ -59,7 +64,20 @@ def expand_depth(
         )
     if not 1 <= blocks <= old:
         raise InputError(f"{folder}: {blocks} blocks were asked for; with {old} layers 1 to {old} can be inserted.")
-    sources = _sources(old, blocks)
+    if not _is_silent(config):
+        raise InputError(
+            f"{folder}: an inserted block of architecture {config.model_type!r} would change the output, as a tiny "
+            "twin of the model shows: its blocks do more than attention and an FFN. Use another architecture."
+        )
+    return _insert(dense, out, blocks, max_shard_size, overwrite)
+
+
+def _insert(
+    dense: StoredModel, out: str | os.PathLike, blocks: int, max_shard_size: str | int, overwrite: bool
+) -> list[int]:
+    """Writes the deeper model; returns the new layers' numbers."""
+    config, layers = dense.config, layer_list(dense.network)
+    sources = _sources(config.num_hidden_layers, blocks)
     new = [layer for layer, (_, copy) in enumerate(sources) if copy]
     tensors = [dense.copied(key) for key in dense.tensors if not key.startswith(f"{layers}.")]
     for layer, (source, copy) in enumerate(sources):
@@ -78,10 +96,25 @@ def expand_depth(
     config.new_layers = new
     add_stage(config, StageRecord("expand-depth", settings={"base": dense.name, "blocks": blocks}))
     write_checkpoint(
-        out, config, tensors, [(folder, TOKENIZER_FILES)], "expand-depth",
+        out, config, tensors, [(dense.folder, TOKENIZER_FILES)], "expand-depth",
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     return new
+
+
+@torch.no_grad()
+def _is_silent(config: PreTrainedConfig) -> bool:
+    """Whether inserted blocks leave the output of a tiny twin of the model unchanged."""
+    ids = torch.arange(3, 15)[None]
+    try:
+        twin = tiny_twin(config)
+        with TemporaryDirectory() as folder:
+            twin.save_pretrained(f"{folder}/twin")
+            _insert(StoredModel(f"{folder}/twin"), f"{folder}/deeper", 2, DEFAULT_SHARD_SIZE, overwrite=False)
+            deeper: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/deeper", trust_remote_code=False)
+            return torch.allclose(deeper.eval()(ids).logits, twin(ids).logits, rtol=1e-4, atol=1e-5)
+    except Exception:  # models raise many types
+        return False
 
 
 def _sources(old: int, blocks: int) -> list[tuple[int, bool]]:

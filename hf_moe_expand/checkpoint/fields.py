@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ..errors import InputError
@@ -74,8 +75,14 @@ def check_values(config: Any, folder: Path) -> None:
 
     Raises:
         InputError: an expanded model lacks a backbone, or the counts are not one for each layer; the message names the
-            field.
+            field; or a part that the model type does not have stands in the configuration.
     """
+    inner = config.get_text_config(decoder=True)
+    if not isinstance(inner, PreTrainedConfig):
+        raise InputError(
+            f"{folder}: its configuration cannot be read (a {config.model_type} model has no text decoder inside, but "
+            "config.json describes one: text_config or the like)."
+        )
     if isinstance(config, ExpandedConfig):
         if config.backbone_model_type is None:
             raise InputError(f"{folder}: config.json does not say which backbone was expanded (backbone_model_type).")

@@ -206,7 +206,8 @@ class CheckpointReader:
         size = ITEM_BITS[info.dtype] // 8
         stop = info.numel if stop is None else stop
         if info.made is not None:
-            yield from info.made().flatten()[start:stop].split(_PIECE)
+            whole = info.made().flatten()
+            yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
             return
         with open(info.file, "rb") as file:
             file.seek(info.start + start * size)

@@ -64,6 +64,7 @@ def shrink_checkpoint(
     prefixes = [ffn.place for ffn in decoder_ffns(network_of(config))]
     kept_file = folder / KEPT_ROUTERS.format(to)
     kept = load_file(kept_file) if kept_file.is_file() else None
+    grown: Any = config.num_experts_per_layer
     config.num_experts_per_layer = history[to - 1]
     config.earlier_experts_per_layer = history[: to - 1] or None
     kept_history = History(expansions[:to])
@@ -72,6 +73,8 @@ def shrink_checkpoint(
     lost = []
     outputs = {name: _copied(reader, name) for name in reader.tensors if ".classifier." not in name}
     for layer, prefix in enumerate(prefixes):
+        if grown[layer] == 1:  # never expanded; it may have experts of the backbone's own
+            continue
         count = config.num_experts_per_layer[layer]
         for name in reader.tensors:
             inside = name.removeprefix(f"{prefix}.experts.")
