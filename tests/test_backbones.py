@@ -44,7 +44,7 @@ for folder in map(Path, sys.argv[2:]):
         "classes": [type(x).__name__ for x in (config, base, model)],
         "module": type(model).__module__.split(".")[0],
         "last": model(ids).logits[0, -1].tolist(),
-        "hidden": torch.equal(base(ids)[0], model(ids, output_hidden_states=True).hidden_states[-1]),
+        "hidden": torch.equal(base(ids)[0], model.base_model(ids)[0]),
         "generated": model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=256).tolist(),
     }
     model.save_pretrained(out / folder.name)
