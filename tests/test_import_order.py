@@ -31,7 +31,7 @@ ROOMS = (
     ("pipeline",),
     ("hub_base", "hub_files", "load_check"),
     ("card", "report"),
-    ("backbones", "demo", "hub", "settings_page"),
+    ("backbones", "demo", "hub", "self_written", "settings_page"),
     ("cli", "model_cards"),
 )
 

@@ -1,0 +1,145 @@
+"""Text that the base writes: its distribution, its provenance, and a review that reads nothing else as old text."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from conftest import invoke, save_dense, write_texts
+from safetensors.torch import load_file, save_file
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.records import History
+from hf_moe_expand.self_written import SampleSettings, write_documents
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("written")
+    expand_checkpoint(save_dense(root / "base"), root / "expanded", Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"]))
+    weights = load_file(root / "expanded" / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, value in weights.items():
+        if "experts.1." in name or "router" in name:
+            weights[name] = value + torch.randn(value.shape, generator=generator)
+    save_file(weights, root / "expanded" / "model.safetensors", {"format": "pt"})
+    write_texts(root / "el.jsonl", [f"η γάτα {number} κάθεται" for number in range(30)])
+    return root
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    return load_for_inference(root / "base")
+
+
+def texts(loaded, **options):
+    return [
+        row["text"] for row in write_documents(*loaded, SampleSettings(**{"documents": 6, "tokens": 12, **options}))
+    ]
+
+
+def test_as_many_documents_as_asked_for_and_the_same_with_the_same_seed(base):
+    found = texts(base, batch_size=4)
+    assert len(found) == 6
+    assert all(text.strip() for text in found)
+    assert found == texts(base, batch_size=4)
+    assert found != texts(base, batch_size=4, seed=1)
+
+
+def test_the_random_state_of_others_is_left_alone(base):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    texts(base)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_prompts_are_taken_in_turn_and_begin_the_documents(base):
+    rows = list(write_documents(*base, SampleSettings(documents=7, tokens=8, prompts=["The city", "In 1990"])))
+    assert Counter(row["prompt"] for row in rows) == {"The city": 4, "In 1990": 3}
+    assert all(row["text"].startswith(row["prompt"]) for row in rows)
+
+
+def test_first_tokens_follow_the_models_distribution(base):
+    """Of many documents of one token, each byte comes as often as the model says, words that are none aside."""
+    model, tokenizer = base
+    with torch.no_grad():
+        logits = model(torch.tensor([[tokenizer.eos_token_id]])).logits[0, -1]
+    for temperature in (1.0, 0.3):
+        scores = (logits / temperature).softmax(-1)
+        counted = Counter(texts(base, documents=3000, tokens=1, batch_size=500, temperature=temperature))
+        ids = [i for i in range(256) if tokenizer.decode([i]).strip() and len(tokenizer.decode([i])) == 1 and i < 128]
+        ids = [i for i in ids if tokenizer(tokenizer.decode([i])).input_ids == [i]]
+        most = sorted(ids, key=lambda i: -scores[i])[:5]
+        whole = sum(counted.values())
+        spoken = scores[[i for i in range(256) if tokenizer.decode([i]).strip()]].sum()
+        for i in most:
+            p = float(scores[i] / spoken)
+            spread = 5 * (p * (1 - p) / whole) ** 0.5
+            assert counted[tokenizer.decode([i])] / whole == pytest.approx(p, abs=spread)
+
+
+def test_a_small_top_p_takes_the_likeliest_token_each_time(base):
+    model, tokenizer = base
+    (found,) = set(texts(base, top_p=1e-6, tokens=5))
+    ids = torch.tensor([[tokenizer.eos_token_id]])
+    likeliest = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=5, pad_token_id=256
+    )
+    assert found == tokenizer.decode(likeliest[0, 1:], skip_special_tokens=True)
+
+
+def test_of_an_expanded_model_the_base_inside_writes(base, root):
+    assert texts(load_for_inference(root / "expanded")) == texts(base)
+
+
+def test_the_file_says_where_it_comes_from_and_review_reads_it(root, tmp_path):
+    out = tmp_path / "en.jsonl"
+    options = ("--language", "en", "--documents", "8", "--tokens", "20", "--seed", "3", "--temperature", "0.9")
+    said = invoke("sample", root / "base", *options, "--prompt", "a b", "--out", out)
+    assert f"wrote {out}: 8 documents" in said
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert {(row["language"], row["written_by"], row["seed"], row["temperature"]) for row in rows} == {
+        ("en", "base", 3, 0.9)
+    }
+    settings = {"block_size": 16, "distillation_coef": 1.0, "language_prior_coef": 0.0}
+    settings["training"] = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
+    (tmp_path / "review.json").write_text(json.dumps(settings))
+    text = ("--data", f"en={out}", "--data", f"el={root / 'el.jsonl'}")
+    invoke("train", "review", root / "expanded", tmp_path / "out", *text, "--config", tmp_path / "review.json")
+    history = History.of(json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert history.last.stages[-1].settings["distillation_coef"] == 1.0
+    assert history.last.stages[-1].tokens["en"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 64}, "tokens is 64, and a prompt has up to 1, but the model takes 64 positions: lower tokens"),
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"documents": 0}, "documents is 0: must be at least 1"),
+        ({"prompts": ["  "]}, "prompts: a prompt is empty"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_refusals(base, options, message):
+    with pytest.raises(InputError, match=message):
+        texts(base, **options)
+
+
+def test_a_model_that_only_ends_its_text_is_given_up(base):
+    model, tokenizer = base
+    model.generation_config.suppress_tokens = list(range(256))
+    try:
+        with pytest.raises(InputError, match="The model writes nothing but ends of text"):
+            texts(base)
+    finally:
+        model.generation_config.suppress_tokens = None
+
+
+def test_a_language_that_is_none_is_refused_before_the_model_loads(root, tmp_path):
+    with pytest.raises(InputError, match="klingonisch"):
+        invoke("sample", root / "base", "--language", "klingonisch", "--out", tmp_path / "x.jsonl")
