@@ -131,7 +131,7 @@ def test_refusals(base, options, message):
 
 
 def test_a_model_that_only_ends_its_text_is_given_up(base):
-    model, tokenizer = base
+    model, _ = base
     model.generation_config.suppress_tokens = list(range(256))
     try:
         with pytest.raises(InputError, match="The model writes nothing but ends of text"):
