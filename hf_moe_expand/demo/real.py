@@ -14,7 +14,7 @@ from ..recipe import Recipe
 from ..report.page import make_page
 from .smollm2 import MEGABYTES, NAME, make_smollm2
 
-MINUTES = 10
+MINUTES = 7
 GIGABYTES = 3
 PROMPTS = ("Y dijo el rey:", "Había en la ciudad un hombre que", "The king said to his servants,")
 NEW_TOKENS = 24
@@ -30,12 +30,12 @@ test: {{en: {en_test}, es: {es_test}}}
 plan: {{method: moe-lpr, experts: 2}}   # in each layer the original FFN and one new expert, a copy at first
 post_pretrain:                       # stage 1: the new experts and the routers learn Spanish
   block_size: 256
-  training: {{max_steps: 24, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
-             warmup_steps: 3, logging_steps: 4, save_strategy: "no"}}
+  training: {{max_steps: 60, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+             warmup_steps: 3, logging_steps: 10, save_strategy: "no"}}
 review:                              # stage 2: the routers learn which tokens need the original FFN, on both languages
   block_size: 256
-  training: {{max_steps: 12, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
-             warmup_steps: 2, logging_steps: 4, save_strategy: "no"}}
+  training: {{max_steps: 20, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+             warmup_steps: 2, logging_steps: 10, save_strategy: "no"}}
 evaluation: {{block_size: 512, batch_size: 2, max_tokens: 3000}}
 """
 
