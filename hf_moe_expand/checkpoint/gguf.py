@@ -37,8 +37,9 @@ def checkpoint_from_gguf(file: str | os.PathLike, out: str | os.PathLike, overwr
     import_extra("gguf", "gguf")
     with new_folder(out, overwrite) as partial:
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-            tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+            model: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options, dtype=torch.float32)
+            tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **options)
         except Exception as error:  # the library raises many types
             raise InputError(f"{file}: transformers cannot read it ({first_line(error)}).") from error
         model.config.__dict__.pop("quantization_config", None)
