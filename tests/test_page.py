@@ -308,6 +308,12 @@ def test_where_no_router_can_choose_the_page_says_so(run):
     result = read_json(run / "routing.json", "")
     write_json(run / "routing.json", result | {"has_choice": False})
     assert NO_CHOICE in page_of(run).text
+    flat = "No router can leave an expert out, since no layer has more experts than are active for a token"
+    assert flat not in page_of(run).text
+    plan = json.loads((run / "plan.json").read_text())
+    counts = [min(count, 2) for count in plan["experts_per_layer"]]
+    write_json(run / "plan.json", plan | {"experts_per_layer": counts, "classifier_layers": []})
+    assert flat in page_of(run).text
     del result["has_choice"]  # as older versions wrote it
     write_json(run / "routing.json", result)
     assert NO_CHOICE not in page_of(run).text

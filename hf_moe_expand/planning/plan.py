@@ -99,6 +99,11 @@ class Plan:
         """Experts of all layers, expert 0 counted."""
         return sum(self.experts_per_layer)
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether a router can leave an expert out, or a classifier decides."""
+        return bool(self.classifier_layers) or max(self.experts_per_layer) > self.top_k
+
     def save(self, path: str | Path) -> None:
         write_json(path, asdict(self))
 
