@@ -26,7 +26,7 @@ BASE = BaseSettings(
     num_layers=4,
     block_size=128,
     blocks_per_step=16,
-    steps=400,
+    steps=500,
     learning_rate=3e-3,
     logging_steps=50,
 )
@@ -46,11 +46,11 @@ plan:
   classifier_layers: 2       # in the 2 layers where old and new languages are most similar
 post_pretrain:               # stage 1: new experts and routers, new languages only
   block_size: 128
-  training: {{max_steps: 240, per_device_train_batch_size: 16, learning_rate: 5e-3, bf16: true, logging_steps: 50,
+  training: {{max_steps: 300, per_device_train_batch_size: 16, learning_rate: 5e-3, bf16: true, logging_steps: 50,
              lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
 review:                      # stage 2: routers and classifiers, old and new languages
   block_size: 128
-  training: {{max_steps: 160, per_device_train_batch_size: 16, learning_rate: 1e-2, bf16: true, logging_steps: 50,
+  training: {{max_steps: 200, per_device_train_batch_size: 16, learning_rate: 1e-2, bf16: true, logging_steps: 50,
              lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
 evaluation: {{block_size: 128, batch_size: 32}}
 """
