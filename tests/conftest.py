@@ -199,10 +199,12 @@ def fork_ranks(script: str, *arguments: str, count: int = 2) -> None:
 # proven stand in test_promises.py.
 COMMON_BACKBONES = ("bloom", "gemma3_text", "gpt_neox", "llama", "qwen2")
 WIDE_BACKBONES = (
-    "cohere", "falcon", "gemma", "gemma2", "gemma3n_text", "gpt2", "gpt_neo", "gptj", "granite", "lfm2", "mistral",
-    "mpt", "olmo2", "opt", "phi3", "qwen3", "qwen3_5_text", "smollm3", "stablelm", "starcoder2",
+    "cohere", "falcon", "gemma2", "gemma3n_text", "gpt2", "gpt_neo", "gptj", "lfm2", "mpt", "olmo2", "opt", "phi3",
+    "qwen3_5_text", "stablelm", "starcoder2",
 )  # fmt: skip
-BACKBONE_NAMES = sorted((*COMMON_BACKBONES, *WIDE_BACKBONES))
+# Their layers call an FFN of the same kind as llama's, qwen2's or gemma3_text's, which stand for them in the matrix.
+ALIKE = ("gemma", "granite", "mistral", "qwen3", "smollm3")
+BACKBONE_NAMES = sorted((*COMMON_BACKBONES, *WIDE_BACKBONES, *ALIKE))
 
 BACKBONES = [*COMMON_BACKBONES, *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE_BACKBONES)]
 
