@@ -16,6 +16,9 @@ OLD = 0  # class of the base model's languages
 # "normal" is the former name of "joint").
 CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "joint", "normal"})
 
+# Those of them that train the base model inside.
+TRAINS_BASE = frozenset({"everything", "group", "joint", "normal"})
+
 R = TypeVar("R", bound="_Record")
 
 
@@ -225,6 +228,11 @@ class History:
     def stages(self) -> list[StageRecord]:
         """All steps of all expansions."""
         return [stage for expansion in self.expansions for stage in expansion.stages]
+
+    @property
+    def trained_base(self) -> str | None:
+        """The first stage that trained the base model inside, expert 0 included; None if it is as it was."""
+        return next((stage.stage for stage in self.stages if stage.stage in TRAINS_BASE), None)
 
     @property
     def by_expansion(self) -> list[list[str]]:

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from .errors import InputError
 from .modeling import ExpandedConfig
 from .models import longest_block
+from .records import History
 from .schema import Count, Positive, Share, Text, Whole, settings
 
 _TRIES = 4  # batches without a word for each one with words, before the model is given up
@@ -49,8 +50,11 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     alone writes: that is the base. A document without a word is drawn anew.
 
     Raises:
-        InputError: the documents are longer than the model's positions, or the model writes no words.
+        InputError: the documents are longer than the model's positions, the model writes no words, or it is an expanded
+            model whose base was trained.
     """
+    if isinstance(model.config, ExpandedConfig) and (stage := History.of(model.config).trained_base):
+        raise InputError(f"Expert 0 of this model is not the base any more, since `{stage}` trained it: give the base.")
     prompts = [_ids(prompt, tokenizer) for prompt in chosen.prompts] or [_ids("", tokenizer)]
     positions = longest_block(model.config)
     if positions is not None and max(map(len, prompts)) + chosen.tokens > positions:

@@ -230,6 +230,13 @@ def test_dropout_inside_an_ffn_of_separate_layers_is_drawn_for_each_expert():
     x = torch.randn(5, 32)
     torch.testing.assert_close(ffn.train()(x), ffn.experts[0].fc2.bias.expand(5, 32))
     assert not torch.allclose(ffn.eval()(x), ffn.experts[0].fc2.bias.expand(5, 32))
+    layer, states = model.train().model.layers[0], torch.randn(1, 5, 32)
+    outputs = []
+    for bias in (0.0, 7.0):
+        for expert in ffn.experts:
+            nn.init.constant_(expert.fc2.bias, bias)
+        outputs.append(layer(states)[0].detach() if isinstance(layer(states), tuple) else layer(states).detach())
+    torch.testing.assert_close(outputs[1] - outputs[0], torch.full_like(outputs[0], 7.0))  # dropped once, inside
 
 
 def test_an_architecture_that_is_code_in_the_checkpoint_is_refused(tmp_path):

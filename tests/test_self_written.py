@@ -140,6 +140,20 @@ def test_a_model_that_only_ends_its_text_is_given_up(base):
         model.generation_config.suppress_tokens = None
 
 
+def test_a_base_that_was_trained_neither_writes_nor_teaches(root, tmp_path):
+    config = {"block_size": 16, "everything": True, "training": {"max_steps": 1, "per_device_train_batch_size": 2}}
+    (tmp_path / "all.json").write_text(json.dumps(config))
+    text = ("--data", f"el={root / 'el.jsonl'}")
+    invoke("train", "post-pretrain", root / "expanded", tmp_path / "all", *text, "--config", tmp_path / "all.json")
+    with pytest.raises(InputError, match="is not the base any more, since `everything` trained it: give the base"):
+        texts(load_for_inference(tmp_path / "all"))
+    (tmp_path / "review.json").write_text(json.dumps({"block_size": 16, "distillation_coef": 1.0}))
+    write_texts(tmp_path / "en.jsonl", ["one line of text"] * 30)
+    text = (*text, "--data", f"en={tmp_path / 'en.jsonl'}", "--config", tmp_path / "review.json")
+    with pytest.raises(InputError, match="distillation_coef: expert 0 of this model is not the base any more"):
+        invoke("train", "review", tmp_path / "all", tmp_path / "out", *text)
+
+
 def test_a_language_that_is_none_is_refused_before_the_model_loads(root, tmp_path):
     with pytest.raises(InputError, match="klingonisch"):
         invoke("sample", root / "base", "--language", "klingonisch", "--out", tmp_path / "x.jsonl")

@@ -40,6 +40,7 @@ def sample(
     from dataclasses import asdict
     from pathlib import Path
 
+    from ..checkpoint.source import resolve_checkpoint
     from ..jsonfile import write_text
     from ..languages import check_language_code
     from ..models import load_for_inference
@@ -48,8 +49,11 @@ def sample(
     check_language_code(language)
     chosen = SampleSettings(documents, tokens, list(prompt or []), temperature, top_p, batch_size, seed)
     network, tokenizer = load_for_inference(model, revision)
-    name = Path(model).resolve().name if Path(model).is_dir() else model
-    origin = {"written_by": name, "revision": revision, **{k: v for k, v in asdict(chosen).items() if k != "prompts"}}
+    local = Path(model).is_dir()
+    name = Path(model).resolve().name if local else model
+    # The hub's cache names a snapshot's folder by its commit.
+    commit = None if local else resolve_checkpoint(model, revision).name
+    origin = {"written_by": name, "revision": commit, **{k: v for k, v in asdict(chosen).items() if k != "prompts"}}
     rows = [{**row, "language": language, **origin} for row in write_documents(network, tokenizer, chosen)]
     write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     words = sum(len(row["text"].split()) for row in rows)

@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from ..data.mixing import review_documents
 from ..errors import InputError
+from ..records import History
 from ..schema import Coefficient, Count, Flag, Positive
 from ..trainers.freezing import Trained
 from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
@@ -62,6 +63,14 @@ class Review(TrainingStage):
             )
         if not old:
             raise InputError("No old language was given: review needs text of the base's languages.")
+
+    def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
+        super().check_data(config, data, model_config)
+        if config.distillation_coef and (stage := History.of(model_config).trained_base):
+            raise InputError(
+                f"distillation_coef: expert 0 of this model is not the base any more, since `{stage}` trained it: "
+                "leave distillation_coef out."
+            )
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: ReviewConfig) -> dict[str, Any]:
         available = {code: len(dataset) for code, dataset in texts.items()}
