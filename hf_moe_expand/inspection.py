@@ -31,6 +31,7 @@ class Inspection:
         expansions: the expansions' records in config.json.
         updates: rank and alpha of LoRA experts.
         mixtures: layers that are mixtures of experts of the backbone's own.
+        prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
     """
 
@@ -45,6 +46,7 @@ class Inspection:
     updates: tuple[int, float] | None = None
     mixtures: Sequence[int] = ()
     leftovers: Sequence[str] = ()
+    prefix_gate: dict[str, Any] | None = None
 
     def lines(self) -> list[str]:
         """The report, line by line."""
@@ -61,6 +63,7 @@ class Inspection:
                 else []
             ),
             f"classifier layers   {', '.join(classifiers) or 'none'}",
+            *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
             f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
             f"active for a token  {self.active:,}",
         ]
@@ -110,7 +113,16 @@ def inspect_config(config: Any) -> Inspection:
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, updates,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
+        prefix_gate=config.prefix_gate,
     )  # fmt: skip
+
+
+def _gate_in_words(gate: dict[str, Any]) -> str:
+    reach = "for their own layers" if gate["reach"] == "layer" else "for the later layers too"
+    return (
+        f"the classifiers judge the text so far, {reach}: decay {gate['decay']:g} a token, evidence of a token at most "
+        f"{gate['bound']:g} nats"
+    )
 
 
 def _in_words(stage: StageRecord) -> str:

@@ -132,6 +132,7 @@ class ExpansionRecord(_Record):
         base_revision: commit of a hub model; None for a local folder.
         experts_per_layer: experts of each layer after this expansion, expert 0 counted.
         classifier_layers: layers with a routing classifier, after this expansion.
+        prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         seed: random seed of routers and random experts.
         expert_init: how a first expansion's experts started: `copy`, `random` or `branches`.
         branches: models that became the experts (Branch-Train-Mix).
@@ -149,6 +150,7 @@ class ExpansionRecord(_Record):
     base_revision: str | None = _field("text", optional=False)
     experts_per_layer: list[int] = _field("wholes", [], optional=False)
     classifier_layers: list[int] = _field("wholes", [], optional=False)
+    prefix_gate: dict[str, Any] | None = _field("object")
     seed: int | None = _field("whole")
     expert_init: str | None = _field("text")
     branches: list[str] | None = _field("texts")

@@ -22,6 +22,8 @@ class DMoEConfig(ExpandedConfig):
         super()._check_expansion()
         if self.conditional_routing:
             raise ValueError("conditional_routing shares expert 0, which in DMoE belongs to a group: leave it out.")
+        if self.prefix_gate is not None:
+            raise ValueError("prefix_gate is for classifiers, which a DMoE has not: leave it out.")
         groups = self.language_groups or []
         for layer, count in enumerate(self.num_experts_per_layer or []):
             if groups and count not in (1, len(groups)):

@@ -10,6 +10,8 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .prefix_gate import PrefixRule
+
 _CLASSES: dict[tuple[type, str], type] = {}
 _LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
 
@@ -31,6 +33,8 @@ class ExpandedConfig(PreTrainedConfig):
             gate that weighs the routed experts for each token (CMR).
         expert_kind: kind of experts 1, 2, ...: `"ffn"`, separate FFNs, or `"lora"`, expert 0 with a low-rank update on
             its linear layers.
+        prefix_gate: `{"decay": ..., "bound": ..., "reach": ...}` where the classifiers judge the text so far
+            (`PrefixRule`); None where they judge single tokens.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
 
     Raises:
@@ -46,6 +50,7 @@ class ExpandedConfig(PreTrainedConfig):
     expert_kind: str = "ffn"
     lora_rank: int | None = None
     lora_alpha: float | None = None
+    prefix_gate: dict | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ExpandedConfig":
         backbone = kwargs.get("backbone_model_type")
@@ -84,9 +89,15 @@ class ExpandedConfig(PreTrainedConfig):
                     + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
                     + ": a classifier needs a layer with a router."
                 )
+        self._check_prefix_gate()
         if self.conditional_routing and max(counts) < 2:
             raise ValueError("conditional_routing needs experts beside expert 0, but num_experts_per_layer is all 1.")
         self._check_expert_kind()
+
+    def _check_prefix_gate(self) -> None:
+        rule = PrefixRule.of(self)
+        if rule is not None and not self.classifier_layers:
+            raise ValueError("prefix_gate says how classifiers judge, but classifier_layers names no layer.")
 
     def _check_expert_kind(self) -> None:
         if self.expert_kind not in EXPERT_KINDS:

@@ -11,7 +11,8 @@ from torch import nn
 from .conditional_routing import ConditionalGate, beside_shared, with_shared_expert
 from .dispatch import dispatch, run_alone
 from .ffn_expert import copy_ffn
-from .routing import Choice, Classifier, LayerRouting, Router, experts_allowed, select_experts
+from .prefix_gate import PrefixRule, RunningText, TextMarks
+from .routing import Choice, Classifier, LayerRouting, Router, experts_allowed, select_experts, token_classes
 from .routing_control import RoutingControl
 
 
@@ -29,6 +30,7 @@ class ExpandedFFN(nn.Module):
         earlier_counts: number of the layer's experts after each expansion before the last.
         conditional: whether all tokens share expert 0, and a gate weighs the routed experts 1..N-1.
         new_expert: function that makes each further expert from `ffn`.
+        prefix_rule: how the model's prefix gates judge; None if classifiers judge single tokens.
 
     Attributes:
         experts_of_class: number of experts before any expansion (1), and after each expansion.
@@ -46,6 +48,7 @@ class ExpandedFFN(nn.Module):
         earlier_counts: Sequence[int] = (),
         conditional: bool = False,
         new_expert: Callable[[nn.Module], nn.Module] = copy_ffn,
+        prefix_rule: PrefixRule | None = None,
     ) -> None:
         super().__init__()
         self.experts = nn.ModuleList([ffn, *(new_expert(ffn) for _ in range(num_experts - 1))])
@@ -53,56 +56,114 @@ class ExpandedFFN(nn.Module):
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.classifier = Classifier(hidden_size, len(self.experts_of_class)) if has_classifier else None
         self.conditional_gate = ConditionalGate(hidden_size, 1) if conditional else None
+        self.prefix_rule = prefix_rule
         self.top_k = min(top_k, num_experts - conditional)
         self.layer_index = layer_index
         self.control = control
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once."""
-        x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routing = self.route(x_Th)
-        if self.control.capture is not None:
-            self.control.capture.layers[self.layer_index] = routing
-        if self.control.forced_expert is not None:
-            return run_alone(self.experts, self.control.forced_expert, hidden_states, residual, self.training)
-        y_Th = dispatch(self.experts, x_Th, routing.weights, routing.experts, residual is not None, self.training)
-        y = y_Th.view(hidden_states.shape)
-        return y if residual is None else y + residual
-
-    def route(self, x_Th: torch.Tensor) -> LayerRouting:
-        """The routing of each token, from its hidden states `[T, h]`.
+        """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once.
 
         Raises:
             ValueError: `use_expert` names an expert that the layer does not have.
         """
+        x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
+        alone = self.control.only_expert
+        if alone is not None and alone >= len(self.experts):
+            raise ValueError(f"Layer {self.layer_index} has no expert {alone}; give one of 0..{len(self.experts) - 1}.")
+        text = self._text(hidden_states)
+        if alone is not None and self.control.capture is None:
+            if self.classifier is not None and text is not None:
+                text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
+            return run_alone(self.experts, alone, hidden_states, residual, self.training)
+        routing = self.route(x_Th, text)
+        if self.control.capture is not None:
+            self.control.capture.layers[self.layer_index] = routing
+        if alone is not None:
+            return run_alone(self.experts, alone, hidden_states, residual, self.training)
+        home_T = self._said_home(x_Th)
+        index_TK = routing.experts
+        if home_T is not None:
+            index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
+        y_Th = dispatch(self.experts, x_Th, routing.weights, index_TK, residual is not None, self.training)
+        y = y_Th.view(hidden_states.shape)
+        y = y if residual is None else y + residual
+        if home_T is None:
+            return y
+        # On all tokens, as in the dense layer: on a part of them a matrix product may round in another way.
+        base = run_alone(self.experts, 0, hidden_states, residual, training=False)
+        return torch.where(home_T.view(hidden_states.shape[:-1]).unsqueeze(-1), base, y)
+
+    def route(self, x_Th: torch.Tensor, text: RunningText | None = None) -> LayerRouting:
+        """The routing of each token, from its hidden states `[T, h]`.
+
+        Args:
+            text: the texts of the tokens, for a prefix gate; not in training, where its loss adds up the evidence.
+        """
         logits_TN = self.router(x_Th)
         classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
+        if classifier_logits_TC is not None and text is not None:
+            classifier_logits_TC = text.judge(self.layer_index, classifier_logits_TC)
         conditional = self.conditional_gate is not None
+        class_T = None if self.training else self._class_of_tokens(classifier_logits_TC, text)
         if self.control.change_logits is not None:
             shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
             logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
-            classifier_logits_TC = None
+            classifier_logits_TC = class_T = None
         if self.conditional_gate is not None:
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
-        if self.control.forced_expert is not None:
-            allowed_T, (weights_TK, index_TK) = None, self._forced(logits_TN, self.control.forced_expert)
+        if self.control.only_expert is not None:
+            ones_T1 = torch.ones_like(logits_TN[:, :1])
+            allowed_T, weights_TK = None, ones_T1
+            index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
         else:
-            allowed_T = self._allowed(logits_TN, classifier_logits_TC)
+            allowed_T = self._allowed(logits_TN, self._said(x_Th, class_T))
             weights_TK, index_TK = self._choose(logits_TN, allowed_T)
-        return LayerRouting(logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_T, conditional)
+        rule = self.prefix_rule if self.training and self.classifier is not None else None
+        return LayerRouting(
+            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_T, conditional, rule
+        )
 
-    def _forced(self, logits_TN: torch.Tensor, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if expert >= len(self.experts):
-            raise ValueError(
-                f"Layer {self.layer_index} has no expert {expert}; give one of 0..{len(self.experts) - 1}."
-            )
-        ones_T1 = torch.ones_like(logits_TN[:, :1])
-        return ones_T1, torch.full_like(ones_T1, expert, dtype=torch.long)
+    def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
+        """The texts that prefix gates judge; without the model's own, each sequence is a text."""
+        if self.prefix_rule is None or self.training:
+            return None
+        if self.control.text is not None or self.classifier is None:
+            return self.control.text
+        B, S = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, hidden_states.shape[0])
+        return RunningText(self.prefix_rule, TextMarks.of((B, S), hidden_states.device))
 
-    def _allowed(self, logits_TN: torch.Tensor, classifier_logits_TC: torch.Tensor | None) -> torch.Tensor | None:
-        allowed_T = None
-        if classifier_logits_TC is not None and not self.training:
-            allowed_T = experts_allowed(classifier_logits_TC, self.experts_of_class)
+    def _class_of_tokens(
+        self, classifier_logits_TC: torch.Tensor | None, text: RunningText | None
+    ) -> torch.Tensor | None:
+        """`[T]`: each token's class by the layer's classifier, or by an earlier layer's gate; None without either."""
+        if classifier_logits_TC is None and text is not None and text.log_odds_TC is not None:
+            classifier_logits_TC = text.log_odds_TC.to(self.router.weight.device)
+        return None if classifier_logits_TC is None else token_classes(classifier_logits_TC)
+
+    def _said(self, x_Th: torch.Tensor, class_T: torch.Tensor | None) -> torch.Tensor | None:
+        """`[T]`: the class that the user gives each token's sequence; `class_T` where the user gives none."""
+        if self.control.classes is None:
+            return class_T
+        last = len(self.experts_of_class) - 1
+        if class_T is None:
+            class_T = torch.full_like(x_Th[:, 0], last, dtype=torch.long)
+        said_T = self._of_tokens([-1 if number is None else number for number in self.control.classes], x_Th)
+        return torch.where(said_T < 0, class_T, said_T)
+
+    def _said_home(self, x_Th: torch.Tensor) -> torch.Tensor | None:
+        """`[T]` bool: the tokens that the user sends to expert 0; None if there are none."""
+        if self.control.classes is None or 0 not in self.control.classes:
+            return None
+        return self._of_tokens([number == 0 for number in self.control.classes], x_Th)
+
+    @staticmethod
+    def _of_tokens(of_sequences: list, x_Th: torch.Tensor) -> torch.Tensor:
+        """`[T]`: a value of each sequence, for each of its tokens. Beams of a sequence follow one another."""
+        return torch.tensor(of_sequences, device=x_Th.device).repeat_interleave(x_Th.shape[0] // len(of_sequences))
+
+    def _allowed(self, logits_TN: torch.Tensor, class_T: torch.Tensor | None) -> torch.Tensor | None:
+        allowed_T = None if class_T is None else experts_allowed(class_T, self.experts_of_class)
         if self.control.expansion is None:
             return allowed_T
         most = self.experts_of_class[self.control.expansion]

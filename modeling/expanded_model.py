@@ -7,7 +7,7 @@ backbone's own.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -23,9 +23,11 @@ from .expanded_ffn import ExpandedFFN
 from .expansion_only import load_assembled
 from .ffn_expert import copy_ffn
 from .lora_expert import LoraA, LoraB, LoraFactor, init_lora_a, lora_expert
+from .prefix_gate import PrefixRule, cache_of_call, texts_of_call
 from .routing import Classifier, Router, init_router
 from .routing_control import Routing, RoutingControl
 from .separate_ffn import SeparateFFN, put_in_place
+from .spoken_language import check_count, classes_of, with_languages
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
@@ -80,6 +82,7 @@ class ExpandedModelMixin:
         new_expert: Callable[[nn.Module], nn.Module] = copy_ffn
         if config.expert_kind == "lora":
             new_expert = partial(lora_expert, rank=config.lora_rank, alpha=config.lora_alpha)
+        rule = PrefixRule.of(config)
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
         if any(config.num_experts_per_layer[index] > 1 for index in mixtures):
@@ -94,7 +97,7 @@ class ExpandedModelMixin:
                 earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(
                     ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
-                    earlier, config.conditional_routing, new_expert,
+                    earlier, config.conditional_routing, new_expert, rule,
                 )  # fmt: skip
                 parent, attribute = ffn.place.rsplit(".", 1)
                 layer = self.get_submodule(parent)  # type: ignore[attr-defined]
@@ -103,6 +106,12 @@ class ExpandedModelMixin:
                 else:
                     setattr(layer, attribute, expanded)
         self.routing_control = control
+        if rule is not None:
+            # On the module that owns the layers: it always runs, also for heads of other libraries.
+            owner = ffns[0].place.partition(".0.")[0].rpartition(".")[0]
+            decoder = self.get_submodule(owner)  # type: ignore[attr-defined]
+            decoder.register_forward_pre_hook(partial(_begin_text, control, rule), with_kwargs=True)
+            decoder.register_forward_hook(partial(_end_text, control), with_kwargs=True, always_call=True)
         super().post_init()  # type: ignore[misc]
 
     def init_parallel_plans(self) -> None:
@@ -181,6 +190,41 @@ class ExpandedModelMixin:
             self.routing_control.forced_expert = before
 
     @contextmanager
+    def use_languages(self, languages: str | Sequence[str | None]) -> Iterator[None]:
+        """Inside, the model knows the language of each sequence, as with `languages` of `forward` and `generate`.
+
+        Args:
+            languages: a code for each sequence of the batches, None where it is not known; or one code for all. A
+                sequence in a language of the base model gets the base model's output: expert 0 alone runs, in every
+                layer. One in a language of expansion g may use the experts up to expansion g, whatever classifiers and
+                prefix gates say.
+
+        Raises:
+            ValueError: the checkpoint does not know a code, or it is a DMoE's.
+        """
+        before = self.routing_control.classes
+        self.routing_control.classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.routing_control.classes = before
+
+    def generate(self, inputs: Any = None, *args: Any, languages: Any = None, **kwargs: Any) -> Any:
+        """As the backbone's `generate`.
+
+        Args:
+            languages: the language of each sequence; see `use_languages`.
+
+        Raises:
+            ValueError: see `use_languages`; or the number of codes is not that of the sequences.
+        """
+        if languages is None:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        check_count(languages, inputs, kwargs)
+        with self.use_languages(languages):
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
     def use_expansion(self, expansion: int) -> Iterator[None]:
         """Inside, the model routes as after an earlier expansion (0: the base model), without later experts."""
         before = self.routing_control.expansion
@@ -221,6 +265,7 @@ def _expanded_class(cls: Any, config: Any) -> type:
             "_dense_class": dense,
             "_static": cls,
             "_supports_attention_backend": dense._supports_attention_backend,
+            "forward": with_languages(dense.forward),
         }
         _CLASSES[cls, backbone] = type(cls.__name__, (cls, dense), namespace)
     return _CLASSES[cls, backbone]
@@ -240,6 +285,17 @@ def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str
             "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
             "hf_moe_expand.expand_checkpoint(folder, out, plan)."
         )
+
+
+def _begin_text(control: RoutingControl, rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    control.text = None if decoder.training else texts_of_call(rule, decoder, args, kwargs)
+
+
+def _end_text(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    text, control.text = control.text, None
+    cache = cache_of_call(args, kwargs, output)
+    if text is not None and cache is not None:
+        text.remember(cache)
 
 
 def _blank_model(static: type, config: Any) -> PreTrainedModel:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
+from .prefix_gate import PrefixRule
+
 
 @dataclass(frozen=True)
 class LayerRouting:
@@ -19,13 +21,15 @@ class LayerRouting:
 
     Attributes:
         router_logits: `[T, N]` float32; the router scores G are their softmax.
-        classifier_logits: `[T, C]` float32, or None in a layer without a classifier.
+        classifier_logits: `[T, C]` float32, or None in a layer without a classifier. Of a prefix gate, the log-odds of
+            the text so far; in training, each token's own logits.
         top_k: K, active experts of a token, at most N.
         weights: `[T, K]`, each active expert's factor in the token's output.
         experts: `[T, K]`, indices of the active experts; index N means that no expert runs.
         allowed: `[T]`, token t may use only the first `allowed[t]` experts; None if all tokens may use all experts.
         conditional: whether expert 0 is outside the routed set (see `with_shared_expert`): `top_k` then counts the
             other experts, and `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
+        prefix_rule: in training, the rule by which a prefix gate adds up `classifier_logits`; else None.
     """
 
     router_logits: torch.Tensor
@@ -35,6 +39,7 @@ class LayerRouting:
     experts: torch.Tensor
     allowed: torch.Tensor | None = None
     conditional: bool = False
+    prefix_rule: PrefixRule | None = None
 
     @property
     def routed_logits(self) -> torch.Tensor:
@@ -132,13 +137,12 @@ def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
     return (best_TC * numbers_C).amax(-1)
 
 
-def experts_allowed(classifier_logits_TC: torch.Tensor, experts_of_class: Sequence[int]) -> torch.Tensor:
+def experts_allowed(class_T: torch.Tensor, experts_of_class: Sequence[int]) -> torch.Tensor:
     """The number of experts that each token may use, by its class, `[T]` (LayerMoE Eq. 13).
 
     Class 0 (the base model's languages) may use only expert 0, class g the experts that existed after expansion g, and
     the last class all experts.
     """
-    class_T = token_classes(classifier_logits_TC)
     allowed_T = torch.full_like(class_T, experts_of_class[-1])
     for number, count in enumerate(experts_of_class[:-1]):
         allowed_T = allowed_T.masked_fill(class_T == number, count)

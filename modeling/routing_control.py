@@ -3,11 +3,12 @@
 Shape suffixes as in `routing.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from .prefix_gate import RunningText
 from .routing import Choice, LayerRouting
 
 
@@ -35,10 +36,22 @@ class RoutingControl:
         self.capture: Routing | None = None
         self.forced_expert: int | None = None
         self.expansion: int | None = None
+        # The class of each sequence's language, where the user names it: 0 for the base model's, None if unknown.
+        self.classes: Sequence[int | None] | None = None
+        # The texts of the forward pass that runs, for prefix gates.
+        self.text: RunningText | None = None
         # For analyses: takes router logits `[T, N]` and K, returns the logits to route by; bypasses classifiers.
         self.change_logits: Callable[[torch.Tensor, int], torch.Tensor] | None = None
         # Called only in training: takes a layer's index and its choice, returns the choice to use.
         self.change_choice: Callable[[int, Choice], Choice] | None = None
+
+    @property
+    def only_expert(self) -> int | None:
+        """The expert that runs alone for every token, None if routers choose: that of `use_expert`, or expert 0 where
+        the user says that all languages are the base model's."""
+        if self.forced_expert is None and self.classes and all(number == 0 for number in self.classes):
+            return 0
+        return self.forced_expert
 
     def __deepcopy__(self, memo: dict) -> "RoutingControl":
         memo[id(self)] = new = RoutingControl()

@@ -22,7 +22,7 @@ from .losses import (
     expert_selections,
 )
 from .metrics import Metrics, record_routing
-from .routing_capture import FirstPass, without_virtual_tokens
+from .routing_capture import FirstPass, judged_by_text, without_virtual_tokens
 from .sharded import check_tied_embeddings, fetch_experts_together
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
@@ -141,7 +141,8 @@ class RouterLossMixin:
         loss, outputs = result if wants_outputs else (result, None)
         if not len(captured):
             raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
-        routing = [without_virtual_tokens(layer, own_inputs["input_ids"]) for layer in captured]
+        on_text = (without_virtual_tokens(layer, own_inputs["input_ids"]) for layer in captured)
+        routing = [judged_by_text(layer, own_inputs) for layer in on_text]
         self._check_gradients(model, expanded, routing)
         mode = "train" if model.training else "eval"
         if own_inputs.get("labels") is not None:

@@ -161,6 +161,7 @@ def planned_config(dense_config: PreTrainedConfig, plan: Plan, **fields: Any) ->
         num_experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
         router_top_k=plan.top_k,
+        prefix_gate=plan.prefix_rule,
         **({"language_groups": plan.groups} if plan.groups else {}),
         **fields,
     )
@@ -276,6 +277,7 @@ def first_record(
         new_languages=plan.new or [code for code in grouped if code not in plan.old],
         experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
+        prefix_gate=plan.prefix_rule,
         expert_init=expert_init,
         seed=seed,
         base_parameters=base_parameters,

@@ -72,6 +72,7 @@ def grow_checkpoint(
         new_languages=plan.new,
         experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
+        prefix_gate=plan.prefix_rule,
         copied_experts=origin,
         seed=seed,
         versions=versions(),
@@ -79,6 +80,7 @@ def grow_checkpoint(
     changes = {
         "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
         "classifier_layers": plan.classifier_layers,
+        "prefix_gate": plan.prefix_rule,
     }
     return add_experts(
         folder, out, sources, record, config_changes=changes, keep_routers=keep_routers, seed=seed,
@@ -129,7 +131,16 @@ def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
         (before & after, f"kept, with a class for the new languages ({classes} classes)"),
         (after - before, f"added, with weights of zero ({classes} classes)"),
     ]
-    return [f"classifiers of layers {', '.join(map(str, sorted(layers)))}: {said}" for layers, said in found if layers]
+    changes = [
+        f"classifiers of layers {', '.join(map(str, sorted(layers)))}: {said}" for layers, said in found if layers
+    ]
+    if before and after and config.prefix_gate != plan.prefix_rule:
+        was, will_be = (
+            f"judge the text so far ({gate})" if gate else "judge one token"
+            for gate in (config.prefix_gate, plan.prefix_rule)
+        )
+        changes.append(f"all classifiers: they {was}, and will {will_be}")
+    return changes
 
 
 def add_experts(

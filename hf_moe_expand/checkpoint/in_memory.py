@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..errors import InputError
 from ..modeling import MODEL_CLASSES, ExpandedConfig, decoder_ffns, static_class
-from ..planning.plan import Plan
+from ..planning.plan import Plan, PrefixGate
 from ..records import History
 from .expand import check_dense_plan, check_kinds, first_record, lora_fields, planned_config
 from .new_weights import new_weight, random_weight
@@ -131,8 +131,9 @@ def _plan_of(config: ExpandedConfig) -> Plan:
     counts, groups = config.num_experts_per_layer or [], getattr(config, "language_groups", None) or []
     method = "moe-lpr" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
     return Plan(
-        "dmoe" if groups else method, counts, config.classifier_layers or [], config.router_top_k, groups=groups
-    )
+        "dmoe" if groups else method, counts, config.classifier_layers or [], config.router_top_k, groups=groups,
+        prefix_gate=PrefixGate(**config.prefix_gate) if config.prefix_gate else None,
+    )  # fmt: skip
 
 
 def _check_same(given: ExpandedConfig, config: ExpandedConfig) -> None:

@@ -70,6 +70,7 @@ def shrink_checkpoint(
     kept_history = History(expansions[:to])
     kept_history.write(config)
     config.classifier_layers = kept_history.last.classifier_layers
+    config.prefix_gate = kept_history.last.prefix_gate
     lost = []
     outputs = {name: _copied(reader, name) for name in reader.tensors if ".classifier." not in name}
     for layer, prefix in enumerate(prefixes):
@@ -92,6 +93,7 @@ def shrink_checkpoint(
                 lost.append(layer)
     if lost:
         config.classifier_layers = [layer for layer in config.classifier_layers if layer not in lost]
+        config.prefix_gate = config.prefix_gate if config.classifier_layers else None
     companions = [pattern for pattern in COMPANIONS if pattern != KEPT_ROUTERS.format("*")]
     companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
     write_checkpoint(

@@ -163,7 +163,7 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
         plot_deviation(figure, deviation.languages, deviation.similarity, deviation.deviation, plan.groups, layers)
     print(f"experts per layer  {' '.join(map(str, plan.experts_per_layer))} (total {plan.total_experts})")
     if not plan.groups:
-        print(f"classifier layers  {', '.join(map(str, plan.classifier_layers)) or 'none'}")
+        print(f"classifier layers  {plan.classifiers_in_words}")
     print(f"wrote {out}")
 
 

@@ -43,31 +43,31 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
     raise InputError("Layers are selected by a ratio or by a threshold: give exactly one of the two.")
 
 
-def check_layer_ranges(text: str) -> str:
+def check_layer_ranges(text: str, key: str = "only_layers") -> str:
     """Returns the text, if it has the form that `layers_in` reads.
 
     Raises:
-        InputError: it has not.
+        InputError: it has not; the message names the key.
     """
     if not _RANGES.fullmatch(text):
-        raise InputError(f"only_layers is {text!r}: give layers and ranges of layers from 0, such as 4-11 or 0,6-8.")
+        raise InputError(f"{key} is {text!r}: give layers and ranges of layers from 0, such as 4-11 or 0,6-8.")
     return text
 
 
-def layers_in(text: str, num_layers: int) -> list[int]:
+def layers_in(text: str, num_layers: int, key: str = "only_layers") -> list[int]:
     """The layers of `4-11` or `0,6-8`, ends included, in order.
 
     Raises:
         InputError: a range runs backwards, or the model has no such layer.
     """
     found: set[int] = set()
-    for part in check_layer_ranges(text).split(","):
+    for part in check_layer_ranges(text, key).split(","):
         first, _, last = part.partition("-")
         start, stop = int(first), int(last or first)
         if start > stop:
-            raise InputError(f"only_layers: {part.strip()} runs backwards; give the lower layer first.")
+            raise InputError(f"{key}: {part.strip()} runs backwards; give the lower layer first.")
         if stop >= num_layers:
-            raise InputError(f"only_layers: the model has no layer {stop}; its layers are 0-{num_layers - 1}.")
+            raise InputError(f"{key}: the model has no layer {stop}; its layers are 0-{num_layers - 1}.")
         found.update(range(start, stop + 1))
     return sorted(found)
 

@@ -8,7 +8,7 @@ from ..results import DeviationResult, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, Allocation, PlanSettings, Target
 from .methods.allocation import check_total
-from .plan import Plan
+from .plan import Plan, PrefixGate
 
 
 def make_plan(
@@ -50,18 +50,35 @@ def make_plan(
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
-    choice, number = settings.classifier_choice, settings.classifier_layers
-    # A count of 0 turns off every choice but `all`.
-    choice = "none" if number == 0 and choice != "all" else choice
-    classifiers = classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
+    classifiers = _classifiers(settings, num_layers, expanded, similarity, seed)
     drawn = made.drawn or settings.classifier_choice == "random"
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if settings.only_layers:
         details["only_layers"] = settings.only_layers
     groups = [list(group) for group in made.groups]
+    gate = None
+    if settings.prefix_gates:
+        gate = PrefixGate(settings.prefix_decay, settings.prefix_bound, settings.prefix_reach)
     return Plan(
-        settings.method, counts, classifiers, settings.top_k, list(old), list(new), details, groups, list(grows_from)
-    )
+        settings.method, counts, classifiers, settings.top_k, list(old), list(new), details, groups, list(grows_from),
+        gate,
+    )  # fmt: skip
+
+
+def _classifiers(
+    settings: PlanSettings, num_layers: int, expanded: Sequence[int], similarity: SimilarityResult | None, seed: int
+) -> list[int]:
+    """The layers with a classifier: those that the settings name, or a number of them by a choice."""
+    choice, number = settings.classifier_choice, settings.classifier_layers
+    if settings.classifiers_in:
+        if number:
+            raise InputError(
+                "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
+            )
+        return layers_in(settings.classifiers_in, num_layers, "classifiers_in")
+    # A count of 0 turns off every choice but `all`.
+    choice = "none" if number == 0 and choice != "all" else choice
+    return classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
 
 
 def _layers(settings: PlanSettings, num_layers: int, grows_from: Sequence[int]) -> list[int]:

@@ -2,14 +2,31 @@
 
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..languages import LanguageCode, check_old_and_new
-from ..schema import Count, Text, Whole, read, settings
+from ..schema import Count, Positive, Share, Text, Whole, read, settings
 
 MOST_EXPERTS = 65_536
+
+
+@settings
+class PrefixGate:
+    """How prefix gates judge the text so far (`modeling/prefix_gate.py`).
+
+    Attributes:
+        decay: factor of the log-odds from token to token, above 0 and at most 1.
+        bound: most evidence of one token, in nats.
+        reach: `layer`, a gate decides for its own layer; `later`, also for the later layers without one.
+    """
+
+    decay: Annotated[Share, Field(gt=0)]
+    bound: Positive
+    reach: Literal["layer", "later"] = "layer"
 
 
 @settings
@@ -25,6 +42,7 @@ class Plan:
         settings: inputs of the counts (total, seed, shape, similarities).
         groups: language groups of a DMoE model: expert `e` of every expanded layer belongs to group `e`.
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
+        prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
 
     Raises:
         InputError: a value has another type, a language code is unknown, or the plan contradicts itself.
@@ -39,6 +57,7 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
     groups: list[list[LanguageCode]] = field(default_factory=list)
     grows_from: list[Whole] = field(default_factory=list)
+    prefix_gate: PrefixGate | None = None
 
     def __post_init__(self) -> None:
         counts = self.experts_per_layer
@@ -55,6 +74,11 @@ class Plan:
                 raise InputError(f"classifier_layers names layer {layer}, which has no router in this plan.")
         if len(set(self.classifier_layers)) < len(self.classifier_layers):
             raise InputError("classifier_layers names a layer twice; name each layer once.")
+        if self.prefix_gate and not self.classifier_layers and not self.groups:
+            raise InputError(
+                "prefix gates are classifiers that judge the text so far, but no layer has a classifier: name layers "
+                "(classifiers_in), or give a number of them (classifier_layers)."
+            )
         if self.grows_from and (
             len(self.grows_from) != len(counts) or any(a > b for a, b in zip(self.grows_from, counts, strict=True))
         ):
@@ -81,8 +105,11 @@ class Plan:
                     f"experts_per_layer gives layer {layer} {count} experts, but there are {len(self.groups)} groups: "
                     "an expanded layer needs one expert for each group."
                 )
-        if self.classifier_layers:
-            raise InputError("classifier_layers: a plan with groups has no classifiers; its routers learn the groups.")
+        if self.classifier_layers or self.prefix_gate:
+            raise InputError(
+                "classifier_layers: a plan with groups has no classifiers and no prefix gates; its routers learn the "
+                "groups."
+            )
         if self.grows_from:
             raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
 
@@ -103,6 +130,17 @@ class Plan:
     def has_choice(self) -> bool:
         """Whether a router can leave an expert out, or a classifier decides."""
         return bool(self.classifier_layers) or max(self.experts_per_layer) > self.top_k
+
+    @property
+    def prefix_rule(self) -> dict[str, Any] | None:
+        """`prefix_gate` as config.json holds it."""
+        return asdict(self.prefix_gate) if self.prefix_gate else None
+
+    @property
+    def classifiers_in_words(self) -> str:
+        """The layers with a classifier or a prefix gate, in words."""
+        layers = ", ".join(map(str, self.classifier_layers)) or "none"
+        return f"{layers} (prefix gates)" if self.prefix_gate else layers
 
     def save(self, path: str | Path) -> None:
         write_json(path, asdict(self))

@@ -64,4 +64,4 @@ class MakePlan(Step):
         said = f"experts per layer {' '.join(map(str, plan.experts_per_layer))}"
         if plan.groups:
             return Done(f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
-        return Done(f"{said}; classifiers in layers {', '.join(map(str, plan.classifier_layers)) or 'none'}")
+        return Done(f"{said}; classifiers in layers {plan.classifiers_in_words}")

@@ -17,12 +17,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandle
 from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
-from ...schema import Count, Text, Whole, read, unknown_key
+from ...schema import Count, Flag, Positive, Share, Text, Whole, read, unknown_key
 from ...schema import settings as checked
 from ..layers import check_layer_ranges
 from .allocation import Allocation
 
 Needs = Literal["similarity", "deviation"]
+PrefixReach = Literal["layer", "later"]
 ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
 
 
@@ -87,7 +88,10 @@ class PlanMethod:
     def keys(self) -> dict[str, inspect.Parameter]:
         """All its keys: its own, then those shared by all methods."""
         hints = inspect.get_annotations(PlanSettings)
-        own = ("only_layers", "classifier_layers", "classifier_choice")  # DMoE chooses its layers by deviation
+        own = (  # DMoE chooses its layers by deviation
+            "only_layers", "classifier_layers", "classifier_choice", "classifiers_in",
+            "prefix_gates", "prefix_decay", "prefix_bound", "prefix_reach",
+        )  # fmt: skip
         names = ("top_k",) if self.makes_groups else (*own, "top_k")
         shared = {
             name: inspect.Parameter(
@@ -147,7 +151,7 @@ class PlanSettings:
     """A method and its keys: a recipe's `plan:`. `PlanSettings("moe-lpr", experts=3)` has the class of its method.
 
     Instances are frozen dataclasses; their first field is `method`, as the user wrote it. All methods share the keys
-    below; classifiers and `only_layers` are for methods without language groups.
+    below; classifiers, prefix gates and `only_layers` are for methods without language groups.
 
     Raises:
         InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
@@ -168,6 +172,25 @@ class PlanSettings:
         ClassifierChoice,
         Field(description="Choice of these layers: similarity (needs its analysis), random, last, all or none."),
     ] = "similarity"
+    classifiers_in: Annotated[
+        Text | None,
+        AfterValidator(lambda given: given and check_layer_ranges(given, "classifiers_in")),
+        BeforeValidator(lambda given: str(given) if type(given) is int else given),
+        Field(description="Layers with a classifier, by number, such as 4 or 0,6-8: instead of a count and a choice."),
+    ] = None
+    prefix_gates: Annotated[
+        Flag, Field(description="Classifiers judge the text so far instead of one token: prefix gates.")
+    ] = False
+    prefix_decay: Annotated[
+        Share, Field(description="Factor of a prefix gate's log-odds from token to token.", gt=0)
+    ] = 0.95
+    prefix_bound: Annotated[Positive, Field(description="Most evidence of one token for a prefix gate, in nats.")] = 4.0
+    prefix_reach: Annotated[
+        PrefixReach,
+        Field(
+            description="A prefix gate decides for its own layer (layer), or also for later ones without a gate (later)."
+        ),
+    ] = "layer"
     top_k: Annotated[Count, Field(description="Active experts of a token.")] = 2
 
     if TYPE_CHECKING:
@@ -200,7 +223,9 @@ class PlanSettings:
     @property
     def needs(self) -> Needs | None:
         """The analysis that the plan needs."""
-        by_similarity = self.classifier_choice == "similarity" and self.classifier_layers > 0
+        by_similarity = (
+            self.classifier_choice == "similarity" and self.classifier_layers > 0 and not self.classifiers_in
+        )
         return self.planner.needs or ("similarity" if by_similarity else None)
 
     @classmethod

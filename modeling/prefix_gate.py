@@ -1,0 +1,274 @@
+"""Prefix gates: routing classifiers that judge the text so far instead of one token.
+
+With the classifier's logits c, token t is evidence for each later class g against class 0,
+
+    e_t[g] = bound * tanh((c_t[g] - c_t[0]) / bound),
+
+and the gate's log-odds add it up along the text:
+
+    s_t[g] = decay * s_{t-1}[g] + e_t[g],    s = 0 before a text.
+
+The token's class is the largest of `[0, s_t[1], ..., s_t[C-1]]`, and decides as a classifier's does (LayerMoE Eq. 13).
+Padding is no evidence, and a text begins where position_ids begin anew.
+
+The evidence of all tokens stays beside the cache's keys and values. Each forward pass sums it up anew, in an order that
+depends on a token's column alone: so a token's log-odds are the same bits in one pass and token by token.
+
+Shape suffixes: B sequences, S tokens of this pass, P tokens of the cache, C classes, E = C - 1; others as in
+`routing.py`.
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import Cache
+
+REACHES = ("layer", "later")
+_FIELDS = ("decay", "bound", "reach")
+_CACHES: dict[type, type] = {}
+
+
+@dataclass(frozen=True)
+class PrefixRule:
+    """How prefix gates judge.
+
+    Args:
+        decay: factor of the log-odds from token to token, above 0 and at most 1.
+        bound: most evidence of one token, in nats.
+        reach: `"layer"`, a gate decides for its own layer; `"later"`, also for the later layers without one.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    decay: float
+    bound: float
+    reach: str = "layer"
+
+    def __post_init__(self) -> None:
+        numbers = [self.decay, self.bound]
+        if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+            raise ValueError(f"prefix_gate: decay is {self.decay!r} and bound {self.bound!r}: must be numbers.")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"prefix_gate: decay is {self.decay:g}: must be above 0 and at most 1.")
+        if not 0 < self.bound < float("inf"):
+            raise ValueError(f"prefix_gate: bound is {self.bound:g}: must be above 0, in nats.")
+        if self.reach not in REACHES:
+            raise ValueError(f"prefix_gate: reach is {self.reach!r}; known: {', '.join(REACHES)}.")
+
+    @classmethod
+    def of(cls, config: Any) -> "PrefixRule | None":
+        """The rule in a model's configuration; None if its classifiers judge single tokens.
+
+        Raises:
+            ValueError: the field `prefix_gate` has other keys, or a value is out of range.
+        """
+        given = getattr(config, "prefix_gate", None)
+        if given is None:
+            return None
+        if not isinstance(given, dict) or set(given) - set(_FIELDS):
+            raise ValueError(f"prefix_gate is {given!r}: must be an object with {', '.join(_FIELDS)}.")
+        if "decay" not in given or "bound" not in given:
+            raise ValueError(f"prefix_gate is {given!r}: decay and bound are missing.")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class TextMarks:
+    """Where the texts of a batch begin, and which of its tokens are text.
+
+    Attributes:
+        starts: `[B, S]` bool, the first token of each text.
+        counted: `[B, S]` bool, all tokens but padding.
+    """
+
+    starts: torch.Tensor
+    counted: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, int], device: Any, attention_mask: Any = None, position_ids: Any = None
+    ) -> "TextMarks":
+        """The marks of a model's inputs.
+
+        Raises:
+            ValueError: the attention mask is not `[B, S]`, and there are no position_ids.
+        """
+        B, S = shape
+        starts = torch.zeros(shape, dtype=torch.bool, device=device)
+        counted = ~starts
+        if position_ids is not None:
+            position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+            starts = (position_ids[:, -S:] == 0).expand(B, S).to(device)
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            counted = attention_mask[:, -S:].to(device, torch.bool)
+        elif attention_mask is not None and position_ids is None:
+            raise ValueError(
+                "Prefix gates do not find padding and the beginnings of texts in this attention_mask: give one of "
+                "[batch, sequence], or position_ids."
+            )
+        return cls(starts, counted)
+
+
+def bounded_log_odds(logits: torch.Tensor, bound: float) -> torch.Tensor:
+    """`bound * tanh((c[g] - c[0]) / bound)`, `[..., C] -> [..., E]`: a token's evidence for each later class."""
+    return bound * ((logits[..., 1:] - logits[..., :1]) / bound).tanh()
+
+
+def running_sums(evidence_BSE: torch.Tensor, keep_BS: torch.Tensor) -> torch.Tensor:
+    """`s_t = keep_t * s_{t-1} + e_t`, `[B, S, E]`, in log2(S) passes over the sequence.
+
+    The order of the sums depends on a token's column alone: what follows a token changes no bit of its sum.
+    """
+    s_BSE, keep_BS1 = evidence_BSE, keep_BS.unsqueeze(-1)
+    shift, length = 1, evidence_BSE.shape[1]
+    while shift < length:
+        earlier = F.pad(s_BSE, (0, 0, shift, 0))[:, :length]
+        s_BSE = s_BSE + keep_BS1 * earlier
+        keep_BS1 = keep_BS1 * F.pad(keep_BS1, (0, 0, shift, 0))[:, :length]
+        shift *= 2
+    return s_BSE
+
+
+def kept(marks: TextMarks, decay: float) -> torch.Tensor:
+    """`[B, S]` float32, the factor of the log-odds before each token: 0 where a text begins, 1 at padding."""
+    keep_BS = torch.where(marks.counted, decay, 1.0)
+    return keep_BS.masked_fill(marks.starts, 0)
+
+
+@dataclass
+class SeenText:
+    """What the prefix gates keep of the tokens in a cache.
+
+    Attributes:
+        keep: `[B, P]`; None before the first pass.
+        evidence: `[B, P, E]` for each layer with a gate.
+        others: tokens in the cache that no gate has judged (virtual tokens of prefix tuning), in front of the P.
+    """
+
+    keep: torch.Tensor | None = None
+    evidence: dict[int, torch.Tensor] = field(default_factory=dict)
+    others: int = 0
+
+    def __len__(self) -> int:
+        return 0 if self.keep is None else self.keep.shape[1]
+
+    def each(self, change: Any) -> None:
+        """Applies a function to every tensor; each has one row for each sequence, and one column for each token."""
+        if self.keep is not None:
+            self.keep = change(self.keep)
+            self.evidence = {layer: change(kept_BPE) for layer, kept_BPE in self.evidence.items()}
+
+
+class RunningText:
+    """The texts of one forward pass, for all its prefix gates.
+
+    Args:
+        marks: the texts of this pass's tokens.
+        seen: the tokens before them, which this pass does not change; none by default.
+    """
+
+    def __init__(self, rule: PrefixRule, marks: TextMarks, seen: SeenText | None = None) -> None:
+        self.rule, self.marks, self.seen = rule, marks, seen or SeenText()
+        new_BS = kept(marks, rule.decay)
+        self.keep = new_BS if self.seen.keep is None else torch.cat([self.seen.keep.to(new_BS.device), new_BS], 1)
+        self.evidence: dict[int, torch.Tensor] = {}
+        self.log_odds_TC: torch.Tensor | None = None  # of the last gate, where it decides for later layers too
+
+    def judge(self, layer: int, logits_TC: torch.Tensor) -> torch.Tensor:
+        """`[T, C]`, the log-odds of a layer's gate after each token of this pass, from the tokens' own logits."""
+        B, S = self.marks.counted.shape
+        device = logits_TC.device
+        own_BSE = bounded_log_odds(logits_TC.view(B, S, -1), self.rule.bound)
+        own_BSE = own_BSE.masked_fill(~self.marks.counted.to(device).unsqueeze(-1), 0)
+        before = self.seen.evidence.get(layer)
+        all_BPE = own_BSE if before is None else torch.cat([before.to(device), own_BSE], 1)
+        self.evidence[layer] = all_BPE
+        sums_BSE = running_sums(all_BPE, self.keep.to(device))[:, -S:]
+        found_TC = F.pad(sums_BSE, (1, 0)).flatten(0, 1)
+        self.log_odds_TC = found_TC if self.rule.reach == "later" else None
+        return found_TC
+
+    def remember(self, cache: Cache) -> None:
+        """Puts the evidence of this pass, and all before it, beside a cache's keys and values."""
+        others = self.seen.others if len(self.seen) else int(cache.get_seq_length()) - self.keep.shape[1]
+        if not isinstance(cache, _SeesText):
+            cache.__class__ = _class_with_text(type(cache))
+        cache.seen_text = SeenText(self.keep, self.evidence, others)  # type: ignore[attr-defined]
+
+
+def text_seen(cache: Any) -> SeenText:
+    """What the gates have kept of a cache's tokens.
+
+    Raises:
+        ValueError: tokens came into the cache, or left it, without the gates.
+    """
+    seen: SeenText | None = getattr(cache, "seen_text", None)
+    if seen is None or not len(seen):
+        return SeenText()
+    held = int(cache.get_seq_length())
+    if held != len(seen) + seen.others:
+        raise ValueError(
+            f"The cache holds {held} tokens, but the model's prefix gates know {len(seen) + seen.others}: change a "
+            "cache by its own methods (crop, reorder_cache, reset), or start with a new one."
+        )
+    return seen
+
+
+class _SeesText:
+    """The methods of a cache that change its sequences or tokens, with the evidence beside them."""
+
+    seen_text: SeenText
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.seen_text = SeenText()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.seen_text.each(lambda kept_B: kept_B.index_select(0, beam_idx.to(kept_B.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self.seen_text.each(lambda kept_B: kept_B[indices.to(kept_B.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        self.seen_text.each(lambda kept_B: kept_B.repeat_interleave(repeats, 0))
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        # Releases differ in what they are told (tokens to keep, or to remove); the length says what came of it.
+        before = int(self.get_seq_length())  # type: ignore[attr-defined]
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+        left = len(self.seen_text) - (before - int(self.get_seq_length()))  # type: ignore[attr-defined]
+        self.seen_text.each(lambda kept_B: kept_B[:, : max(left, 0)])
+
+
+def _class_with_text(kind: type) -> type:
+    """The subclass of a cache's class that keeps the gates' evidence, created once in a process."""
+    if kind not in _CACHES:
+        _CACHES[kind] = type(kind.__name__, (_SeesText, kind), {"__module__": kind.__module__})
+    return _CACHES[kind]
+
+
+def texts_of_call(rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> RunningText:
+    """The texts of a decoder's forward pass, from its arguments.
+
+    Raises:
+        ValueError: see `TextMarks.of` and `text_seen`.
+    """
+    given = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
+    inputs = given.get("input_ids")
+    inputs = given["inputs_embeds"] if inputs is None else inputs
+    marks = TextMarks.of(tuple(inputs.shape[:2]), inputs.device, given.get("attention_mask"), given.get("position_ids"))
+    return RunningText(rule, marks, text_seen(given.get("past_key_values")))
+
+
+def cache_of_call(args: tuple, kwargs: dict[str, Any], output: Any) -> Cache | None:
+    """The cache that a decoder's forward pass has filled; None without one."""
+    outputs = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+    found = (value for value in (*kwargs.values(), *args, *outputs) if isinstance(value, Cache))
+    return next(found, None)

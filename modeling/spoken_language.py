@@ -1,0 +1,71 @@
+"""The user's word: the language of each sequence of a batch, where the user knows it."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+Languages = str | Sequence[str | None]
+
+
+def classes_of(config: Any, languages: Languages) -> list[int | None]:
+    """The class of each language: 0 for the base model's, g for those that expansion g added, None for None.
+
+    Raises:
+        ValueError: the checkpoint does not know a code, or it is a DMoE's, which keeps no language of the base model.
+    """
+    if getattr(config, "language_groups", None) is not None or config.model_type == "dmoe":
+        raise ValueError(
+            "languages: all experts of a DMoE train, so it keeps no language of its base model: leave languages out."
+        )
+    codes = [languages] if isinstance(languages, str) else list(languages)
+    known: dict[str, int] = {}
+    for number, expansion in enumerate(config.expansions or [], start=1):
+        if number == 1:
+            known = dict.fromkeys(expansion["old_languages"], 0)
+        known |= dict.fromkeys(expansion["new_languages"], number)
+    for code in codes:
+        if code is not None and code not in known:
+            raise ValueError(
+                f"languages: the checkpoint does not know {code!r}; it knows {', '.join(known) or 'no language'}. Give "
+                "None for a sequence in another language, whose tokens the routers judge."
+            )
+    if not codes:
+        raise ValueError("languages is empty: give a code for each sequence, or leave it out.")
+    return [None if code is None else known[code] for code in codes]
+
+
+def check_count(languages: Languages, inputs: Any, arguments: dict[str, Any]) -> None:
+    """Checks that there is a code for each sequence.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    given = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
+    sequences = next((len(tensor) for tensor in given if tensor is not None), 1)
+    if not isinstance(languages, str) and len(languages) != sequences:
+        raise ValueError(
+            f"languages has {len(languages)} codes, but the batch has {sequences} sequences: give one code for each, "
+            "or a single text for all."
+        )
+
+
+def with_languages(forward: Callable) -> Callable:
+    """A backbone's `forward` with one more argument, `languages`: see `ExpandedModelMixin.use_languages`."""
+
+    @wraps(forward)
+    def forward_with_languages(self: Any, *args: Any, languages: Any = None, **kwargs: Any) -> Any:
+        if languages is None:
+            return forward(self, *args, **kwargs)
+        check_count(languages, args[0] if args else None, kwargs)
+        with self.use_languages(languages):
+            return forward(self, *args, **kwargs)
+
+    signature = inspect.signature(forward)
+    added = inspect.Parameter("languages", inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = list(signature.parameters.values())
+    place = len(parameters) - (bool(parameters) and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD)
+    forward_with_languages.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters[:place], added, *parameters[place:]]
+    )
+    return forward_with_languages
