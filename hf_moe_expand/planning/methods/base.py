@@ -188,7 +188,7 @@ class PlanSettings:
     prefix_reach: Annotated[
         PrefixReach,
         Field(
-            description="A prefix gate decides for its own layer (layer), or also for later ones without a gate (later)."
+            description="A prefix gate decides for its own layer (layer), or also for later ones without one (later)."
         ),
     ] = "layer"
     top_k: Annotated[Count, Field(description="Active experts of a token.")] = 2
