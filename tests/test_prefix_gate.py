@@ -1,0 +1,466 @@
+"""Prefix gates: classifiers that judge the text so far."""
+
+import copy
+import json
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import CONFIGURATIONS, invoke, matrix, run_fresh, save_dense, tiny_dense, write_texts
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
+
+from hf_moe_expand import (
+    DMoEConfig,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    expand_checkpoint,
+    grow_checkpoint,
+    shrink_checkpoint,
+)
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling.prefix_gate import (
+    PrefixRule,
+    RunningText,
+    SeenText,
+    TextMarks,
+    bounded_log_odds,
+    running_sums,
+)
+from hf_moe_expand.planning.plan import PrefixGate
+from hf_moe_expand.trainers.routing_capture import judged_by_text
+
+RULE = {"decay": 0.9, "bound": 2.0, "reach": "layer"}
+
+
+def gated_model(backbone: str = "qwen2", rule=None, layers=(0, 2), **changes):
+    """A model with random weights whose classifiers are prefix gates that decide now one way, now the other."""
+    dense = tiny_dense(backbone, **changes)
+    config = LayerMoEConfig.from_dense(
+        dense.config, num_experts_per_layer=[3, 1, 2], classifier_layers=list(layers), prefix_gate=rule or RULE
+    )
+    torch.manual_seed(1)
+    model = LayerMoEForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for ffn in model.expanded_ffns().values():
+            if ffn.classifier is not None:
+                # Orthogonal to the mean of the layer's inputs, so that the tokens are evidence for both sides.
+                found: list[torch.Tensor] = []
+                handle = ffn.register_forward_pre_hook(lambda _, args, found=found: found.append(args[0]))
+                model(tokens(8, 16, seed=2))
+                handle.remove()
+                mean = torch.nn.functional.normalize(found[0].flatten(0, -2).mean(0), dim=0)
+                weight = torch.randn_like(ffn.classifier.weight)
+                ffn.classifier.weight.copy_(weight - (weight @ mean).unsqueeze(-1) * mean)
+    return model
+
+
+def classes(model, *args, **kwargs):
+    """The gates' classes by layer, `[layers, T]`, and the output."""
+    with torch.no_grad(), model.capture_routing() as routing:
+        output = model(*args, **kwargs)
+    return torch.stack([layer.token_classes for layer in routing if layer.classifier_logits is not None]), output
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def slow_sums(evidence, keep):
+    """The recurrence, one token after the other."""
+    found = torch.zeros_like(evidence)
+    state = torch.zeros_like(evidence[:, 0])
+    for t in range(evidence.shape[1]):
+        state = keep[:, t, None] * state + evidence[:, t]
+        found[:, t] = state
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 64, 100])
+def test_running_sums_are_the_recurrence(length):
+    evidence = torch.randn(3, length, 2, dtype=torch.double)
+    keep = torch.rand(3, length, dtype=torch.double).masked_fill(torch.rand(3, length) < 0.1, 0)
+    torch.testing.assert_close(running_sums(evidence, keep), slow_sums(evidence, keep))
+
+
+def test_what_follows_a_token_changes_no_bit_of_its_sum():
+    evidence, keep = torch.randn(2, 77, 3), torch.rand(2, 77)
+    whole = running_sums(evidence, keep)
+    for length in range(1, 77):
+        assert torch.equal(running_sums(evidence[:, :length], keep[:, :length]), whole[:, :length])
+
+
+def test_evidence_is_the_bounded_log_odds_against_the_base_languages():
+    logits = torch.tensor([[1.0, 2.0, -30.0]])
+    assert bounded_log_odds(logits, 4.0).tolist() == [
+        pytest.approx([4 * math.tanh(1 / 4), 4 * math.tanh(-31 / 4)], rel=1e-6)
+    ]
+
+
+def test_padding_is_no_evidence_and_position_zero_begins_a_text():
+    rule, logits = PrefixRule(0.9, 2.0), torch.randn(12, 2)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1]])
+    positions = torch.tensor([[0, 0, 0, 1, 2, 3], [0, 1, 0, 1, 1, 2]])
+    found = RunningText(rule, TextMarks.of((2, 6), "cpu", mask, positions)).judge(0, logits).view(2, 6, 2)
+    e = bounded_log_odds(logits, 2.0).view(2, 6)
+    assert torch.equal(found[..., 0], torch.zeros(2, 6))
+    s = found[..., 1]
+    torch.testing.assert_close(s[0, :3], torch.stack([torch.tensor(0.0), torch.tensor(0.0), e[0, 2]]))
+    torch.testing.assert_close(s[0, 3], 0.9 * e[0, 2] + e[0, 3])
+    torch.testing.assert_close(s[1, 2:5], torch.stack([e[1, 2], 0.9 * e[1, 2] + e[1, 3], 0.9 * e[1, 2] + e[1, 3]]))
+
+
+@pytest.mark.parametrize("cuts", [[1] * 20, [7, 1, 12], [19, 1]])
+def test_in_pieces_the_log_odds_are_the_same_bits(cuts):
+    rule, logits = PrefixRule(0.95, 3.0), torch.randn(2, 20, 3)
+    whole = RunningText(rule, TextMarks.of((2, 20), "cpu")).judge(4, logits.flatten(0, 1)).view(2, 20, 3)
+    seen, start = SeenText(), 0
+    for size in cuts:
+        piece = logits[:, start : start + size]
+        text = RunningText(rule, TextMarks.of((2, size), "cpu"), seen)
+        assert torch.equal(text.judge(4, piece.flatten(0, 1)).view(2, size, 3), whole[:, start : start + size])
+        seen, start = SeenText(text.keep, text.evidence), start + size
+
+
+GATED = (
+    replace(
+        CONFIGURATIONS[0], name="prefix-gates", plan=replace(CONFIGURATIONS[0].plan, prefix_gate=PrefixGate(0.9, 2.0))
+    ),
+)
+
+
+@pytest.mark.parametrize("reach", ["layer", "later"])
+@matrix(GATED, GATED)
+def test_cached_generation_is_the_full_forward(configuration, backbone, reach):
+    """Greedy, batched with left padding, and with beams."""
+    model = gated_model(backbone, {**RULE, "reach": reach}, layers=(0,))
+    ids = tokens(2, 10)
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
+    full = ids
+    for _ in range(8):
+        full = torch.cat([full, model(full, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, full)
+    gates, _ = classes(model, tokens(8, 16, seed=2))
+    assert 0 < gates.float().mean() < 1
+    beams = [
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, num_beams=3, do_sample=False, use_cache=cached,
+            eos_token_id=None,
+        )
+        for cached in (True, False)
+    ]  # fmt: skip
+    assert torch.equal(*beams)
+    padded = torch.cat([torch.full((2, 4), 256), ids], 1)
+    padded[0, :4] = tokens(4, seed=9)
+    mask = (padded != 256).long()
+    together = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert torch.equal(together[1, 4:], found[1, :16])
+
+
+def test_reach_later_decides_for_the_layers_after_the_gate():
+    model = gated_model(rule={**RULE, "reach": "later"}, layers=(0,))
+    with model.capture_routing() as routing:
+        model(tokens(2, 12))
+    first, last = routing.layers[0], routing.layers[2]
+    assert torch.equal(first.allowed, torch.where(first.token_classes == 0, 1, 3))
+    assert torch.equal(last.allowed, torch.where(first.token_classes == 0, 1, 2))
+    own = gated_model(layers=(0,))
+    with own.capture_routing() as routing:
+        own(tokens(2, 12))
+    assert routing.layers[0].allowed is not None
+    assert routing.layers[2].allowed is None
+
+
+def test_a_static_cache_gives_the_same_tokens():
+    model, ids = gated_model(), tokens(2, 9)
+    ids[0, :3] = 256
+    options = {"attention_mask": (ids != 256).long(), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), model.generate(ids, **options))
+
+
+def test_a_static_cache_that_is_used_again_begins_a_new_text():
+    model = gated_model()
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    first, _ = classes(model, tokens(1, 8), past_key_values=cache)
+    cache.reset()
+    other, _ = classes(model, tokens(1, 8, seed=5), past_key_values=cache)
+    alone, _ = classes(model, tokens(1, 8, seed=5))
+    assert torch.equal(other, alone)
+    assert not torch.equal(first, other)
+
+
+def test_assisted_generation_gives_the_same_tokens():
+    model, helper = gated_model(), tiny_dense("qwen2", seed=3)
+    ids = tokens(1, 8)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    alone = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, assistant_model=helper, **options), alone)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), alone)
+
+
+def test_a_cropped_cache_forgets_what_was_cut_off():
+    model, ids = gated_model(), tokens(1, 20)
+    cache = DynamicCache(config=model.config)
+    classes(model, ids, past_key_values=cache)
+    cache.crop(-8)
+    assert cache.get_seq_length() == 12
+    again, _ = classes(model, tokens(1, 5, seed=4), past_key_values=cache)
+    whole, _ = classes(model, torch.cat([ids[:, :12], tokens(1, 5, seed=4)], 1))
+    assert torch.equal(again, whole[:, 12:])
+
+
+def test_rows_of_a_cache_that_are_repeated_and_selected_keep_their_texts():
+    model, ids = gated_model(), tokens(2, 12)
+    cache = DynamicCache(config=model.config)
+    classes(model, ids, past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    more = tokens(2, 4, seed=7)
+    found, _ = classes(model, more, past_key_values=copy.deepcopy(cache))
+    whole, _ = classes(model, torch.cat([ids[[1, 0]], more], 1))
+    assert torch.equal(found.view(2, 2, 4), whole.view(2, 2, 16)[:, :, 12:])
+
+
+def test_a_cache_that_was_changed_behind_the_gates_is_refused():
+    model = gated_model()
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, 6), past_key_values=cache)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :3], layer.values[:, :, :3]
+    with pytest.raises(ValueError, match="holds 3 tokens, but the model's prefix gates know 6"):
+        model(tokens(1, 2), past_key_values=cache)
+
+
+def test_packed_documents_are_judged_apart():
+    model, ids = gated_model(), tokens(1, 26)
+    positions = torch.cat([torch.arange(9), torch.arange(17)]).unsqueeze(0)
+    found, _ = classes(model, ids, position_ids=positions)
+    own = own_logits(model, ids, positions)
+    rule = PrefixRule.of(model.config)
+    for judged, logits in zip(found, own, strict=True):
+        parts = [
+            RunningText(rule, TextMarks.of((1, len(part)), "cpu")).judge(0, part) for part in logits.split([9, 17])
+        ]
+        assert torch.equal(judged, (torch.cat(parts)[:, 1] >= 0).long())
+        whole = RunningText(rule, TextMarks.of((1, 26), "cpu")).judge(0, logits)
+        assert not torch.equal(judged, (whole[:, 1] >= 0).long())
+
+
+def own_logits(model, ids, positions):
+    """Each token's own logits in the gated layers, where the routing is the gates'."""
+    found = []
+    handles = [
+        ffn.classifier.register_forward_hook(lambda module, args, output: found.append(output))
+        for ffn in model.expanded_ffns().values()
+    ]
+    with torch.no_grad():
+        model(ids, position_ids=positions)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def test_a_mask_of_four_dimensions_needs_position_ids():
+    model, ids = gated_model(), tokens(1, 5)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="give one of"):
+        model(ids, attention_mask=mask)
+    found, _ = classes(model, ids, attention_mask=mask, position_ids=torch.arange(5).unsqueeze(0))
+    assert torch.equal(found, classes(model, ids)[0])
+
+
+def test_copies_of_the_model_gate_as_it_does():
+    model, ids = gated_model(), tokens(1, 12)
+    before, output = classes(model, ids)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found, again = classes(other, ids)
+        assert torch.equal(found, before)
+        assert torch.equal(again.logits, output.logits)
+        with other.capture_routing() as routing:
+            other.base_model(ids)
+        assert other.routing_control is not model.routing_control
+        assert len(routing) == 2
+
+
+def test_the_decoder_alone_is_gated_too():
+    model, ids = gated_model(), tokens(1, 12)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model.model(ids[:, :7], past_key_values=cache)
+        found = model.model(ids[:, 7:], past_key_values=cache).last_hidden_state
+        whole = model.model(ids).last_hidden_state
+    torch.testing.assert_close(found, whole[:, 7:])
+
+
+def test_in_training_the_loss_adds_up_the_evidence():
+    model, ids = gated_model().train(), tokens(2, 8)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    with model.capture_routing() as routing:
+        model(ids, attention_mask=mask)
+    layer = routing.layers[0]
+    assert layer.prefix_rule is not None
+    assert layer.allowed is None
+    judged = judged_by_text(layer, {"input_ids": ids, "attention_mask": mask})
+    evidence = bounded_log_odds(layer.classifier_logits, 2.0).view(2, 8, 1) * mask.unsqueeze(-1)
+    keep = torch.where(mask == 1, 0.9, 1.0)
+    slow = slow_sums(evidence.double(), keep.double())
+    torch.testing.assert_close(judged.classifier_logits[:, 1].view(2, 8).double(), slow[..., 0])
+    assert judged.prefix_rule is None
+    judged.classifier_logits[:, 1].sum().backward()
+    assert model.expanded_ffns()[0].classifier.weight.grad.abs().sum() > 0
+    model.eval()
+    with model.capture_routing() as routing:
+        model(ids, attention_mask=mask)
+    torch.testing.assert_close(routing.layers[0].classifier_logits, judged.classifier_logits)
+
+
+def test_an_untrained_gate_has_no_effect():
+    model, ids = gated_model(), tokens(1, 12)
+    for ffn in model.expanded_ffns().values():
+        ffn.classifier.weight.data.zero_()
+    gated = model(ids).logits
+    for ffn in model.expanded_ffns().values():
+        ffn.classifier = None
+    assert torch.equal(model(ids).logits, gated)
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"),
+    [
+        ({"decay": 0, "bound": 1}, "decay is 0: must be above 0"),
+        ({"decay": 1.5, "bound": 1}, "decay is 1.5"),
+        ({"decay": "0.9", "bound": 1}, "must be numbers"),
+        ({"decay": 0.9, "bound": 0}, "bound is 0"),
+        ({"decay": 0.9, "bound": math.inf}, "bound is inf"),
+        ({"decay": 0.9, "bound": 1, "reach": "all"}, "known: layer, later"),
+        ({"decay": 0.9}, "decay and bound are missing"),
+        ({"decay": 0.9, "bound": 1, "more": 1}, "must be an object with decay, bound, reach"),
+        ([], "must be an object"),
+    ],
+)
+def test_a_wrong_rule_is_refused(gate, said):
+    dense = tiny_dense("qwen2").config
+    with pytest.raises(ValueError, match=said):
+        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 1, 2], classifier_layers=[0], prefix_gate=gate)
+
+
+def test_gates_without_classifiers_and_in_a_dmoe_are_refused():
+    dense = tiny_dense("qwen2").config
+    with pytest.raises(ValueError, match="classifier_layers names no layer"):
+        LayerMoEConfig.from_dense(dense, num_experts_per_layer=[2, 1, 2], prefix_gate=RULE)
+    groups = [["en"], ["el"]]
+    with pytest.raises(ValueError, match="prefix_gate"):
+        DMoEConfig.from_dense(dense, num_experts_per_layer=[2, 1, 2], language_groups=groups, prefix_gate=RULE)
+    with pytest.raises(InputError, match="no classifiers and no prefix gates"):
+        Plan("dmoe", [2, 1, 2], groups=groups, prefix_gate=PrefixGate(0.9, 2.0))
+    with pytest.raises(InputError, match="no layer has a classifier"):
+        Plan("layer-moe", [2, 1, 2], prefix_gate=PrefixGate(0.9, 2.0))
+
+
+def test_the_command_line_plans_gates(tmp_path):
+    plan = tmp_path / "plan.json"
+    options = ["--layers", 4, "--experts", 2, "--old", "en", "--new", "el", "--prefix-gates"]
+    said = invoke("plan", "moe-lpr", *options, "--classifiers-in", "1", "--prefix-reach", "later", "--out", plan)
+    assert "classifier layers  1 (prefix gates)" in said
+    made = Plan.load(plan)
+    assert made.classifier_layers == [1]
+    assert made.prefix_gate == PrefixGate(0.95, 4.0, "later")
+    base, out = save_dense(tmp_path / "base", num_hidden_layers=4), tmp_path / "out"
+    invoke("expand", base, out, "--plan", plan)
+    assert json.loads((out / "config.json").read_text())["prefix_gate"] == {
+        "decay": 0.95, "bound": 4.0, "reach": "later"
+    }  # fmt: skip
+    assert "judge the text so far, for the later layers too: decay 0.95" in invoke("inspect", out)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prefix-gates"], "no layer has a classifier"),
+        (["--prefix-gates", "--classifiers-in", "9"], "classifiers_in: the model has no layer 9"),
+        (["--prefix-gates", "--classifiers-in", "two"], "classifiers_in is 'two'"),
+        (["--prefix-gates", "--classifiers-in", "1", "--classifier-layers", "1"], "leave one of them out"),
+        (["--prefix-gates", "--classifiers-in", "1", "--prefix-decay", "0"], "prefix_decay is 0"),
+        (["--prefix-gates", "--classifiers-in", "1", "--prefix-bound", "nan"], "prefix_bound is nan"),
+        (["--prefix-gates", "--classifiers-in", "1", "--prefix-reach", "far"], "prefix_reach is 'far'"),
+    ],
+)
+def test_the_command_line_refuses_wrong_gates(tmp_path, options, said):
+    with pytest.raises(InputError, match=said):
+        invoke("plan", "moe-lpr", "--layers", 4, "--experts", 2, *options, "--out", tmp_path / "plan.json")
+
+
+@pytest.fixture
+def gated_checkpoint(tmp_path):
+    plan = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"], prefix_gate=PrefixGate(0.9, 2.0))
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "one", plan)
+    return tmp_path / "one"
+
+
+def test_a_fresh_process_gates_as_this_one(gated_checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(gated_checkpoint)
+    for ffn in model.expanded_ffns().values():
+        ffn.classifier.weight.data.normal_(0, 1)
+    model.save_pretrained(gated_checkpoint)
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = torch.arange(40).view(2, 20)
+print(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False).tolist())
+"""
+    ids = torch.arange(40).view(2, 20)
+    here = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False).tolist()
+    assert json.loads(run_fresh(code, str(gated_checkpoint))) == here
+
+
+def test_growth_keeps_the_gates_decisions_and_shrinking_takes_it_back(gated_checkpoint, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(gated_checkpoint)
+    for ffn in model.expanded_ffns().values():
+        ffn.classifier.weight.data.normal_(0, 1)
+    model.save_pretrained(gated_checkpoint)
+    gate = PrefixGate(0.9, 2.0)
+    plan = Plan("layer-moe", [4, 1, 3], [0, 2], old=["en"], new=["tr"], grows_from=[3, 1, 2], prefix_gate=gate)
+    grown = tmp_path / "two"
+    grow_checkpoint(gated_checkpoint, grown, plan, keep_routers=True)
+    ids = tokens(2, 12)
+    before, _ = classes(model.eval(), ids)
+    after, _ = classes(AutoModelForCausalLM.from_pretrained(grown).eval(), ids)
+    assert torch.equal(after[0].clamp(max=1), before[0])  # the new class is a copy of the last, and wins ties
+    shrink_checkpoint(grown, tmp_path / "back", 1)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (gated_checkpoint / name).read_bytes()
+    said = invoke(
+        "grow", gated_checkpoint, tmp_path / "three", "--plan", write_plan(tmp_path, replace(plan, prefix_gate=None))
+    )
+    assert "judge the text so far" in said
+    assert "will judge one token" in said
+
+
+def write_plan(folder, plan):
+    plan.save(folder / "plan.json")
+    return folder / "plan.json"
+
+
+def test_review_trains_gates(gated_checkpoint, tmp_path):
+    words = {"en": "the cat sat on the mat and slept ", "el": "η γάτα κάθισε στο χαλί και κοιμήθηκε "}
+    data = [f"{code}={write_texts(tmp_path / f'{code}.jsonl', [text * 6] * 24)}" for code, text in words.items()]
+    (tmp_path / "review.yaml").write_text(
+        "block_size: 64\nclassifier_coef: 1.0\n"
+        "training: {max_steps: 30, per_device_train_batch_size: 4, learning_rate: 0.02, logging_steps: 10}\n"
+    )
+    flags = [part for source in data for part in ("--data", source)]
+    invoke("train", "review", gated_checkpoint, tmp_path / "out", *flags, "--config", tmp_path / "review.yaml")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for code, wanted in (("en", 0), ("el", 1)):
+        found, _ = classes(model, **tokenizer(words[code], return_tensors="pt"))
+        assert (found[:, 10:] == wanted).float().mean() > 0.9
+    assert "classifier_accuracy" in (tmp_path / "out" / "trainer_state.json").read_text()
