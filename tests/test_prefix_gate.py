@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CONFIGURATIONS, invoke, matrix, run_fresh, save_dense, tiny_dense, write_texts
+from one_step import build, rows, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, StaticCache
 
 from hf_moe_expand import (
@@ -464,3 +465,43 @@ def test_review_trains_gates(gated_checkpoint, tmp_path):
         found, _ = classes(model, **tokenizer(words[code], return_tensors="pt"))
         assert (found[:, 10:] == wanted).float().mean() > 0.9
     assert "classifier_accuracy" in (tmp_path / "out" / "trainer_state.json").read_text()
+
+
+def test_the_step_is_the_same_cut_padded_and_recomputed(tmp_path):
+    options = {"classifier": 0.7, "prior": 0.0, "fields": {"prefix_gate": RULE}}
+    logs: dict[str, float] = {}
+    whole = train(tmp_path / "whole", logs=logs, **options)
+    cut = train(tmp_path / "cut", batch=2, steps=4, padded=True, **options)
+    recomputed = train(tmp_path / "recomputed", checkpointing=True, **options)
+    single = train(tmp_path / "single", classifier=0.7, prior=0.0)
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(recomputed[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    gate = "model.layers.0.mlp.classifier.weight"
+    assert not torch.allclose(whole[gate], single[gate], rtol=1e-2)
+    ids, languages = rows()
+    model = build(prefix_gate=RULE).train()
+    with model.capture_routing() as routing:
+        model(ids)
+    known = languages.flatten() >= 0
+    slow = []
+    for layer in (0, 2):
+        evidence = bounded_log_odds(routing.layers[layer].classifier_logits, 2.0).view(8, 12, 1)
+        state = slow_sums(evidence, torch.full((8, 12), 0.9)).flatten()[known]
+        wanted = torch.where(languages.flatten()[known] == 0, -state, state)
+        slow.append(-torch.nn.functional.logsigmoid(wanted).mean())
+    assert logs["classifier_loss"] == pytest.approx(torch.stack(slow).mean().item(), rel=1e-4)
+
+
+def test_text_that_changes_its_language_changes_its_class():
+    """Each token is evidence of `e` nats: the gate switches once the new language's evidence outweighs what is left."""
+    rule, e = PrefixRule(0.9, 4.0), 1.0
+    raw = 4.0 * math.atanh(e / 4.0)
+    own = torch.tensor([[0.0, -raw]] * 40 + [[0.0, raw]] * 20)
+    found = RunningText(rule, TextMarks.of((1, 60), "cpu")).judge(0, own)[:, 1]
+    assert (found[:40] < 0).all()
+    before = e * (1 - 0.9**40) / 0.1
+    needed = next(n for n in range(1, 20) if e * (1 - 0.9**n) / 0.1 >= before * 0.9**n)
+    assert (found[40 : 40 + needed - 1] < 0).all()
+    assert (found[40 + needed - 1 :] >= 0).all()
+    assert needed == 7

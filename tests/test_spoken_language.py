@@ -1,0 +1,189 @@
+"""The user's word: `languages` in `forward`, `generate` and pipelines."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from conftest import CONFIGURATIONS, byte_tokenizer, matrix, tiny_config, tiny_dense
+from transformers import Trainer, TrainingArguments, pipeline
+
+from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
+from hf_moe_expand.planning.plan import PrefixGate
+
+LAYER_MOE = [one for one in CONFIGURATIONS if one.name != "dmoe"]
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+
+
+def expanded(backbone, configuration=CONFIGURATIONS[0], plan=None):
+    """The dense model and its expansion, with experts and classifiers that change its output."""
+    dense = tiny_dense(backbone)
+    model = expand_model(dense, plan or configuration.plan, **configuration.arguments).eval()
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for expert in ffn.experts[1:]:
+                for parameter in expert.parameters():
+                    parameter.normal_(std=0.4)
+            if ffn.classifier is not None:
+                ffn.classifier.weight.normal_()
+            if ffn.conditional_gate is not None:
+                ffn.conditional_gate.weight.normal_()
+    return tiny_dense(backbone), model
+
+
+def text(rows: int, length: int = 9) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@matrix(LAYER_MOE[:1], LAYER_MOE[:1])
+def test_an_old_language_gets_the_base_models_output_bit_for_bit(configuration, backbone):
+    dense, model = expanded(backbone, configuration)
+    batch = text(3)
+    with torch.no_grad():
+        base, judged = dense(**batch).logits, model(**batch).logits
+        assert torch.equal(model(**batch, languages="en").logits, base)
+        mixed = model(**batch, languages=["en", None, "en"]).logits
+    assert torch.equal(mixed[[0, 2]], base[[0, 2]])
+    assert not torch.equal(mixed[1], base[1])
+    torch.testing.assert_close(mixed[1], judged[1])
+    found = model.generate(**batch, languages="en", **OPTIONS)
+    assert torch.equal(found, dense.generate(**batch, **OPTIONS))
+
+
+@matrix(LAYER_MOE[1:], ())
+def test_so_it_is_with_every_kind_of_expert(configuration, backbone):
+    dense, model = expanded(backbone, configuration)
+    batch = text(2)
+    with torch.no_grad():
+        base = dense(**batch).logits
+        assert torch.equal(model(**batch, languages=["en", "en"]).logits, base)
+        assert torch.equal(model(**batch, languages=["en", "el"]).logits[0], base[0])
+
+
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+def test_batches_of_both_with_beams(search):
+    dense, model = expanded("qwen2")
+    batch, each = text(2), search.get("num_return_sequences", 1)
+    found = model.generate(**batch, languages=["el", "en"], **OPTIONS, **search)
+    base = dense.generate(**batch, **OPTIONS, **search)
+    new = model.generate(**batch, languages="el", **OPTIONS, **search)
+    assert torch.equal(found[each:], base[each:])
+    assert torch.equal(found[:each], new[:each])
+    assert not torch.equal(found[:each], base[:each])
+
+
+def test_a_new_language_sees_all_experts_whatever_the_classifiers_say():
+    _, model = expanded("qwen2")
+    batch = text(2)
+    with torch.no_grad(), model.capture_routing() as routing:
+        said = model(**batch, languages="el").logits
+    assert all((layer.allowed == layer.router_logits.shape[1]).all() for layer in routing)
+    for ffn in model.expanded_ffns().values():
+        ffn.classifier = None
+    assert torch.equal(model(**batch).logits, said)
+
+
+def test_a_language_of_an_earlier_expansion_sees_the_experts_of_its_time():
+    config = LayerMoEConfig.from_dense(
+        tiny_config("qwen2"), num_experts_per_layer=[4, 1, 3], earlier_experts_per_layer=[[2, 1, 2]],
+        classifier_layers=[0],
+        expansions=[
+            {"method": "layer-moe", "old_languages": ["en"], "new_languages": ["el"]},
+            {"method": "layer-moe", "old_languages": ["en", "el"], "new_languages": ["tr"]},
+        ],
+    )  # fmt: skip
+    model = LayerMoEForCausalLM(config).eval()
+    batch = text(3)
+    with torch.no_grad(), model.capture_routing() as routing:
+        said = model(**batch, languages=["en", "el", "tr"]).logits
+    assert routing.layers[0].allowed.view(3, 9)[:, 0].tolist() == [1, 2, 4]
+    assert routing.layers[2].allowed.view(3, 9)[:, 0].tolist() == [1, 2, 3]
+    with model.use_expansion(1):
+        torch.testing.assert_close(said[1], model(**batch).logits[1])
+
+
+def test_with_prefix_gates_the_word_decides_and_the_gates_go_on_listening():
+    plan = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"], prefix_gate=PrefixGate(0.9, 2.0, "layer"))
+    dense, model = expanded("qwen2", plan=plan)
+    batch = text(1, 12)
+    assert torch.equal(model(**batch, languages="en").logits, dense(**batch).logits)
+    cache = model(batch["input_ids"][:, :8], languages="en").past_key_values
+    assert len(cache.seen_text) == 8
+    model(batch["input_ids"][:, 8:], past_key_values=cache)
+    assert len(cache.seen_text) == 12
+
+
+def test_pipelines_take_a_language():
+    dense, model = expanded("qwen2")
+    tokenizer = byte_tokenizer()
+    texts = ["the cat", "sat on the mat"]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    of_base = pipeline("text-generation", dense, tokenizer=tokenizer)(texts, **options)
+    talk = pipeline("text-generation", model, tokenizer=tokenizer)
+    assert talk(texts, languages="en", **options) == of_base
+    assert talk(texts, languages="en", batch_size=2, **options) == pipeline(
+        "text-generation", dense, tokenizer=tokenizer
+    )(texts, batch_size=2, **options)
+    assert talk(texts, languages="el", **options) != of_base
+
+
+def test_the_word_holds_inside_the_call_alone():
+    _, model = expanded("qwen2")
+    batch = text(2)
+    before = model(**batch).logits
+    model(**batch, languages="en")
+    with pytest.raises(ValueError, match="languages"):
+        model(**batch, languages="xx")
+    assert torch.equal(model(**batch).logits, before)
+    with model.use_languages(["en", "el"]):
+        inside = model(**batch).logits
+    assert torch.equal(inside, model(**batch, languages=["en", "el"]).logits)
+    assert model.routing_control.classes is None
+
+
+@pytest.mark.parametrize(
+    ("languages", "said"),
+    [
+        ("xx", "does not know 'xx'; it knows en, el"),
+        (["en", "xx"], "does not know 'xx'; it knows en, el"),
+        (["en"], "languages has 1 codes, but the batch has 2 sequences"),
+        (["en", "el", "el"], "languages has 3 codes, but the batch has 2 sequences"),
+        ([], "languages has 0 codes"),
+    ],
+)
+def test_wrong_languages_are_refused(languages, said):
+    _, model = expanded("qwen2")
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            call(**text(2), languages=languages)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            call(text(2)["input_ids"], languages=languages)
+
+
+def test_a_dmoe_is_refused_by_name():
+    config = DMoEConfig.from_dense(
+        tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2], language_groups=[["en"], ["el"]]
+    )
+    with pytest.raises(ValueError, match="all experts of a DMoE train"):
+        DMoEForCausalLM(config)(**text(1), languages="en")
+
+
+def test_a_model_that_records_no_language_says_so():
+    model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2]))
+    with pytest.raises(ValueError, match="it knows no language"):
+        model(**text(1), languages="en")
+
+
+def test_the_forward_pass_keeps_its_signature_for_the_library(tmp_path):
+    _, model = expanded("qwen2")
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = Trainer(model, arguments)
+    trainer._set_signature_columns_if_needed()
+    assert {"input_ids", "attention_mask", "labels"} <= set(trainer._signature_columns)
+    assert trainer.model_accepts_loss_kwargs
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(**text(2), languages="en").logits, model(**text(2), languages="en").logits)
+    with pytest.raises(ValueError, match="not used by the model"):
+        model.generate(**text(1), language="en", **OPTIONS)
