@@ -1,0 +1,229 @@
+"""Reviews that should lose nothing: the LPR loss, self-distillation, text that the base writes, prefix gates.
+
+    python benchmarks/nothing_lost.py --base runs/real_text/base --help-pages DIR --flores DIR --seeds 0 1 2
+
+DIR of the help pages holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl, DIR of FLORES LANGUAGE.dev.jsonl (objects with
+`text`). `benchmarks/nothing_lost.yaml` has the languages, the stages and the reviews; `--settings` takes another file,
+such as `nothing_lost_smollm2.yaml`. For each seed one stage 1 is trained, and every review starts from it. The first
+`tuning_documents` of the training text are not trained on: `--tuning` scores them in place of the test text. Finished
+parts are kept: run it again to continue.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from tables import markdown_table
+from tqdm.auto import tqdm
+
+from hf_moe_expand import PostPretrainConfig, ReviewConfig, expand_checkpoint
+from hf_moe_expand.checkpoint.source import load_base_config
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.evaluation.perplexity import evaluate_model
+from hf_moe_expand.jsonfile import read_json, write_json, write_text
+from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.planning.make import make_plan
+from hf_moe_expand.planning.methods import read_plan_settings
+from hf_moe_expand.self_written import SampleSettings, write_documents
+from hf_moe_expand.stages.run import train_stage
+from hf_moe_expand.yamlfile import read_yaml
+
+# Bits per byte: [domain][language].
+Scores = dict[str, dict[str, float]]
+
+
+class Study:
+    """The models of one settings file, and their scores."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.settings = read_yaml(options.settings)
+        self.base, self.out = options.base, options.out
+        self.sources = {"help": options.help_pages, "flores": options.flores}
+        self.reviewed: list[str] = self.settings["old"]["reviewed"]
+        self.unreviewed: list[str] = self.settings["old"]["not reviewed"]
+        self.new: list[str] = self.settings["new"]
+        self.domains = ("tuning",) if options.tuning else ("help", "flores")
+
+    def split(self) -> None:
+        """Writes the training text without the first documents, and these documents for tuning."""
+        held = self.settings["tuning_documents"]
+        for code in (*self.reviewed, *self.unreviewed, *self.new):
+            source = self.sources["help"] / f"{code}.train.jsonl"
+            if source.is_file() and not (self.out / "text" / f"{code}.train.jsonl").exists():
+                lines = source.read_text("utf-8").splitlines(keepends=True)
+                write_text(self.out / "text" / f"{code}.tuning.jsonl", "".join(lines[:held]))
+                write_text(self.out / "text" / f"{code}.train.jsonl", "".join(lines[held:]))
+
+    def trained(self, codes: list[str]) -> dict[str, LanguageText]:
+        return {code: LanguageText(code, str(self.out / "text" / f"{code}.train.jsonl")) for code in codes}
+
+    def written(self) -> dict[str, LanguageText]:
+        """Text that the base writes, dealt out to the reviewed languages in turn."""
+        files = {code: self.out / "text" / f"{code}.self-written.jsonl" for code in self.reviewed}
+        if not all(file.exists() for file in files.values()):
+            model, tokenizer = load_for_inference(self.base)
+            rows = list(write_documents(model, tokenizer, SampleSettings(**self.settings["self_written"])))
+            for number, (_, file) in enumerate(files.items()):
+                write_text(file, "".join(json.dumps(row) + "\n" for row in rows[number :: len(files)]))
+        return {code: LanguageText(code, str(file)) for code, file in files.items()}
+
+    def stage_1(self, seed: int) -> Path:
+        """The model after stage 1. Its prefix gates are zero, and have no effect before a review trains them."""
+        folder = self.out / f"seed-{seed}"
+        if not (folder / "stage-1").exists():
+            settings = read_plan_settings(self.settings["plan"])
+            layers = load_base_config(self.base).num_hidden_layers
+            plan = make_plan(settings, layers, self.reviewed, self.new, seed=seed)
+            expand_checkpoint(self.base, folder / "expanded", plan, seed=seed, overwrite=True)
+            config = PostPretrainConfig(str(folder / "work"), **self.settings["post_pretrain"])
+            train_stage(folder / "expanded", folder / "stage-1", self.trained(self.new), config, seed)
+        return folder / "stage-1"
+
+    def review(self, name: str, seed: int) -> Path:
+        out = self.out / f"seed-{seed}" / name.replace(" ", "-")
+        if not out.exists():
+            own = dict(self.settings["reviews"][name])
+            old = self.written() if own.pop("self_written", False) else self.trained(self.reviewed)
+            shared = {**self.settings["review"], "fewer_documents": True}
+            config = ReviewConfig(str(out.with_name("work")), **shared, **own)
+            train_stage(self.stage_1(seed), out, {**old, **self.trained(self.new)}, config, seed)
+        return out
+
+    def texts(self, domain: str) -> dict[str, list[str]]:
+        found = {}
+        for code in (*self.reviewed, *self.unreviewed, *self.new):
+            place, split = (self.out / "text", "tuning") if domain == "tuning" else (self.sources[domain], "test")
+            file = place / f"{code}.{'dev' if domain == 'flores' else split}.jsonl"
+            if file.is_file():
+                found[code] = [json.loads(line)["text"] for line in file.read_text("utf-8").splitlines()]
+        return found
+
+    def scores(self, path: Path, word: bool = False) -> Scores:
+        """Scores of a checkpoint, kept beside it.
+
+        Args:
+            word: whether the model is told the language; of a base language that the checkpoint does not list, that of
+                one that it does.
+        """
+        found: Scores = {}
+        for domain in self.domains:
+            kept = self.out / "scores" / f"{path.parent.name}-{path.name}{'-word' if word else ''}-{domain}.json"
+            if not kept.exists():
+                model, tokenizer = load_for_inference(path)
+                numbers = {}
+                for code, texts in self.texts(domain).items():
+                    known = code if code in (*self.reviewed, *self.new) else self.reviewed[0]
+                    with model.use_languages(known) if word else nullcontext():
+                        scored = evaluate_model(model, tokenizer, {code: texts}, **self.settings["evaluation"])
+                    numbers[code] = scored[code].bits_per_byte
+                write_json(kept, numbers)
+            found[domain] = read_json(kept, "scores")
+        return found
+
+    def rows(self, seeds: list[int]) -> Iterator[tuple[str, list[Scores]]]:
+        yield "base", [self.scores(self.base)]
+        yield "stage 1", [self.scores(self.stage_1(seed)) for seed in seeds]
+        for name in self.settings["reviews"]:
+            yield name, [self.scores(self.review(name, seed)) for seed in seeds]
+        last = list(self.settings["reviews"])[-1]
+        yield f"{last}, and the user's word", [self.scores(self.review(last, seed), word=True) for seed in seeds]
+
+    def render(self, rows: Mapping[str, list[Scores]]) -> str:
+        """Bits per byte against the base (old languages, in %) and as they are (new ones): mean and spread of seeds."""
+        groups = {"reviewed": self.reviewed, "not reviewed": self.unreviewed, "new": self.new}
+        base = rows["base"][0]
+        head = [""]
+        for domain in self.domains:
+            head += [f"{domain}: {', '.join(c for c in codes if c in base[domain])}" for codes in groups.values()]
+        lines = []
+        for name, found in rows.items():
+            cells = [name]
+            for domain in self.domains:
+                for kind, codes in groups.items():
+                    known = [code for code in codes if code in base[domain]]
+                    values = [mean(scores[domain][code] for code in known) for scores in found]
+                    if kind == "new" or name == "base":
+                        cells.append(_spread(values, "{:.3f}"))
+                    else:
+                        of_base = mean(base[domain][code] for code in known)
+                        cells.append(_spread([100 * (value / of_base - 1) for value in values], "{:+.2f} %"))
+            lines.append(cells)
+        return markdown_table(head, lines)
+
+
+def _spread(values: list[float], form: str) -> str:
+    said = form.format(mean(values))
+    return said if len(values) < 2 else f"{said} ± {stdev(values):.2g}"
+
+
+@torch.no_grad()
+def accuracy_by_tokens(study: Study, model_path: Path, before: int, after: int) -> str:
+    """How many tokens the gates need: the share of texts that layer's gate has right, by tokens since the text began
+    and since it changed its language, over all gated layers.
+
+    Each text is `before` tokens of one language and `after` of a language of the other class.
+    """
+    model, tokenizer = load_for_inference(model_path)
+    pieces = {code: _pieces(texts, tokenizer, before, after) for code, texts in study.texts("flores").items()}
+    right = torch.zeros(before + after)
+    count = 0
+    old = [code for code in (*study.reviewed, *study.unreviewed) if code in pieces]
+    for first, second in [pair for o in old for n in study.new for pair in ((o, n), (n, o))]:
+        for one, two in tqdm(list(zip(pieces[first], pieces[second], strict=False)), desc=f"{first}-{second}"):
+            with model.capture_routing() as routing:
+                model(torch.tensor([one[:before] + two[:after]]))
+            wanted = torch.tensor([int(first in study.new)] * before + [int(second in study.new)] * after)
+            found = torch.stack([layer.token_classes for layer in routing if layer.classifier_logits is not None])
+            right += (found == wanted).float().mean(0)
+            count += 1
+    share = right / count
+    shown = [t for t in (1, 2, 4, 8, 16, 32, 48, 64) if t <= max(before, after)]
+    lines = [["since the text began", *(f"{share[t - 1]:.3f}" if t <= before else "" for t in shown)]]
+    lines += [["since the language changed", *(f"{share[before + t - 1]:.3f}" if t <= after else "" for t in shown)]]
+    return markdown_table(["tokens", *map(str, shown)], lines)
+
+
+def _pieces(texts: list[str], tokenizer: Any, *lengths: int) -> list[list[int]]:
+    """Texts of enough tokens; sentences are joined until they have them."""
+    ids = tokenizer("\n".join(texts[:200]), add_special_tokens=False, verbose=False).input_ids
+    longest = max(lengths)
+    return [ids[start : start + longest] for start in range(0, 20 * longest, longest)]
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    if count:
+        torch.set_num_threads(count)
+    yield
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--help-pages", type=Path, required=True)
+    parser.add_argument("--flores", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/nothing_lost"))
+    parser.add_argument("--settings", type=Path, default=Path(__file__).with_suffix(".yaml"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--tuning", action="store_true", help="score the held-out slice of the training text")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--table", type=Path, help="also write the tables here")
+    options = parser.parse_args(arguments)
+    study = Study(options)
+    with _threads(options.threads):
+        study.split()
+        table = study.render(dict(study.rows(options.seeds)))
+        gated = study.settings["gated"]
+        table += "\n\n" + accuracy_by_tokens(study, study.review(gated, options.seeds[0]), 64, 64)
+    print(table)
+    if options.table:
+        options.table.write_text(table + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
