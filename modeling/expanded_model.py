@@ -218,6 +218,9 @@ class ExpandedModelMixin:
         Raises:
             ValueError: see `use_languages`; or the number of codes is not that of the sequences.
         """
+        if self.config.prefix_gate is not None:  # type: ignore[attr-defined]
+            # The library would compile the forward pass into CUDA graphs, whose outputs the gates may not keep.
+            kwargs.setdefault("disable_compile", True)
         if languages is None:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         check_count(languages, inputs, kwargs)
