@@ -214,7 +214,7 @@ class Recipe(Expansion):
         if chosen is None:
             return {}
         path, most = str(Path(self.output) / "self_written.jsonl"), chosen.documents * chosen.tokens
-        return {code: SelfWrittenText(code, path, chosen.documents, most) for code in chosen.by_language}
+        return {code: SelfWrittenText(code, path, chosen.documents, most) for code in chosen.prompts}
 
     @property
     def old_languages(self) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
@@ -19,7 +19,7 @@ from .checkpoint.source import resolve_checkpoint
 from .data.sources import LanguageText
 from .errors import InputError
 from .jsonfile import write_text
-from .languages import UNDETERMINED
+from .languages import UNDETERMINED, check_language_code
 from .modeling import ExpandedConfig
 from .models import load_for_inference, longest_block
 from .records import History
@@ -29,52 +29,33 @@ WRITTEN_BY = "written_by"  # the key of a row that names the model that wrote it
 _TRIES = 4  # batches without a word for each one with words, before the model is given up
 
 
-@settings
-class SelfWrittenSettings:
-    """Old text that the base writes itself, once, before the first step: review and analyses read it.
+def _by_language(prompts: Any) -> Any:
+    """Prompts of each language; those of a plain list belong to no language that is known."""
+    if isinstance(prompts, list):
+        return {UNDETERMINED: prompts}
+    if not isinstance(prompts, Mapping):
+        raise InputError(f"expected a list of prompts, or a list for each language, found {prompts!r}.")
+    for code in prompts:
+        check_language_code(code)
+    return prompts
 
-    Raises:
-        InputError: a number is out of range, or a prompt is empty.
-    """
+
+_PROMPTS = {"type": "array", "items": {"type": "string"}}
+
+
+@settings
+class _Writing:
+    """What the settings of all self-written text have in common."""
 
     documents: Annotated[Count, Field(description="documents to write, in each language of `prompts`")] = 200
     tokens: Annotated[Count, Field(description="most tokens of a document, the prompt's left out")] = 256
-    prompts: Annotated[
-        list[Text] | dict[Text, list[Text]],
-        Field(
-            description="beginnings, taken in turn: a list, or a list for each language; without any, documents begin "
-            "by themselves. The text of a plain list has the language `und`, undetermined"
-        ),
-    ] = field(default_factory=list)
     temperature: Annotated[Positive, Field(description="divisor of the logits")] = 1.0
     top_p: Annotated[Share, Field(description="share of the probability among whose tokens is drawn", gt=0)] = 1.0
     batch_size: Annotated[Count, Field(description="documents written at once")] = 16
 
-    def __post_init__(self) -> None:
-        lists = self.by_language
-        if not lists:
-            raise InputError("prompts: names no language: give a list of prompts, or leave `prompts` out.")
-        if any(not prompt.strip() for prompts in lists.values() for prompt in prompts):
-            raise InputError("prompts: a prompt is empty: leave it out, or give a few words.")
-        if len(free := [code for code, prompts in lists.items() if not prompts]) > 1:
-            raise InputError(
-                f"prompts: {', '.join(free)} have no prompts, so their texts would be the same: only one language's "
-                "documents can begin by themselves."
-            )
-
-    @property
-    def by_language(self) -> Mapping[str, list[str]]:
-        """The prompts of each language."""
-        return self.prompts if isinstance(self.prompts, dict) else {UNDETERMINED: self.prompts}
-
-    def samples(self, seed: int) -> dict[str, "SampleSettings"]:
-        """How the text of each language is written."""
-        common = {name: value for name, value in asdict(self).items() if name != "prompts"}
-        return {code: SampleSettings(**common, prompts=list(p), seed=seed) for code, p in self.by_language.items()}
-
 
 @settings
-class SampleSettings(SelfWrittenSettings):
+class SampleSettings(_Writing):
     """How a model writes the text of one language.
 
     Raises:
@@ -83,6 +64,44 @@ class SampleSettings(SelfWrittenSettings):
 
     prompts: list[Text] = field(default_factory=list)
     seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
+
+    def __post_init__(self) -> None:
+        if not all(prompt.strip() for prompt in self.prompts):
+            raise InputError("prompts: a prompt is empty: leave it out, or give a few words.")
+
+
+@settings
+class SelfWrittenSettings(_Writing):
+    """Old text that the base writes itself, once, before the first step: review and analyses read it.
+
+    Raises:
+        InputError: a number is out of range, a prompt is empty, or two languages have no prompts.
+    """
+
+    prompts: Annotated[
+        dict[Text, list[Text]],
+        BeforeValidator(_by_language),
+        WithJsonSchema({"anyOf": [_PROMPTS, {"type": "object", "additionalProperties": _PROMPTS}]}),
+        Field(
+            description="beginnings, taken in turn: a list, or a list for each language; without any, documents begin "
+            "by themselves. A plain list's language is `und`, undetermined"
+        ),
+    ] = field(default_factory=lambda: {UNDETERMINED: []})
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise InputError("prompts: names no language: give a list of prompts, or leave `prompts` out.")
+        self.samples(0)
+        if len(free := [code for code, prompts in self.prompts.items() if not prompts]) > 1:
+            raise InputError(
+                f"prompts: {', '.join(free)} have no prompts, so their texts would be the same: only one language's "
+                "documents can begin by themselves."
+            )
+
+    def samples(self, seed: int) -> dict[str, SampleSettings]:
+        """How the text of each language is written."""
+        common = {name: value for name, value in asdict(self).items() if name != "prompts"}
+        return {code: SampleSettings(**common, prompts=list(p), seed=seed) for code, p in self.prompts.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +165,7 @@ def write_texts(
     return len(rows), sum(len(row["text"].split()) for row in rows)
 
 
-def check_positions(chosen: SelfWrittenSettings, config: Any, tokenizer: Any = None) -> None:
+def check_positions(chosen: SampleSettings, config: Any, tokenizer: Any = None) -> None:
     """Refuses documents that are longer than the model's positions.
 
     Args:
@@ -157,8 +176,7 @@ def check_positions(chosen: SelfWrittenSettings, config: Any, tokenizer: Any = N
         InputError: they are too long.
     """
     positions = longest_block(config)
-    prompts = [prompt for prompts in chosen.by_language.values() for prompt in prompts or [""]]
-    longest = 1 if tokenizer is None else max(len(_ids(prompt, tokenizer)) for prompt in prompts)
+    longest = 1 if tokenizer is None else max(len(_ids(prompt, tokenizer)) for prompt in chosen.prompts or [""])
     if positions is not None and longest + chosen.tokens > positions:
         raise InputError(
             f"tokens is {chosen.tokens}, and a prompt has up to {longest}, but the model takes {positions} positions: "

@@ -251,6 +251,12 @@ def test_checks_before_anything_runs(recipe, settings, message):
         ("{prompts: {en: [], de: []}}", "en, de have no prompts, so their texts would be the same"),
         ("{prompts: {}}", "prompts: names no language"),
         ("{prompts: {xyzzy: [A]}}", "'xyzzy' is not a language code"),
+        (
+            "{prompts: The}",
+            "self_written.prompts: expected a list of prompts, or a list for each language, found 'The'",
+        ),
+        ("{prompts: {en: The}}", "self_written.prompts.en: expected a list, found 'The'"),
+        ("{prompts: [1]}", "expected text, found 1"),
         ("{seed: 1}", "unknown key `seed`"),
     ],
 )

@@ -42,6 +42,9 @@ def sample(
     from ..self_written import SampleSettings, write_texts
 
     check_language_code(language)
-    chosen = SampleSettings(documents, tokens, list(prompt or []), temperature, top_p, batch_size, seed)
+    chosen = SampleSettings(
+        documents=documents, tokens=tokens, prompts=list(prompt or []), temperature=temperature, top_p=top_p,
+        batch_size=batch_size, seed=seed,
+    )  # fmt: skip
     written, words = write_texts(model, revision, {language: chosen}, out)
     print(f"wrote {out}: {written:,} documents, {words:,} words")

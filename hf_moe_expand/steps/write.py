@@ -41,12 +41,13 @@ class WriteOldText(Step):
             if not checks.offline:
                 tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
             with at("self_written"):
-                check_positions(chosen, checks.config, tokenizer)
-            size = len(chosen.by_language) * chosen.documents * (chosen.tokens * _TOKEN + _ORIGIN)
+                for sample in chosen.samples(recipe.seed).values():
+                    check_positions(sample, checks.config, tokenizer)
+            size = len(chosen.prompts) * chosen.documents * (chosen.tokens * _TOKEN + _ORIGIN)
             checks.written.append(Written(self.output, size))
         checks.found.append(
             f"self_written: the base writes {chosen.documents:,} documents of up to {chosen.tokens:,} tokens: "
-            + ", ".join(chosen.by_language)
+            + ", ".join(chosen.prompts)
         )
 
     def work(self) -> Done:
