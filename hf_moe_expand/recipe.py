@@ -8,7 +8,7 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
-from .errors import InputError
+from .errors import InputError, at
 from .languages import UNDETERMINED, check_language_code
 from .planning.methods import PlanSettings
 from .recipe_paths import filled_in
@@ -121,8 +121,9 @@ class Recipe(Expansion):
         unknown = sorted(set(self.test) - set(known))
         if unknown and self.self_written is None:
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
-        for code in unknown:
-            check_language_code(code)
+        with at("test"):
+            for code in unknown:
+                check_language_code(code)
         self._check_old()
         return self
 

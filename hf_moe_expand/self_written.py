@@ -47,7 +47,7 @@ _PROMPTS = {"type": "array", "items": {"type": "string"}}
 class _Writing:
     """What the settings of all self-written text have in common."""
 
-    documents: Annotated[Count, Field(description="documents to write, in each language of `prompts`")] = 200
+    documents: Annotated[Count, Field(description="documents to write, in each language of `prompts`")] = 1000
     tokens: Annotated[Count, Field(description="most tokens of a document, the prompt's left out")] = 256
     temperature: Annotated[Positive, Field(description="divisor of the logits")] = 1.0
     top_p: Annotated[Share, Field(description="share of the probability among whose tokens is drawn", gt=0)] = 1.0
@@ -202,7 +202,8 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     named = chosen.prompts or [""]
     left = [chosen.documents // len(named) + (i < chosen.documents % len(named)) for i in range(len(named))]
     bar = tqdm(total=chosen.documents, desc="sample", unit="document")
-    with base, _own_distribution(model, tokenizer), torch.random.fork_rng():
+    devices = [model.device] if model.device.type == "cuda" else []
+    with base, _own_distribution(model, tokenizer), torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)
         for prompt, ids, wanted in zip(named, prompts, left, strict=True):
             batch = [ids] * min(chosen.batch_size, wanted)

@@ -198,6 +198,7 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
     (tmp_path / "lines.txt").write_text("a\n", "utf-8")
     names = [*(f"{name}.jsonl" for name in files), "lines.txt"]
     assert [writer_of(LanguageText("en", str(tmp_path / name))) for name in names] == ["base", *[None] * 5]
+    assert writer_of(LanguageText("en", "hub:some/dataset")) is None
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
         ({"new": {"und": "x.jsonl"}}, "und: given as an old and as a new language"),
         ({"plan": PlanSettings("dmoe", groups=1)}, "self_written: DMoE trains the base too"),
         ({"plan": PlanSettings("moe-lpr", experts=2), "review": None}, "self_written: no step would read the text"),
-        ({"test": {"klingonisch": "x.jsonl"}}, "'klingonisch' is not a language code"),
+        ({"test": {"klingonisch": "x.jsonl"}}, "test: 'klingonisch' is not a language code"),
     ],
 )
 def test_recipes_are_refused(recipe, changes, message):

@@ -16,7 +16,7 @@ def sample(
     language: Annotated[
         str, typer.Option(help="Code of the old language for which the text stands, e.g. en; und: undetermined.")
     ] = "und",
-    documents: Annotated[int, typer.Option(help="Documents to write.")] = 200,
+    documents: Annotated[int, typer.Option(help="Documents to write.")] = 1000,
     tokens: Annotated[int, typer.Option(help="Most tokens of a document, the prompt's left out.")] = 256,
     prompt: Annotated[
         list[str] | None,
