@@ -20,7 +20,7 @@ from .evaluation.report import Evaluation
 from .hub_base import base_on_hub
 from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
-from .languages import is_language_code
+from .languages import in_words, is_language_code
 from .planning.methods import METHODS, PlanMethod, find_method
 from .records import ExpansionRecord, History, StageRecord, without_folders
 
@@ -68,7 +68,7 @@ def make_card(
     item_size = getattr(config.dtype, "itemsize", None)
     licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)
     data = ModelCardData(
-        language=list(dict.fromkeys(str(langcodes.Language.get(code).language) for code in [*old, *new])),
+        language=list(dict.fromkeys(filter(None, (langcodes.Language.get(code).language for code in [*old, *new])))),
         **licensed,
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -93,7 +93,7 @@ def make_card(
         "base": origin.name,
         "base_on_hub": origin.hub_id is not None,
         "base_revision": origin.revision,
-        "old": old,
+        "old": in_words(old),
         "new": new,
         "total": found.total,
         "active": found.active,
@@ -109,7 +109,7 @@ def make_card(
         ],
         "results": scores and scores.rows()[1] and {n: scores.markdown(n) for n in ("bits_per_byte", "perplexity")},
         "tasks": scores and scores.tasks.get(THIS) and scores.task_markdown(),
-        "untested_languages": [c for c in [*old, *new] if scores is None or c not in scores.models[THIS]],
+        "untested_languages": in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
         "version": (last.versions or {}).get("hf_moe_expand", __version__),
     }
     text = _render(template.card, {**_escaped(facts), "metadata": facts["metadata"]}) + "\n"
@@ -262,6 +262,7 @@ def _stage(stage: StageRecord) -> dict[str, Any]:
         "tokens": {},
         "documents": {},
         "tokens_seen_by_language": {},
+        "written": stage.self_written,
         **stage.to_dict(),
         "settings": text.replace("```", "'''"),
     }

@@ -12,6 +12,7 @@ from .checkpoint.local import check_expanded
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
+from .languages import in_words
 from .modeling import decoder_ffns
 from .records import ExpansionRecord, History, StageRecord
 from .scratch import leftovers
@@ -70,7 +71,9 @@ class Inspection:
         for stage, count in self.trainable.items():
             lines.append(f"trained in {stage:<14}   {count:,} ({100 * count / self.total:.2f} %)")
         for number, expansion in enumerate(self.expansions, start=1):
-            old, new = (", ".join(codes) or "-" for codes in (expansion.old_languages, expansion.new_languages))
+            old, new = (
+                ", ".join(in_words(codes)) or "-" for codes in (expansion.old_languages, expansion.new_languages)
+            )
             lines.append(
                 f"expansion {number}         {expansion.method} on {expansion.base_model}: old {old}; new {new}"
             )
@@ -132,7 +135,7 @@ def _in_words(stage: StageRecord) -> str:
     if stage.tokens_seen is not None:
         words += f", {stage.tokens_seen:,} tokens seen"
         words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
-    return words
+    return ", ".join([words, *stage.self_written])
 
 
 def _size(module: nn.Module) -> int:

@@ -8,6 +8,8 @@ from pydantic import AfterValidator, BeforeValidator, Strict
 
 from .errors import InputError
 
+UNDETERMINED = "und"  # BCP 47's code for text whose language nobody determined
+
 
 @cache
 def is_language_code(code: str) -> bool:
@@ -29,6 +31,11 @@ def check_language_code(code: str) -> str:
     if not isinstance(code, str) or not is_language_code(code):
         raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
     return code
+
+
+def in_words(codes: Iterable[str]) -> list[str]:
+    """Codes for a reader, who may not know that of no language."""
+    return [f"{code} (undetermined)" if code == UNDETERMINED else code for code in codes]
 
 
 def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:

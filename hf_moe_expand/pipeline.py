@@ -28,16 +28,19 @@ from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.plan import MakePlan
 from .steps.stage import GraftStep, StageStep, TrainStep
+from .steps.write import WriteOldText
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 
 
 def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     """The steps of a recipe in order, and the folder of its final checkpoint."""
-    root, sources = Path(recipe.output), recipe.training_sources
+    root, sources = Path(recipe.output), {**recipe.training_sources, **recipe.written_sources}
     steps: list[Step] = []
     models: dict[str, str] = {"base": recipe.base}
-    start, old = recipe.base, list(recipe.old)
+    start, old = recipe.base, recipe.old_languages
+    if recipe.self_written is not None:
+        steps.append(WriteOldText(recipe))
     lifelong = len(recipe.rounds) > 1
     for number, expansion in enumerate(recipe.rounds, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
@@ -240,9 +243,11 @@ class _Record:
 
     def replaced_by(self, step: Step, later: list[Step]) -> Step | None:
         """The first later step whose output makes this step's output unnecessary: a checkpoint replaces all outputs
-        before it, a plan replaces an analysis."""
+        before it, a plan replaces an analysis; only the last checkpoint replaces an output that later steps read."""
         if step.repeatable or not self.is_done(step):
             return None
+        if step.read_later:
+            later = [other for other in later if not other.repeatable][-1:]
         for other in later:
             stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
             if stands_for and other.output.exists() and (self.is_done(other) or self.is_begun(other)):

@@ -8,10 +8,12 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
-from .errors import InputError
+from .errors import InputError, at
+from .languages import UNDETERMINED, check_language_code
 from .planning.methods import PlanSettings
 from .recipe_paths import filled_in
 from .schema import Declared, Text, Whole, json_schema, read
+from .self_written import SelfWrittenSettings, SelfWrittenText
 from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
 from .stages import ROAD, road, stage_of
 from .stages.base import Stage
@@ -99,26 +101,63 @@ class Recipe(Expansion):
     expansions: list[Expansion] = Field(
         [], description="several expansions, one after the other, each with `new` and settings of its own"
     )
+    self_written: Annotated[
+        SelfWrittenSettings | None,
+        Field(description="old text that the base writes itself, with or without `old`; `{}`: by the defaults"),
+    ] = None
     evaluation: Annotated[EvaluationSettings, Field(description="how held-out text is scored")] = EvaluationSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        known = dict(self.old)
+        known = dict.fromkeys(self.old_languages, "")
+        if both := sorted(set(self.old) & set(self.written_sources)):
+            raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
         for number, expansion in enumerate(self.rounds, start=1):
             check_languages(known, expansion.new)
             known |= expansion.new
             self._check_expansion(number, expansion)
-        if unknown := sorted(set(self.test) - set(known)):
+        unknown = sorted(set(self.test) - set(known))
+        if unknown and self.self_written is None:
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
+        with at("test"):
+            for code in unknown:
+                check_language_code(code)
+        self._check_old()
+        return self
+
+    def _check_old(self) -> None:
+        """Refuses a recipe that needs text of the base's languages and has none, and self-written text that no step
+        reads."""
         first = self.rounds[0]
-        if not self.old and first.family != "dmoe" and (first.has("review") or first.planned.needs == "similarity"):
+        if self.self_written is not None and first.family == "dmoe":
+            raise InputError(
+                "self_written: DMoE trains the base too, so nothing of it stays that text of its own would keep: leave "
+                "self_written out."
+            )
+        if self.self_written is not None and not any(self._reads_old(expansion) for expansion in self.rounds):
+            raise InputError(
+                "self_written: no step would read the text: there is no review and no layer-moe plan. Leave it out."
+            )
+        if self.old_languages or first.family == "dmoe":
+            return
+        written = "let the base write it (`self_written: {}`)"
+        if any(getattr(getattr(e, "review", None), "distillation_coef", 0) for e in self.rounds):
+            raise InputError(
+                "review.distillation_coef: keeps the base's predictions on old text, but the recipe has none: give "
+                f"some under `old`, {written}, or leave distillation_coef out."
+            )
+        if first.has("review") or first.planned.needs == "similarity":
             raise InputError(
                 "old: no old language: the review stage and the layer-moe plan need text of the languages that the "
-                "base is good at. Give some, or set `review: null` and another plan method."
+                f"base is good at. Give some, {written}, or set `review: null` and another plan method."
             )
-        return self
+
+    def _reads_old(self, expansion: Expansion) -> bool:
+        """Whether a step of the expansion reads text of the base's languages."""
+        stages = [stage.languages(settings, ["old"], []) for stage, settings in expansion.stages()]
+        return any(stages) or expansion.planned.needs == "similarity"
 
     def _check_expansion(self, number: int, expansion: Expansion) -> None:
         if expansion.family == "dmoe" and len(self.rounds) > 1:
@@ -168,6 +207,29 @@ class Recipe(Expansion):
         recipe = read(cls, mapping, str(path))
         recipe._text = text
         return recipe
+
+    @property
+    def written_sources(self) -> dict[str, SelfWrittenText]:
+        """The text that the base writes, by language: parts of one file in the run's folder."""
+        chosen = self.self_written
+        if chosen is None:
+            return {}
+        path, most = str(Path(self.output) / "self_written.jsonl"), chosen.documents * chosen.tokens
+        return {code: SelfWrittenText(code, path, chosen.documents, most) for code in chosen.prompts}
+
+    @property
+    def old_languages(self) -> list[str]:
+        """The base's languages: those with text under `old`, and those of the text that the base writes."""
+        return list(dict.fromkeys([*self.old, *self.written_sources]))
+
+    @property
+    def evaluated_languages(self) -> list[list[str]]:
+        """The base's languages, then those that each expansion adds. Where the base writes, languages of which there is
+        held-out text alone are the base's too."""
+        new = [list(expansion.new) for expansion in self.rounds]
+        added = {code for codes in new for code in codes}
+        named = [code for code in self.old_languages if code != UNDETERMINED or code in self.test]
+        return [list(dict.fromkeys([*named, *(code for code in self.test if code not in added)])), *new]
 
     @property
     def training_sources(self) -> dict[str, LanguageText]:

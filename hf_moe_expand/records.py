@@ -100,6 +100,7 @@ class StageRecord(_Record):
         blocks_seen, tokens_seen: blocks and tokens that passed through the training, over all ranks and attempts; text
             that was seen twice counts twice.
         tokens_seen_by_language: `tokens_seen`, by language, where the batches named the languages.
+        written_by: the model that wrote a language's text, by language, where a model wrote all of it.
         seed: random seed.
         settings: the step's settings; local paths are reduced to their last part.
     """
@@ -111,9 +112,16 @@ class StageRecord(_Record):
     blocks_seen: int | None = _field("whole")
     tokens_seen: int | None = _field("whole")
     tokens_seen_by_language: dict[str, int] | None = _field("object")
+    written_by: dict[str, str] | None = _field("object")
     seed: int | None = _field("whole")
     settings: dict[str, Any] | None = _field("object")
     other: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def self_written(self) -> list[str]:
+        """One phrase for each language whose text a model wrote."""
+        documents, written = self.documents or {}, self.written_by or {}
+        return [f"{documents.get(code, 0):,} documents of {code} that {model} wrote" for code, model in written.items()]
 
     @property
     def changes_everything(self) -> bool:

@@ -1,46 +1,187 @@
 """Text that a base model writes itself: what review reads as old text where none of what the base was trained on is at
 hand."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import field
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from tqdm.auto import tqdm
+from transformers import GenerationConfig
 
+from .checkpoint.expand import versions
+from .checkpoint.source import resolve_checkpoint
+from .data.sources import LanguageText
 from .errors import InputError
+from .jsonfile import write_text
+from .languages import UNDETERMINED, check_language_code
 from .modeling import ExpandedConfig
-from .models import longest_block
+from .models import load_for_inference, longest_block
 from .records import History
 from .schema import Count, Positive, Share, Text, Whole, settings
 
+WRITTEN_BY = "written_by"  # the key of a row that names the model that wrote it
 _TRIES = 4  # batches without a word for each one with words, before the model is given up
 
 
+def _by_language(prompts: Any) -> Any:
+    """Prompts of each language; those of a plain list belong to no language that is known."""
+    if isinstance(prompts, list):
+        return {UNDETERMINED: prompts}
+    if not isinstance(prompts, Mapping):
+        raise InputError(f"expected a list of prompts, or a list for each language, found {prompts!r}.")
+    for code in prompts:
+        check_language_code(code)
+    return prompts
+
+
+_PROMPTS = {"type": "array", "items": {"type": "string"}}
+
+
 @settings
-class SampleSettings:
-    """How a model writes text.
+class _Writing:
+    """What the settings of all self-written text have in common."""
+
+    documents: Annotated[Count, Field(description="documents to write, in each language of `prompts`")] = 1000
+    tokens: Annotated[Count, Field(description="most tokens of a document, the prompt's left out")] = 256
+    temperature: Annotated[Positive, Field(description="divisor of the logits")] = 1.0
+    top_p: Annotated[Share, Field(description="share of the probability among whose tokens is drawn", gt=0)] = 1.0
+    batch_size: Annotated[Count, Field(description="documents written at once")] = 16
+
+
+@settings
+class SampleSettings(_Writing):
+    """How a model writes the text of one language.
 
     Raises:
         InputError: a number is out of range, or a prompt is empty.
     """
 
-    documents: Annotated[Count, Field(description="documents to write")] = 200
-    tokens: Annotated[Count, Field(description="most tokens of a document, the prompt's left out")] = 256
-    prompts: Annotated[
-        list[Text], Field(description="beginnings, taken in turn; by default each document begins by itself")
-    ] = field(default_factory=list)
-    temperature: Annotated[Positive, Field(description="divisor of the logits")] = 1.0
-    top_p: Annotated[Share, Field(description="share of the probability among whose tokens is drawn", gt=0)] = 1.0
-    batch_size: Annotated[Count, Field(description="documents written at once")] = 16
+    prompts: list[Text] = field(default_factory=list)
     seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
 
     def __post_init__(self) -> None:
         if not all(prompt.strip() for prompt in self.prompts):
             raise InputError("prompts: a prompt is empty: leave it out, or give a few words.")
+
+
+@settings
+class SelfWrittenSettings(_Writing):
+    """Old text that the base writes itself, once, before the first step: review and analyses read it.
+
+    Raises:
+        InputError: a number is out of range, a prompt is empty, or two languages have no prompts.
+    """
+
+    prompts: Annotated[
+        dict[Text, list[Text]],
+        BeforeValidator(_by_language),
+        WithJsonSchema({"anyOf": [_PROMPTS, {"type": "object", "additionalProperties": _PROMPTS}]}),
+        Field(
+            description="beginnings, taken in turn: a list, or a list for each language; without any, documents begin "
+            "by themselves. A plain list's language is `und`, undetermined"
+        ),
+    ] = field(default_factory=lambda: {UNDETERMINED: []})
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise InputError("prompts: names no language: give a list of prompts, or leave `prompts` out.")
+        self.samples(0)
+        if len(free := [code for code, prompts in self.prompts.items() if not prompts]) > 1:
+            raise InputError(
+                f"prompts: {', '.join(free)} have no prompts, so their texts would be the same: only one language's "
+                "documents can begin by themselves."
+            )
+
+    def samples(self, seed: int) -> dict[str, SampleSettings]:
+        """How the text of each language is written."""
+        common = {name: value for name, value in asdict(self).items() if name != "prompts"}
+        return {code: SampleSettings(**common, prompts=list(p), seed=seed) for code, p in self.prompts.items()}
+
+
+@dataclass(frozen=True)
+class SelfWrittenText(LanguageText):
+    """Text that a run writes before it reads it.
+
+    Attributes:
+        documents_to_come: number of its documents.
+        tokens_to_come: the most tokens of all of them.
+    """
+
+    documents_to_come: int
+    tokens_to_come: int
+
+
+def writer_of(text: LanguageText) -> str | None:
+    """The model that wrote all of a local text, as each row says; None for text from elsewhere.
+
+    Raises:
+        InputError: see `LanguageText.files`.
+    """
+    found: set[str] = set()
+    for path in text.files():
+        if path.suffix != ".jsonl":
+            return None
+        with open(path, encoding="utf-8-sig") as file:
+            for line in filter(str.strip, file):
+                writer = json.loads(line).get(WRITTEN_BY)
+                if not isinstance(writer, str) or found - {writer}:
+                    return None
+                found.add(writer)
+    return found.pop() if found else None
+
+
+def write_texts(
+    model: str, revision: str | None, samples: Mapping[str, SampleSettings], out: str | Path
+) -> tuple[int, int]:
+    """Lets a model write a file of documents, whole or not at all; each row says what wrote it and how.
+
+    Args:
+        model: folder or hub id; of an expanded model, expert 0 writes.
+        samples: how the documents of each language are written.
+
+    Returns:
+        The number of documents and of words.
+
+    Raises:
+        InputError: see `write_documents` and `load_for_inference`.
+    """
+    network, tokenizer = load_for_inference(model, revision)
+    local = Path(model).is_dir()
+    # The hub's cache names a snapshot's folder by its commit.
+    commit = None if local else resolve_checkpoint(model, revision).name
+    origin = {WRITTEN_BY: Path(model).resolve().name if local else model, "revision": commit}
+    rows = []
+    for language, chosen in samples.items():
+        how = {name: value for name, value in asdict(chosen).items() if name != "prompts"}
+        for row in write_documents(network, tokenizer, chosen):
+            rows.append({**row, "language": language, **origin, **how, "versions": versions()})
+    write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return len(rows), sum(len(row["text"].split()) for row in rows)
+
+
+def check_positions(chosen: SampleSettings, config: Any, tokenizer: Any = None) -> None:
+    """Refuses documents that are longer than the model's positions.
+
+    Args:
+        config: the model's configuration.
+        tokenizer: without one, a prompt counts as one token.
+
+    Raises:
+        InputError: they are too long.
+    """
+    positions = longest_block(config)
+    longest = 1 if tokenizer is None else max(len(_ids(prompt, tokenizer)) for prompt in chosen.prompts or [""])
+    if positions is not None and longest + chosen.tokens > positions:
+        raise InputError(
+            f"tokens is {chosen.tokens}, and a prompt has up to {longest}, but the model takes {positions} positions: "
+            "lower tokens."
+        )
 
 
 def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Iterator[dict[str, str]]:
@@ -55,24 +196,34 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     """
     if isinstance(model.config, ExpandedConfig) and (stage := History.of(model.config).trained_base):
         raise InputError(f"Expert 0 of this model is not the base any more, since `{stage}` trained it: give the base.")
+    check_positions(chosen, model.config, tokenizer)
     prompts = [_ids(prompt, tokenizer) for prompt in chosen.prompts] or [_ids("", tokenizer)]
-    positions = longest_block(model.config)
-    if positions is not None and max(map(len, prompts)) + chosen.tokens > positions:
-        raise InputError(
-            f"tokens is {chosen.tokens}, and a prompt has up to {max(map(len, prompts))}, but the model takes "
-            f"{positions} positions: lower tokens."
-        )
     base = model.use_expert(0) if isinstance(model.config, ExpandedConfig) else nullcontext()
     named = chosen.prompts or [""]
     left = [chosen.documents // len(named) + (i < chosen.documents % len(named)) for i in range(len(named))]
     bar = tqdm(total=chosen.documents, desc="sample", unit="document")
-    with base, torch.random.fork_rng():
+    devices = [model.device] if model.device.type == "cuda" else []
+    with base, _own_distribution(model, tokenizer), torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)
         for prompt, ids, wanted in zip(named, prompts, left, strict=True):
-            for text in islice(_written(model, tokenizer, ids, chosen), wanted):
+            batch = [ids] * min(chosen.batch_size, wanted)
+            for text in islice(_written(model, tokenizer, batch, chosen), wanted):
                 bar.update()
                 yield {"text": text, "prompt": prompt}
     bar.close()
+
+
+@contextmanager
+def _own_distribution(model: Any, tokenizer: Any) -> Iterator[None]:
+    """Inside, `generate` has no defaults of the checkpoint that bend the distribution, such as a penalty of repetition;
+    only its end-of-text tokens stay."""
+    kept = model.generation_config
+    ends = tokenizer.eos_token_id if kept.eos_token_id is None else kept.eos_token_id
+    model.generation_config = GenerationConfig(eos_token_id=ends)
+    try:
+        yield
+    finally:
+        model.generation_config = kept
 
 
 def _ids(prompt: str, tokenizer: Any) -> list[int]:
@@ -83,9 +234,9 @@ def _ids(prompt: str, tokenizer: Any) -> list[int]:
     return [begin, *tokenizer(prompt, add_special_tokens=False).input_ids]
 
 
-def _written(model: Any, tokenizer: Any, ids: Sequence[int], chosen: SampleSettings) -> Iterator[str]:
-    """Documents with this beginning, without end."""
-    prompt = torch.tensor([ids] * chosen.batch_size, device=model.device)
+def _written(model: Any, tokenizer: Any, batch: list[list[int]], chosen: SampleSettings) -> Iterator[str]:
+    """Documents without end, a batch of equal beginnings at a time."""
+    prompt = torch.tensor(batch, device=model.device)
     empty = 0
     while True:
         found = model.generate(
@@ -93,7 +244,7 @@ def _written(model: Any, tokenizer: Any, ids: Sequence[int], chosen: SampleSetti
             top_p=chosen.top_p, top_k=0, max_new_tokens=chosen.tokens, pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
         texts = tokenizer.batch_decode(found[:, 1:], skip_special_tokens=True)
-        words = [text for text, row in zip(texts, found, strict=True) if _has_words(row[len(ids) :], tokenizer)]
+        words = [text for text, row in zip(texts, found, strict=True) if _has_words(row[prompt.shape[1] :], tokenizer)]
         empty = 0 if words else empty + 1
         if empty == _TRIES:
             raise InputError("The model writes nothing but ends of text: give other prompts, or a higher temperature.")

@@ -42,6 +42,7 @@ EXTRA = {
     "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
     "analyze routing": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
+    "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 # The test that runs each guide's blocks of a kind. Of the scripts of benchmarks/ the options are read
@@ -124,6 +125,8 @@ def small_file(text: str, steps: int = 1) -> dict:
         if "plan" in part and part["plan"]["method"] == "layer-moe":
             part["plan"]["similarity_floor"] = 0.01
     settings["analysis"] = {"tokens": 300, "block_size": 32}
+    if "self_written" in settings:
+        settings["self_written"] |= {"documents": 30, "tokens": 30}
     settings["deviation"] = {"steps": 2, "batch_size": 2, "block_size": 32, "micro_batch_size": 2}
     return settings
 
@@ -219,6 +222,9 @@ def test_the_moe_lpr_and_layermoe_guide(workplace):
     assert "random experts" in said["analyze routing"]
     assert "el-hu.yaml: ok" in said["validate el-hu.yaml"]
     assert Path("runs/qwen-el-hu/report.html").is_file()
+    assert "wrote written.jsonl: 30 documents" in said["sample Qwen/Qwen2.5-0.5B"]
+    review = json.loads(Path("qwen-und-2/config.json").read_text("utf-8"))["expansions"][-1]["stages"][-1]
+    assert review["written_by"] == {"und": "Qwen2.5-0.5B"}
     for name, stage in (("one-stage", "post-pretrain"), ("everything", "everything")):
         history = json.loads(Path(f"qwen-{name}/config.json").read_text("utf-8"))["expansions"][-1]["stages"]
         assert [entry["stage"] for entry in history] == [stage]
@@ -470,3 +476,7 @@ def test_the_recipes_guide(workplace):
     validate_recipe(Recipe.load("delta.yaml"))
     assert run_recipe(Recipe.load("delta.yaml"), lambda line: None).name == "review"
     assert Path("runs/qwen-el-chat/graft").is_dir()
+    without = Recipe.load("no-old-text.yaml")
+    validate_recipe(without)
+    assert run_recipe(without, lambda line: None).name == "review"
+    assert Path("runs/qwen-el-und/self_written.jsonl").is_file()

@@ -23,7 +23,7 @@ ROOMS = (
     ("checkpoint",),
     ("models", "distributed"),
     ("trainers",),
-    ("evaluation",),
+    ("evaluation", "self_written"),
     ("analysis", "baselines"),
     ("stages",),
     ("inspection", "recipe"),
@@ -31,7 +31,7 @@ ROOMS = (
     ("pipeline",),
     ("hub_base", "hub_files", "load_check"),
     ("card", "report"),
-    ("backbones", "demo", "hub", "self_written", "settings_page"),
+    ("backbones", "demo", "hub", "settings_page"),
     ("cli", "model_cards"),
 )
 

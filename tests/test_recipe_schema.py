@@ -51,8 +51,8 @@ def test_the_schema_knows_every_key_that_a_recipe_may_have():
     assert compare(Recipe, schema, schema) >= 12
     items = schema["properties"]["expansions"]["items"]
     (expansion,) = options(items, schema)
-    top = set(schema["properties"]) - {"base", "output", "old", "test", "revision", "seed", "expansions", "evaluation"}
-    assert set(expansion["properties"]) == top
+    whole = {"base", "output", "old", "test", "revision", "seed", "expansions", "self_written", "evaluation"}
+    assert set(expansion["properties"]) == set(schema["properties"]) - whole
     plans = {}
     for part in options(schema["properties"]["plan"], schema):
         for name in part.get("properties", {}).get("method", {}).get("enum", ()) or [
@@ -95,6 +95,9 @@ def test_the_readmes_recipe_passes_it_and_mistakes_do_not(validator, tmp_path):
         {"review": {"balance_coef": "much"}},
         {"post_pretrain": None},
         {"analysis": {"tokens": 0}},
+        {"self_written": {"prompts": "The"}},
     ):
         assert not validator.is_valid({**mapping, **changes}), changes
     assert validator.is_valid({**mapping, "review": None})
+    for prompts in (["The"], {"en": ["The"], "und": []}):
+        assert validator.is_valid({**mapping, "self_written": {"prompts": prompts}})

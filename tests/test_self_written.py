@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import invoke, save_dense, write_texts
 from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.errors import InputError
@@ -104,6 +105,7 @@ def test_the_file_says_where_it_comes_from_and_review_reads_it(root, tmp_path):
     assert {(row["language"], row["written_by"], row["seed"], row["temperature"]) for row in rows} == {
         ("en", "base", 3, 0.9)
     }
+    assert rows[0]["versions"].keys() == {"hf_moe_expand", "transformers", "torch"}
     settings = {"block_size": 16, "distillation_coef": 1.0, "language_prior_coef": 0.0}
     settings["training"] = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2}
     (tmp_path / "review.json").write_text(json.dumps(settings))
@@ -112,6 +114,7 @@ def test_the_file_says_where_it_comes_from_and_review_reads_it(root, tmp_path):
     history = History.of(json.loads((tmp_path / "out" / "config.json").read_text()))
     assert history.last.stages[-1].settings["distillation_coef"] == 1.0
     assert history.last.stages[-1].tokens["en"] > 0
+    assert history.last.stages[-1].written_by == {"en": "base"}
 
 
 @pytest.mark.parametrize(
@@ -130,14 +133,24 @@ def test_refusals(base, options, message):
         texts(base, **options)
 
 
-def test_a_model_that_only_ends_its_text_is_given_up(base):
+def test_a_model_that_only_ends_its_text_is_given_up(base, monkeypatch):
+    model, tokenizer = base
+
+    def ends(prompt, **options):
+        return torch.cat([prompt, torch.full_like(prompt[:, :1], tokenizer.eos_token_id)], dim=1)
+
+    monkeypatch.setattr(model, "generate", ends)
+    with pytest.raises(InputError, match="The model writes nothing but ends of text"):
+        texts(base)
+
+
+def test_defaults_of_the_checkpoint_do_not_bend_the_distribution(base, monkeypatch):
     model, _ = base
-    model.generation_config.suppress_tokens = list(range(256))
-    try:
-        with pytest.raises(InputError, match="The model writes nothing but ends of text"):
-            texts(base)
-    finally:
-        model.generation_config.suppress_tokens = None
+    expected = texts(base)
+    bent = GenerationConfig(repetition_penalty=5.0, min_p=0.5, suppress_tokens=list(range(200)), eos_token_id=256)
+    monkeypatch.setattr(model, "generation_config", bent)
+    assert texts(base) == expected
+    assert model.generation_config is bent
 
 
 def test_a_base_that_was_trained_neither_writes_nor_teaches(root, tmp_path):

@@ -13,8 +13,10 @@ from .options import Model, Out, Overwrite, Revision, Seed
 def sample(
     model: Model,
     out: Out,
-    language: Annotated[str, typer.Option(help="Code of the old language for which the text stands, e.g. en.")],
-    documents: Annotated[int, typer.Option(help="Documents to write.")] = 200,
+    language: Annotated[
+        str, typer.Option(help="Code of the old language for which the text stands, e.g. en; und: undetermined.")
+    ] = "und",
+    documents: Annotated[int, typer.Option(help="Documents to write.")] = 1000,
     tokens: Annotated[int, typer.Option(help="Most tokens of a document, the prompt's left out.")] = 256,
     prompt: Annotated[
         list[str] | None,
@@ -36,25 +38,13 @@ def sample(
     """
     check_file(out, overwrite)
     check_checkpoints(model)
-    import json
-    from dataclasses import asdict
-    from pathlib import Path
-
-    from ..checkpoint.source import resolve_checkpoint
-    from ..jsonfile import write_text
     from ..languages import check_language_code
-    from ..models import load_for_inference
-    from ..self_written import SampleSettings, write_documents
+    from ..self_written import SampleSettings, write_texts
 
     check_language_code(language)
-    chosen = SampleSettings(documents, tokens, list(prompt or []), temperature, top_p, batch_size, seed)
-    network, tokenizer = load_for_inference(model, revision)
-    local = Path(model).is_dir()
-    name = Path(model).resolve().name if local else model
-    # The hub's cache names a snapshot's folder by its commit.
-    commit = None if local else resolve_checkpoint(model, revision).name
-    origin = {"written_by": name, "revision": commit, **{k: v for k, v in asdict(chosen).items() if k != "prompts"}}
-    rows = [{**row, "language": language, **origin} for row in write_documents(network, tokenizer, chosen)]
-    write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    words = sum(len(row["text"].split()) for row in rows)
-    print(f"wrote {out}: {len(rows):,} documents, {words:,} words")
+    chosen = SampleSettings(
+        documents=documents, tokens=tokens, prompts=list(prompt or []), temperature=temperature, top_p=top_p,
+        batch_size=batch_size, seed=seed,
+    )  # fmt: skip
+    written, words = write_texts(model, revision, {language: chosen}, out)
+    print(f"wrote {out}: {written:,} documents, {words:,} words")

@@ -19,6 +19,7 @@ from ..evaluation.report import Evaluation
 from ..evaluation.validation import VALIDATION, ValidationCurves
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
+from ..languages import in_words
 from ..local_paths import without_paths
 from ..planning.methods import method_title
 from ..planning.plan import Plan
@@ -142,7 +143,7 @@ def _summary(parts: Sequence[_Part], history: History, root: Path) -> dict[str, 
         "base": _base(root, first),
         "revision": first.base_revision,
         "seed": first.seed,
-        "old": first.old_languages,
+        "old": in_words(first.old_languages),
         "new": [record.new_languages for record in records],
         "base_parameters": first.base_parameters,
         "parameters": last.parameters,
@@ -308,6 +309,7 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
             (code, documents.get(code), tokens.get(code), seen.get(code, 0) if seen else None)
             for code in dict.fromkeys([*documents, *tokens])
         ],
+        "written": entry.self_written if entry else [],
         "settings": without_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)) if settings else None,
         "figures": figures,
     }

@@ -62,10 +62,18 @@ class Review(TrainingStage):
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
             )
         if not old:
-            raise InputError("No old language was given: review needs text of the base's languages.")
+            raise InputError(
+                "No old language was given: review needs text of the base's languages, which the base can write itself "
+                "(`hf-moe-expand sample`; `self_written` in a recipe)."
+            )
 
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
         super().check_data(config, data, model_config)
+        if config.distillation_coef and not History.of(model_config).first.old_languages:
+            raise InputError(
+                "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "
+                "none: leave distillation_coef out, or expand with a plan that has old languages."
+            )
         if config.distillation_coef and (stage := History.of(model_config).trained_base):
             raise InputError(
                 f"distillation_coef: expert 0 of this model is not the base any more, since `{stage}` trained it: "

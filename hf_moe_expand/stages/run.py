@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..errors import InputError
 from ..evaluation.validation import VALIDATION, validation_callback
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
+from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import BESIDE, ROAD, stage_of, trained_in
 from .arguments import check_training_arguments
@@ -113,6 +115,8 @@ def train_stage(
         check_deepspeed(trainer, before)
         with names_the_need(work.path, needed):
             trainer.train(resume_from_checkpoint=resume)
+    if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:
+        trainer.record = replace(trainer.record, written_by=writers)
     add_stage(before, trainer.record)
     weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
     if trainer.is_world_process_zero():

@@ -10,6 +10,7 @@ from ..checkpoint.source import resolve_checkpoint
 from ..errors import InputError
 from ..models import load_for_inference, load_tokenizer
 from ..schema import plain
+from ..self_written import SelfWrittenText
 from .base import Checks, Done, Round, Step
 
 
@@ -101,7 +102,14 @@ def check_tokens(round_: Round, checks: Checks) -> None:
     tokenizer: Any = None
     for code in round_.expansion.analyzed_languages(round_.old, further=round_.number > 1):
         source = round_.sources[code]
-        if source.files() and checks.counted.get(code, 0) < settings.tokens:
+        if isinstance(source, SelfWrittenText):
+            if source.tokens_to_come < settings.tokens:
+                raise InputError(
+                    f"self_written: the base writes at most {source.tokens_to_come:,} tokens in {code}, but the "
+                    f"analysis reads {settings.tokens:,} of each language: raise self_written.documents, or lower "
+                    "`analysis: {tokens: ...}`."
+                )
+        elif source.files() and checks.counted.get(code, 0) < settings.tokens:
             tokenizer = tokenizer or load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
             token_blocks(code, source.documents(), tokenizer, settings.tokens, settings.block_size)
             checks.counted[code] = settings.tokens

@@ -12,6 +12,7 @@ from ..data.sources import LanguageText
 from ..disk import Written
 from ..planning.plan import Plan
 from ..recipe import Expansion, Recipe
+from ..self_written import SelfWrittenText
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,12 @@ class Step(ABC):
         output: file or folder that it writes.
         every_rank: whether all ranks work, and not only the first.
         repeatable: whether it runs again if its inputs changed, since no other step depends on it.
+        read_later: whether steps read its output besides the checkpoint before them.
     """
 
     every_rank: ClassVar[bool] = False
     repeatable: ClassVar[bool] = False
+    read_later: ClassVar[bool] = False
     name: str
     output: Path
 
@@ -138,5 +141,8 @@ class Step(ABC):
 
 
 def contents(sources: dict[str, LanguageText]) -> dict[str, Any]:
-    """Source and hashes of each text, for a fingerprint."""
-    return {code: [text.source, *text.digests()] for code, text in sources.items()}
+    """Source and hashes of each text, for a fingerprint; the run's own text follows from the inputs of its step."""
+    return {
+        code: [] if isinstance(text, SelfWrittenText) else [text.source, *text.digests()]
+        for code, text in sources.items()
+    }

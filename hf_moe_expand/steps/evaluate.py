@@ -51,10 +51,10 @@ class Evaluate(Step):
         recipe, settings = self.recipe, self.recipe.evaluation
         kept = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
         models = {name: (path, recipe.revision if name == "base" else None) for name, path in kept.items()}
-        languages = [list(recipe.old), *(list(expansion.new) for expansion in recipe.rounds)]
         result = score_models(
-            models, recipe.test_sources, languages, settings.block_size, settings.batch_size, settings.max_tokens
-        )
+            models, recipe.test_sources, recipe.evaluated_languages, settings.block_size, settings.batch_size,
+            settings.max_tokens,
+        )  # fmt: skip
         result.to_json(self.output)
         gone = f" ({', '.join(set(self.models) - set(kept))}: no longer kept)" if len(kept) < len(self.models) else ""
         return Done(f"{len(recipe.test)} languages, {len(kept)} models{gone}")

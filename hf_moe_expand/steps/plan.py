@@ -28,12 +28,12 @@ class MakePlan(Step):
             return
         layers, codes, settings = checks.config.num_hidden_layers, self.round.new, self.round.expansion.planned
         same = [1.0] * layers
-        similarity = SimilarityResult(list(checks.recipe.old), codes, 0, {}, None, same, same)
+        similarity = SimilarityResult(checks.recipe.old_languages, codes, 0, {}, None, same, same)
         falling = [1 - layer / layers for layer in range(layers)]
         alike = [[float(a == b) for b in codes] for a in codes]
         deviation = DeviationResult(codes, falling, dict.fromkeys(codes, falling), alike, [], 0, 0.0, 0, 0, 0)
         plan = make_plan(
-            settings, layers, list(checks.recipe.old), codes, similarity, checks.recipe.seed, deviation,
+            settings, layers, checks.recipe.old_languages, codes, similarity, checks.recipe.seed, deviation,
             grows_from=checks.counts,
         )  # fmt: skip
         grown = plan.experts_per_layer

@@ -13,9 +13,11 @@ from ..checkpoint.source import load_config
 from ..data.mixing import review_documents
 from ..data.sources import LanguageText
 from ..disk import Written, saved_at_once, training_checkpoint
+from ..errors import InputError
 from ..models import longest_block
 from ..records import History
 from ..schema import plain
+from ..self_written import SelfWrittenText
 from ..stages.base import Situation, Stage, TrainingStage
 from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
@@ -94,6 +96,13 @@ class TrainStep(StageStep):
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * review.new_per_old)))
         available = {code: _count(self.round.sources[code], count) for code, count in wanted.items()}
         asked = (review.old_documents, review.new_per_old, review.fewer_documents)
+        written = checks.recipe.self_written
+        if written is not None and written.documents < review.old_documents and not review.fewer_documents:
+            raise InputError(
+                f"self_written.documents is {written.documents}, but `{self.stage.key}` takes "
+                f"{review.old_documents} documents of each old language (old_documents): raise the one or lower the "
+                "other."
+            )
         taken = review_documents(available, old, new, *asked)
         if taken != wanted:
             said = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
@@ -129,4 +138,6 @@ class GraftStep(StageStep):
 
 def _count(source: LanguageText, most: int) -> int:
     """Counts documents of a source up to `most`; text on the hub is assumed to be enough."""
+    if isinstance(source, SelfWrittenText):
+        return min(source.documents_to_come, most)
     return sum(1 for _ in islice(source.documents(), most)) if source.files() else most

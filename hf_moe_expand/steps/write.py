@@ -1,0 +1,65 @@
+"""The first step of a recipe with `self_written`: the base writes old text."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.source import resolve_checkpoint
+from ..disk import Written
+from ..errors import at
+from ..models import load_tokenizer
+from ..recipe import Recipe
+from ..schema import plain
+from ..self_written import check_positions, write_texts
+from .base import Checks, Done, Step
+
+# Generous: bytes of a token's text, and of the words about its origin in a document's row.
+_TOKEN, _ORIGIN = 8, 600
+
+
+@dataclass
+class WriteOldText(Step):
+    """Lets the dense base write the old text that analyses and review read."""
+
+    read_later = True
+    name = "self_written"
+
+    recipe: Recipe
+
+    def __post_init__(self) -> None:
+        self.output = Path(next(iter(self.recipe.written_sources.values())).source)
+
+    def inputs(self) -> dict[str, Any]:
+        return {"self_written": plain(self.recipe.self_written)}
+
+    def check(self, checks: Checks) -> None:
+        recipe, chosen = self.recipe, self.recipe.self_written
+        assert chosen is not None
+        if checks.config is not None:
+            tokenizer: Any = None
+            if not checks.offline:
+                tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+            with at("self_written"):
+                for sample in chosen.samples(recipe.seed).values():
+                    check_positions(sample, checks.config, tokenizer)
+            size = len(chosen.prompts) * chosen.documents * (chosen.tokens * _TOKEN + _ORIGIN)
+            checks.written.append(Written(self.output, size))
+        checks.found.append(
+            f"self_written: the base writes {chosen.documents:,} documents of up to {chosen.tokens:,} tokens: "
+            + ", ".join(chosen.prompts)
+        )
+
+    def work(self) -> Done:
+        recipe, chosen = self.recipe, self.recipe.self_written
+        assert chosen is not None
+        return self._done(*write_texts(recipe.base, recipe.revision, chosen.samples(recipe.seed), self.output))
+
+    def finish(self) -> Done:
+        with open(self.output, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        return self._done(len(rows), sum(len(row["text"].split()) for row in rows))
+
+    def _done(self, documents: int, words: int) -> Done:
+        languages = ", ".join(self.recipe.written_sources)
+        return Done(f"{documents:,} documents ({languages}) and {words:,} words, written by the base")
