@@ -14,6 +14,8 @@ class LayerMoEConfig(ExpandedConfig):
     Args:
         earlier_experts_per_layer: `num_experts_per_layer` after each expansion before the last; empty with one
             expansion. Expansion g added the languages of the classifiers' class g.
+        packs: number of expansions of each language pack that the model joins; None if it joins none. The first
+            expansions are those of the packs, in order. A class of a pack may use its pack's experts and expert 0.
 
     Raises:
         ValueError: a layer has fewer experts than after an earlier expansion.
@@ -21,6 +23,7 @@ class LayerMoEConfig(ExpandedConfig):
 
     model_type = "layer_moe"
     earlier_experts_per_layer: list[list[int]] | None = None
+    packs: list[int] | None = None
 
     def _check_expansion(self) -> None:
         super()._check_expansion()
@@ -31,6 +34,12 @@ class LayerMoEConfig(ExpandedConfig):
                     f"earlier_experts_per_layer: the layers had {before} experts after expansion {number}, and later "
                     f"{after}: a layer must not lose experts."
                 )
+        expansions = len(history)
+        if self.packs is not None and (not self.packs or min(self.packs) < 1 or sum(self.packs) > expansions):
+            raise ValueError(
+                f"packs is {self.packs}: must give the number of expansions of each language pack, of {expansions} in "
+                "all."
+            )
 
 
 LayerMoEConfig.register_for_auto_class()

@@ -12,7 +12,16 @@ from .conditional_routing import ConditionalGate, beside_shared, with_shared_exp
 from .dispatch import dispatch, run_alone
 from .ffn_expert import copy_ffn
 from .prefix_gate import PrefixRule, RunningText, TextMarks
-from .routing import Choice, Classifier, LayerRouting, Router, experts_allowed, select_experts, token_classes
+from .routing import (
+    Choice,
+    Classifier,
+    LayerRouting,
+    Router,
+    experts_allowed,
+    experts_of_classes,
+    select_experts,
+    token_classes,
+)
 from .routing_control import RoutingControl
 
 
@@ -31,9 +40,11 @@ class ExpandedFFN(nn.Module):
         conditional: whether all tokens share expert 0, and a gate weighs the routed experts 1..N-1.
         new_expert: function that makes each further expert from `ffn`.
         prefix_rule: how the model's prefix gates judge; None if classifiers judge single tokens.
+        packs: number of expansions of each language pack.
 
     Attributes:
         experts_of_class: number of experts before any expansion (1), and after each expansion.
+        experts_of_classes: the experts that each class may use besides expert 0, as `(first, end)`.
     """
 
     def __init__(
@@ -49,11 +60,13 @@ class ExpandedFFN(nn.Module):
         conditional: bool = False,
         new_expert: Callable[[nn.Module], nn.Module] = copy_ffn,
         prefix_rule: PrefixRule | None = None,
+        packs: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.experts = nn.ModuleList([ffn, *(new_expert(ffn) for _ in range(num_experts - 1))])
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
+        self.experts_of_classes = experts_of_classes(self.experts_of_class, packs)
         self.classifier = Classifier(hidden_size, len(self.experts_of_class)) if has_classifier else None
         self.conditional_gate = ConditionalGate(hidden_size, 1) if conditional else None
         self.prefix_rule = prefix_rule
@@ -114,14 +127,14 @@ class ExpandedFFN(nn.Module):
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
         if self.control.only_expert is not None:
             ones_T1 = torch.ones_like(logits_TN[:, :1])
-            allowed_T, weights_TK = None, ones_T1
+            allowed_TN, weights_TK = None, ones_T1
             index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
         else:
-            allowed_T = self._allowed(logits_TN, self._said(x_Th, class_T))
-            weights_TK, index_TK = self._choose(logits_TN, allowed_T)
+            allowed_TN = self._allowed(logits_TN, self._said(x_Th, class_T))
+            weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
         rule = self.prefix_rule if self.training and self.classifier is not None else None
         return LayerRouting(
-            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_T, conditional, rule
+            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule
         )
 
     def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
@@ -163,22 +176,25 @@ class ExpandedFFN(nn.Module):
         return torch.tensor(of_sequences, device=x_Th.device).repeat_interleave(x_Th.shape[0] // len(of_sequences))
 
     def _allowed(self, logits_TN: torch.Tensor, class_T: torch.Tensor | None) -> torch.Tensor | None:
-        allowed_T = None if class_T is None else experts_allowed(class_T, self.experts_of_class)
+        """`[T, N]` bool: the experts that each token may use; None for all."""
+        allowed_TN = None if class_T is None else experts_allowed(class_T, self.experts_of_classes)
         if self.control.expansion is None:
-            return allowed_T
-        most = self.experts_of_class[self.control.expansion]
-        if allowed_T is None:
-            return torch.full_like(logits_TN[:, 0], most, dtype=torch.long)
-        return allowed_T.clamp(max=most)
+            return allowed_TN
+        earlier_N = (
+            torch.arange(logits_TN.shape[-1], device=logits_TN.device) < (self.experts_of_class[self.control.expansion])
+        )
+        return earlier_N.expand_as(logits_TN) if allowed_TN is None else allowed_TN & earlier_N
 
-    def _choose(self, logits_TN: torch.Tensor, allowed_T: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, logits_TN: torch.Tensor, allowed_TN: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and expert indices of each token."""
         conditional = self.conditional_gate is not None
         routed_TN = logits_TN[:, int(conditional) :]
-        routed_allowed_T, closed_T = allowed_T, None
-        if conditional and allowed_T is not None:
-            routed_allowed_T, closed_T = (allowed_T - 1).clamp(min=1), allowed_T < 2
-        choice = Choice(*select_experts(routed_TN, self.top_k, routed_allowed_T), routed_TN.shape[-1], closed_T)
+        routed_allowed_TN, closed_T = allowed_TN, None
+        if conditional and allowed_TN is not None:
+            routed_allowed_TN = allowed_TN[:, 1:]
+            closed_T = ~routed_allowed_TN.any(-1)
+            routed_allowed_TN = routed_allowed_TN | closed_T.unsqueeze(-1)
+        choice = Choice(*select_experts(routed_TN, self.top_k, routed_allowed_TN), routed_TN.shape[-1], closed_T)
         if self.training and self.control.change_choice is not None:
             choice = self.control.change_choice(self.layer_index, choice)
         if not conditional:

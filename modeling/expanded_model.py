@@ -98,6 +98,7 @@ class ExpandedModelMixin:
                 expanded = ExpandedFFN(
                     ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
                     earlier, config.conditional_routing, new_expert, rule,
+                    getattr(config, "packs", None) or (),
                 )  # fmt: skip
                 parent, attribute = ffn.place.rsplit(".", 1)
                 layer = self.get_submodule(parent)  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ class LayerRouting:
         top_k: K, active experts of a token, at most N.
         weights: `[T, K]`, each active expert's factor in the token's output.
         experts: `[T, K]`, indices of the active experts; index N means that no expert runs.
-        allowed: `[T]`, token t may use only the first `allowed[t]` experts; None if all tokens may use all experts.
+        allowed: `[T, N]` bool, the experts that each token may use; None if all tokens may use all experts.
         conditional: whether expert 0 is outside the routed set (see `with_shared_expert`): `top_k` then counts the
             other experts, and `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
         prefix_rule: in training, the rule by which a prefix gate adds up `classifier_logits`; else None.
@@ -105,28 +105,27 @@ def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = Non
 
 
 def select_experts(
-    logits_TN: torch.Tensor, top_k: int, allowed_T: torch.Tensor | None = None
+    logits_TN: torch.Tensor, top_k: int, allowed_TN: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The K experts with the highest scores and their weights (MoE-LPR Eq. 1-3, LayerMoE Eq. 1-3).
 
     Args:
         logits_TN: router logits, float32.
         top_k: K; all experts if the layer has fewer.
-        allowed_T: token t may use only its first `allowed_T[t]` experts (LayerMoE Eq. 13: 1 sends it to expert 0).
+        allowed_TN: bool, the experts that each token may use, at least one; all by default.
 
     Returns:
-        weights `[T, K]`, summing to 1, and expert indices `[T, K]`. An assignment beyond a token's limit has weight 0
-        and the index N, at which no expert runs, and so costs nothing. At K = 1 the weight's value is 1, but its
-        gradient is that of `log G`, so that the router still learns from the language loss.
+        weights `[T, K]`, summing to 1, and expert indices `[T, K]`. An assignment beyond a token's allowed experts has
+        weight 0 and the index N, at which no expert runs, and so costs nothing. At K = 1 the weight's value is 1, but
+        its gradient is that of `log G`, so that the router still learns from the language loss.
     """
     N = logits_TN.shape[-1]
-    if allowed_T is not None:
-        hidden_TN = torch.arange(N, device=logits_TN.device) >= allowed_T.unsqueeze(-1)
-        logits_TN = logits_TN.masked_fill(hidden_TN, float("-inf"))
+    if allowed_TN is not None:
+        logits_TN = logits_TN.masked_fill(~allowed_TN, float("-inf"))
     top_TK, index_TK = logits_TN.softmax(-1).topk(min(top_k, N), dim=-1)
     norm = top_TK.detach() if top_TK.shape[-1] == 1 else top_TK.sum(-1, keepdim=True)
-    if allowed_T is not None:
-        index_TK = index_TK.masked_fill(index_TK >= allowed_T.unsqueeze(-1), N)
+    if allowed_TN is not None:
+        index_TK = index_TK.masked_fill(~allowed_TN.gather(1, index_TK), N)
     return top_TK / norm, index_TK
 
 
@@ -137,13 +136,30 @@ def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
     return (best_TC * numbers_C).amax(-1)
 
 
-def experts_allowed(class_T: torch.Tensor, experts_of_class: Sequence[int]) -> torch.Tensor:
-    """The number of experts that each token may use, by its class, `[T]` (LayerMoE Eq. 13).
+def experts_of_classes(counts: Sequence[int], packs: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
+    """The experts `first, ..., end - 1` that each class may use besides expert 0, as `(first, end)` (LayerMoE Eq. 13).
 
     Class 0 (the base model's languages) may use only expert 0, class g the experts that existed after expansion g, and
-    the last class all experts.
+    the last class all experts. A class of a language pack may use, besides expert 0, the pack's own experts, up to
+    those of its expansion.
+
+    Args:
+        counts: number of the layer's experts before any expansion (1), and after each expansion.
+        packs: number of expansions of each language pack; the first expansions are those of the packs, in order.
     """
-    allowed_T = torch.full_like(class_T, experts_of_class[-1])
-    for number, count in enumerate(experts_of_class[:-1]):
-        allowed_T = allowed_T.masked_fill(class_T == number, count)
-    return allowed_T
+    first = [1] * len(counts)
+    end = 1
+    for size in packs:
+        first[end : end + size] = [counts[end - 1]] * size
+        end += size
+    return tuple(zip(first, counts, strict=True))
+
+
+def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """`[T, N]` bool: the experts that each token may use, by its class; `ranges` are those of `experts_of_classes`."""
+    first_T, end_T = torch.full_like(class_T, ranges[-1][0]), torch.full_like(class_T, ranges[-1][1])
+    for number, (first, end) in enumerate(ranges[:-1]):
+        first_T, end_T = first_T.masked_fill(class_T == number, first), end_T.masked_fill(class_T == number, end)
+    expert_N = torch.arange(max(end for _, end in ranges), device=class_T.device)
+    own_TN = (expert_N >= first_T.unsqueeze(-1)) & (expert_N < end_T.unsqueeze(-1))
+    return own_TN | (expert_N == 0)

@@ -28,7 +28,7 @@ from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.modeling.routing import experts_allowed, select_experts, token_classes
+from hf_moe_expand.modeling.routing import experts_allowed, experts_of_classes, select_experts, token_classes
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import PlanSettings
@@ -118,11 +118,12 @@ def test_p1_with_the_new_experts_out_of_sight_it_is_the_earlier_model(first, tmp
 
 def test_a_token_of_group_g_sees_the_experts_of_its_time():
     classifier_logits = torch.tensor([[3.0, 1, 2], [0, 2, 1], [0, 1, 2], [1, 1, 0], [0, 0, 0]])
-    limit = experts_allowed(token_classes(classifier_logits), (1, 3, 5))
-    assert limit.tolist() == [1, 3, 5, 3, 5]  # ties go to the later class
+    allowed = experts_allowed(token_classes(classifier_logits), experts_of_classes((1, 3, 5)))
+    limit = [1, 3, 5, 3, 5]  # ties go to the later class
+    assert [row.nonzero().flatten().tolist() for row in allowed] == [list(range(most)) for most in limit]
     router_logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
-    weights, index = select_experts(router_logits, 2, limit)
-    for token, most in enumerate(limit.tolist()):
+    weights, index = select_experts(router_logits, 2, allowed)
+    for token, most in enumerate(limit):
         scores = router_logits[token, :most].softmax(-1)
         top, chosen = scores.topk(min(2, most))
         real = index[token] < 5

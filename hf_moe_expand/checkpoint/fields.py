@@ -123,6 +123,7 @@ _OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_experts_per_layer": (_list_of(_is_count), "a list of counts, one for each layer"),
     "earlier_experts_per_layer": (_list_of(_list_of(_is_count)), "a list of counts for each earlier expansion"),
     "classifier_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
+    "packs": (_list_of(_is_count), "a list of numbers of expansions"),
     "prefix_gate": (lambda value: isinstance(value, dict), "an object with decay, bound and reach"),
     "router_top_k": (_is_count, "a whole number of at least 1"),
     "language_groups": (_list_of(_list_of(_is_text)), "a list of groups of languages"),
