@@ -71,6 +71,8 @@ class Inspection:
             lines.append(
                 f"expansion {number}         {expansion.method} on {expansion.base_model}: old {old}; new {new}"
             )
+            if expansion.separability:
+                lines.append(f"  separability by layer {separability_line(expansion.separability)}")
             lines += [f"  {_in_words(stage)}" for stage in expansion.stages]
         return lines + [f"left over           {sentence}" for sentence in self.leftovers]
 
@@ -111,6 +113,11 @@ def inspect_config(config: Any) -> Inspection:
         History.of(config).expansions, updates,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
     )  # fmt: skip
+
+
+def separability_line(values: Sequence[float]) -> str:
+    """Balanced accuracy of each layer in telling old text from new, layer 0 first."""
+    return " ".join(f"{value:.2f}" for value in values)
 
 
 def _in_words(stage: StageRecord) -> str:

@@ -282,7 +282,10 @@ def test_ranges_of_layers(text, layers):
             {"method": "random", "total_experts": 6, "only_layers": "1-2"},
             "6 experts in total are too few: 2 layers with at least 2 each .*, and 3 of dense layers, need 7 or more",
         ),
-        ({"method": "dmoe", "groups": 2, "only_layers": "1"}, "`only_layers` is a key of layer-moe, moe-lpr, mola and"),
+        (
+            {"method": "dmoe", "groups": 2, "only_layers": "1"},
+            "`only_layers` is a key of layer-moe, moe-lpr, separable, mol",
+        ),
     ],
 )
 def test_wrong_layers_are_refused(keys, message):

@@ -167,7 +167,7 @@ def measure_separability(
                 moments[layer].add(states_Th, is_new, weight)
 
             _read(model, fitted, batch_size, fit, bar)
-        probes = []
+        probes: list[Probe] = []
         while moments:  # each layer's sums are freed when its probe is found
             probes.append(_probe(moments.pop(0), len(probes)))
         shares = {}

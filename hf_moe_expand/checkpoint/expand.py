@@ -281,6 +281,7 @@ def first_record(
         base_parameters=base_parameters,
         parameters=parameters,
         versions=versions(),
+        separability=plan.separability,
     )
 
 

@@ -109,10 +109,13 @@ class Step(ABC):
         output: file or folder that it writes.
         every_rank: whether all ranks work, and not only the first.
         repeatable: whether it runs again if its inputs changed, since no other step depends on it.
+        stands_for_earlier: whether its output makes the outputs of all steps before it unnecessary; of a JSON file, of
+            the JSON files.
     """
 
     every_rank: ClassVar[bool] = False
     repeatable: ClassVar[bool] = False
+    stands_for_earlier: ClassVar[bool] = True
     name: str
     output: Path
 
