@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import InputError
 from .jsonfile import read_json, write_json
-from .schema import Flag, Number, Text, Whole, read, settings
+from .schema import Flag, Number, Share, Text, Whole, read, settings
 
 
 @settings
@@ -98,9 +98,9 @@ class SeparabilityResult:
     held_out: dict[Text, Whole]
     bound: Number
     seed: Whole
-    token: list[Number]
-    running: dict[Text, list[Number]]
-    by_language: dict[Text, list[Number]]
+    token: list[Share]
+    running: dict[Text, list[Share]]
+    by_language: dict[Text, list[Share]]
 
     def __post_init__(self) -> None:
         if not self.running:

@@ -180,18 +180,29 @@ def test_sums_are_bounded_and_ties_are_half_right():
     assert all(share.tolist() == [0.5] for share in called_right(torch.zeros(1, 64), is_new=True).values())
 
 
-@pytest.mark.parametrize("documents", [1, 3, 4, 9, 40])
-def test_no_document_is_fitted_and_scored(documents):
-    blocks = [[[d, b] * 10 for b in range(3)] for d in range(documents)]
-    fitted, held = split("el", blocks, seed=0)
-    assert sorted(fitted + held) == sorted(block for document in blocks for block in document)
-    where = (lambda block: block[0]) if documents >= 4 else tuple
-    units = {where(block) for block in fitted} | {where(block) for block in held}
-    assert not {where(block) for block in fitted} & {where(block) for block in held}
-    assert len({where(block) for block in held}) == max(len(units) // 4, math.ceil(32 / (60 if documents >= 4 else 20)))
-    assert split("el", blocks, seed=0) == (fitted, held)
-    if documents > 3:
-        assert any(split("el", blocks, seed) != (fitted, held) for seed in range(1, 8))
+@pytest.mark.parametrize(
+    ("sizes", "by_document"),
+    [
+        ([60] * 4, True), ([60] * 9, True), ([20] * 40, True), ([30, 200, 90, 60, 150, 60, 80, 100], True), ([60, 60], True),
+        ([600], False),  # one document
+        ([20] * 3 + [900], False),  # the small ones are less than a quarter, the large one more than half
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_document_is_fitted_and_scored(sizes, by_document, seed):
+    """A token is its document's number and its place there; blocks have up to 20 tokens."""
+    documents = [
+        [[(number, i) for i in range(start, min(start + 20, size))] for start in range(0, size, 20)]
+        for number, size in enumerate(sizes)
+    ]
+    fitted, held = split("el", documents, seed)
+    assert sorted(fitted + held) == sorted(block for document in documents for block in document)
+    assert sum(sizes) / 4 <= sum(map(len, held)) <= sum(sizes) / 2
+    numbers = [{block[0][0] for block in part} for part in (fitted, held)]
+    assert (not numbers[0] & numbers[1]) == by_document
+    assert split("el", documents, seed) == (fitted, held)
+    if len(documents) > 5:
+        assert any(split("el", documents, other) != (fitted, held) for other in range(10, 20))
 
 
 def test_the_seed_decides_what_is_held_out():

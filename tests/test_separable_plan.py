@@ -198,12 +198,25 @@ def test_a_run_measures_both_resumes_and_shows_it(recipe, tmp_path):
     page = make_page(run)
     said = ", ".join(f"{value:.3f}" for value in found.separability)
     assert f"32 tokens {said}." in page  # the picture's text alternative
-    assert '<th scope="col">16 tokens</th>' in page
+    assert '<th scope="col">accuracy, 16 tokens</th>' in page
     assert "Layers below the thin line, at 0.9, get no experts." in page
     model = expand_model(load_for_inference(tmp_path / "base")[0], plan)
     assert History.of(model.config).last.separability == found.separability
     with pytest.raises(InputError, match=r"run: analyze: analysis: changed after step `analyze` had run with it"):
         run_recipe(changed(recipe, analysis=changed(recipe.analysis, tokens=300)))
+
+
+def test_the_page_of_another_plan_shows_a_separability_beside_it(tmp_path):
+    plan = make_plan(PlanSettings("layer-moe", total_experts=12), 5, ["en"], ["el"], similarity())
+    plan.save(tmp_path / "plan.json")
+    assert "linear probe" not in make_page(tmp_path)
+    separability().to_json(tmp_path / "separability.json")
+    page = make_page(tmp_path)
+    assert "32 tokens 0.970, 0.600, 0.930, 0.900, 0.890." in page
+    assert "thin line" not in page
+    separability(ACCURATE[:4]).to_json(tmp_path / "separability.json")
+    with pytest.raises(InputError, match=r"separability\.json: has 4 layers, but the plan beside it has 5"):
+        make_page(tmp_path)
 
 
 def test_the_separability_does_not_stand_for_the_similarity(recipe, tmp_path, monkeypatch):

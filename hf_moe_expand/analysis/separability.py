@@ -23,8 +23,6 @@ from .similarity import document_blocks, ffn_inputs, padded_batches
 LENGTHS = (8, 16, 32)
 # Nats that one token may add to a sum of log-odds, so that no single token decides for a text.
 BOUND = 4.0
-# One unit of text in so many is held out.
-HELD_OUT_PART = 4
 
 Blocks = list[list[int]]
 
@@ -78,35 +76,51 @@ class ClassMoments:
 
 
 def split(language: str, documents: Sequence[Blocks], seed: int) -> tuple[Blocks, Blocks]:
-    """The blocks to fit on and the blocks to score on: no document is in both, or no block if documents are few.
+    """The blocks to fit on and the blocks to score on; no document is in both.
 
-    A quarter of the language's documents, drawn by `seed`, is held out; of its blocks, if it has fewer than 4
-    documents; in any case at least one, and more until they have the 32 tokens of a stretch.
+    Documents are drawn in an order that `seed` gives until they have a quarter of the tokens; one that would make it
+    more than half of them is passed over. If no quarter can be had so, because documents are few or unequal, blocks
+    are drawn instead, in the same way.
+
+    Args:
+        documents: the blocks of each document.
 
     Raises:
         InputError: the language has a single block, or the held-out blocks have fewer tokens than a stretch.
     """
-    units = list(documents) if len(documents) >= HELD_OUT_PART else [[block] for unit in documents for block in unit]
-    if len(units) < 2:
+    blocks = [[block] for document in documents for block in document]
+    if len(blocks) < 2:
         raise InputError(
             f"Language {language!r} has one block of text, so none can be held out: give more --tokens or a smaller "
             "--block-size (`analysis: {tokens: ..., block_size: ...}` in a recipe)."
         )
-    order = random.Random(seed).sample(range(len(units)), len(units))
-    count, tokens = 0, 0
-    while count < len(units) - 1 and (count < len(units) // HELD_OUT_PART or tokens < LENGTHS[-1]):
-        tokens += sum(map(len, units[order[count]]))
-        count += 1
+    total, tokens = sum(len(block) for (block,) in blocks), 0
+    units: Sequence[Blocks] = documents
+    held: set[int] = set()
+    for units in (documents, blocks):
+        held, tokens = _drawn([sum(map(len, unit)) for unit in units], seed)
+        if tokens >= total / 4:
+            break
     if tokens < LENGTHS[-1]:
         raise InputError(
             f"Language {language!r} has {tokens} held-out tokens, but a score needs at least {LENGTHS[-1]}: give more "
             "--tokens (`analysis: {tokens: ...}` in a recipe)."
         )
-    held = set(order[:count])
     parts: tuple[Blocks, Blocks] = ([], [])
     for index, unit in enumerate(units):
         parts[index in held].extend(unit)
     return parts
+
+
+def _drawn(sizes: Sequence[int], seed: int) -> tuple[set[int], int]:
+    """Indices drawn at random until their sizes have a quarter of the total, never more than half; and the sum."""
+    held: set[int] = set()
+    size, total = 0, sum(sizes)
+    for index in random.Random(seed).sample(range(len(sizes)), len(sizes)):
+        if size < total / 4 and size + sizes[index] <= total / 2:
+            held.add(index)
+            size += sizes[index]
+    return held, size
 
 
 @torch.no_grad()
@@ -123,12 +137,12 @@ def measure_separability(
 ) -> SeparabilityResult:
     """Measures how well a linear probe on each FFN's input tells new text from old.
 
-    In every layer a linear discriminant (`ClassMoments.probe`) is fitted on three quarters of each language's
-    documents and scored on the others (`split`), padding excluded. Old and new count equally, and each language
-    equally within its kind. A token whose log-odds are above 0 is called new, below 0 old; 0 counts as half right. For
-    running text, the held-out text of each language, block after block, is cut into stretches of 32 tokens, without
-    the rest; after 8, 16 and 32 tokens of a stretch, the sign of the sum of its tokens' log-odds is scored in the same
-    way, each token's log-odds bounded to -4..4 nats.
+    In every layer a linear discriminant (`ClassMoments.probe`) is fitted on some documents of each language and scored
+    on the others, which have a quarter of its tokens or a little more (`split`); padding is excluded. Old and new count
+    equally, and each language equally within its kind. A token whose log-odds are above 0 is called new, below 0 old;
+    0 counts as half right. For running text, the held-out text of each language, block after block, is cut into
+    stretches of 32 tokens, without the rest; after 8, 16 and 32 tokens of a stretch, the sign of the sum of its tokens'
+    log-odds is scored in the same way, each token's log-odds bounded to -4..4 nats.
 
     Each token passes the model once. Besides the model this needs `8 h^2` bytes a layer for float64 sums over the text
     that is fitted on, and one float64 number a layer for each held-out token of a language.

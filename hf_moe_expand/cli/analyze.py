@@ -72,7 +72,7 @@ def analyze_separability(
     new: New,
     out: Out,
     tokens: Annotated[
-        int, typer.Option(help="Tokens of each language; a quarter of its documents is held out.")
+        int, typer.Option(help="Tokens of each language; a quarter or a little more is held out.")
     ] = 100_000,
     block_size: BlockSize = 1024,
     batch_size: BatchSize = 8,

@@ -290,7 +290,7 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
         "figure": Markup(line_chart(description, lines, "layer", separability_range(found))),
         "length": found.length,
         "least": least,
-        "header": header[1:],
+        "header": [f"accuracy, {name}" for name in header[1:]],
         "rows": [row[1:] for row in rows],
     }
 
