@@ -183,7 +183,8 @@ def test_sums_are_bounded_and_ties_are_half_right():
 @pytest.mark.parametrize(
     ("sizes", "by_document"),
     [
-        ([60] * 4, True), ([60] * 9, True), ([20] * 40, True), ([30, 200, 90, 60, 150, 60, 80, 100], True), ([60, 60], True),
+        ([60] * 4, True), ([60] * 9, True), ([20] * 40, True),
+        ([30, 200, 90, 60, 150, 60, 80, 100], True), ([60, 60], True),
         ([600], False),  # one document
         ([20] * 3 + [900], False),  # the small ones are less than a quarter, the large one more than half
     ],

@@ -266,6 +266,25 @@ def test_two_expansions_by_the_rule(recipe, tmp_path):
         validate_recipe(changed(both, expansions=[expansions[0], nearest]))
 
 
+def test_a_growth_by_the_rule_may_leave_out_layers(recipe, tmp_path):
+    """After it, no layer is certain to have more experts than before, so a third expansion cannot copy them."""
+    write_texts(tmp_path / "hu.jsonl", [f"egy egyszerű mondat {i} " * 6 for i in range(9)])
+    plans = [PlanSettings("moe-lpr", experts=2), PlanSettings("separable", total_experts=3)]
+    keys = {name: getattr(recipe, name) for name in ("analysis", "post_pretrain", "review")}
+    expansions = [
+        Expansion(new={code: str(tmp_path / f"{code}.jsonl")}, plan=plan, **keys)
+        for code, plan in zip(("el", "tr", "hu"), [*plans, plans[1]], strict=True)
+    ]
+    for copied, refused in ((1, False), (2, True)):
+        last = changed(expansions[2], expand=ExpandSettings(copy_from=copied))
+        three = changed(recipe, new={}, expansions=[*expansions[:2], last])
+        if not refused:
+            assert sum(line.startswith("expansion ") for line in validate_recipe(three)) == 3
+            continue
+        with pytest.raises(InputError, match=r"copy_from is 2, but a layer may have only experts 0\.\.1"):
+            validate_recipe(three)
+
+
 def test_a_layer_that_cannot_tell_gets_no_new_experts_in_growth(tmp_path):
     base = save_dense(tmp_path / "base")
     expand_checkpoint(base, tmp_path / "first", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
