@@ -260,7 +260,9 @@ def test_two_expansions_by_the_rule(recipe, tmp_path):
     history = History.of(json.loads((final / "config.json").read_text()))
     assert history.last.separability == grown.separability
     assert sum(history.last.experts_per_layer) == 11
-    assert make_page(tmp_path / "run").count("How well a linear probe tells old text from new") == 2
+    page = make_page(tmp_path / "run")
+    assert page.count("How well a linear probe tells old text from new") == 2
+    assert page.count("at 0.9, get no new experts.") == page.count("at 0.9, get no experts.") == 1
     nearest = changed(expansions[1], expand=ExpandSettings(copy_from=3))
     with pytest.raises(InputError, match=r"copy_from is 3, but a layer may have only experts 0\.\.1"):
         validate_recipe(changed(both, expansions=[expansions[0], nearest]))
