@@ -1,5 +1,6 @@
 from .analysis.deviation import measure_deviation as measure_deviation
 from .analysis.routing import measure_routing as measure_routing
+from .analysis.separability import measure_separability as measure_separability
 from .analysis.similarity import measure_similarity as measure_similarity
 from .baselines.ensemble import evaluate_ensemble as evaluate_ensemble
 from .card import make_card as make_card

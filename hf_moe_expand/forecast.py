@@ -10,7 +10,7 @@ from .checkpoint.expand import check_layers, planned_config
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .errors import InputError
-from .inspection import Inspection, inspect_config
+from .inspection import Inspection, inspect_config, separability_line
 from .planning.plan import Plan
 from .stages import road
 from .stages.base import TrainingStage
@@ -41,10 +41,14 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The expanded model and the costs of its stages; full fine-tuning of the base is the last of `stages`."""
+    """The expanded model and the costs of its stages; full fine-tuning of the base is the last of `stages`.
+
+    `separability` is that of each layer, if the plan went by it.
+    """
 
     model: Inspection
     stages: Sequence[StageCost]
+    separability: Sequence[float] | None = None
 
     def lines(self, tokens: float | None = None, tflops: float | None = None) -> list[str]:
         """The report, line by line.
@@ -60,6 +64,8 @@ class Forecast:
             if number is not None and not 0 < number < inf:
                 raise InputError(f"{name} is {number:g}: must be above 0, and finite.")
         lines = self.model.lines()[:4]
+        if self.separability:
+            lines.insert(2, f"separability        {separability_line(self.separability)}")
         total = self.model.total
         lines.append(f"checkpoint          {_gigabytes(2 * total)} in bfloat16, {_gigabytes(4 * total)} in float32")
         lines.append(f"active for a token  {self.model.active:,}")
@@ -112,7 +118,7 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
             both = _met_and_trained(network) if not stage.trains.everything else met - fewer
             stages.append(_cost(stage.name, trainable, found.total, met - fewer, both))
     stages.append(_cost("full fine-tuning of the base", found.base, found.base, *[found.base - looked_up] * 2))
-    return Forecast(found, stages)
+    return Forecast(found, stages, plan.separability)
 
 
 def _met_and_trained(network: Any) -> float:

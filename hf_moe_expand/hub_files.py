@@ -20,7 +20,7 @@ from .yamlfile import parse_yaml
 CARD = "README.md"
 EVALUATION = "evaluation.json"
 RECIPE = "recipe.yaml"
-PROVENANCE = (RECIPE, "plan.json", "analysis.json")
+PROVENANCE = (RECIPE, "plan.json", "analysis.json", "separability.json")
 # Files that training leaves in a folder; they are skipped without a message.
 _STAYS_HOME = (
     "training_args.bin", "trainer_state.json", "validation.json", "steps.json", "optimizer.*", "scheduler.pt",
@@ -41,7 +41,7 @@ _ABSOLUTE = re.compile(r"/[^/\s]+/\S*|file://.*|[A-Za-z]:[\\/].*|\\\\\w+\\.*")
 def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path]:
     """Maps names in the repository to local files: weights, configuration, code, tokenizer and the run's records.
 
-    For a checkpoint inside a run folder, these include the run's recipe, plan and analysis.
+    For a checkpoint inside a run folder, these include the run's recipe, plan and analyses.
 
     Args:
         include: further files of the folder to publish, relative to it.

@@ -77,6 +77,8 @@ class Inspection:
             lines.append(
                 f"expansion {number}         {expansion.method} on {expansion.base_model}: old {old}; new {new}"
             )
+            if expansion.separability:
+                lines.append(f"  separability by layer {separability_line(expansion.separability)}")
             lines += [f"  {_in_words(stage)}" for stage in expansion.stages]
         return lines + [f"left over           {sentence}" for sentence in self.leftovers]
 
@@ -126,6 +128,11 @@ def _gate_in_words(gate: dict[str, Any]) -> str:
         f"the classifiers judge the text so far, {reach}: decay {gate['decay']:g} a token, evidence of a token at most "
         f"{gate['bound']:g} nats"
     )
+
+
+def separability_line(values: Sequence[float]) -> str:
+    """Balanced accuracy of each layer in telling old text from new, layer 0 first."""
+    return " ".join(f"{value:.2f}" for value in values)
 
 
 def _in_words(stage: StageRecord) -> str:

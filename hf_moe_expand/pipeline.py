@@ -22,7 +22,7 @@ from .recipe import Recipe
 from .recipe_paths import unset_variable
 from .run_record import BEGUN, read_steps
 from .stages.base import TrainingStage
-from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
+from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
 from .steps.base import Checks, Done, Round, Step
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
@@ -48,6 +48,8 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
         if expansion.planned.needs:
             analyze = {"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[expansion.planned.needs]
             steps.append(analyze(work))
+        if expansion.planned.planner.needs_separability:
+            steps.append(AnalyzeSeparability(work))
         steps += [MakePlan(work), Expand(work)]
         for stage, settings in expansion.stages():
             kind: type[StageStep] = TrainStep if isinstance(stage, TrainingStage) else GraftStep
@@ -248,7 +250,7 @@ class _Record:
             return None
         if step.read_later:
             later = [other for other in later if not other.repeatable][-1:]
-        for other in later:
+        for other in (other for other in later if other.stands_for_earlier):
             stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
             if stands_for and other.output.exists() and (self.is_done(other) or self.is_begun(other)):
                 return other

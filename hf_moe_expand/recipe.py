@@ -28,7 +28,9 @@ class _Expansion(Declared):
     renamed: ClassVar[Mapping[str, str]] = {former: key for key in ROAD for former in stage_of(key).former}
 
     new: Annotated[Sources, Field(description="language: training text, of the languages that this expansion adds")]
-    analysis: Annotated[AnalysisSettings, Field(description="how similarity is measured")] = AnalysisSettings()
+    analysis: Annotated[AnalysisSettings, Field(description="how similarity and separability are measured")] = (
+        AnalysisSettings()
+    )
     deviation: Annotated[DeviationSettings, Field(description="how deviation is measured (DMoE)")] = DeviationSettings()
     plan: Annotated[PlanSettings | None, Field(description="which layer gets how many experts")] = None
     expand: Annotated[ExpandSettings, Field(description="how new experts start")] = ExpandSettings()
@@ -150,7 +152,7 @@ class Recipe(Expansion):
             )
         if first.has("review") or first.planned.needs == "similarity":
             raise InputError(
-                "old: no old language: the review stage and the layer-moe plan need text of the languages that the "
+                "old: no old language: the review stage and a plan by similarity need text of the languages that the "
                 f"base is good at. Give some, {written}, or set `review: null` and another plan method."
             )
 

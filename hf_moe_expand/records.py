@@ -61,7 +61,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_list_of(kind: type) -> Any:
+def _is_list_of(kind: type | tuple[type, ...]) -> Any:
     return lambda value: (
         isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
     )
@@ -72,6 +72,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "whole": (_is_whole, "an integer of at least 0"),
     "texts": (_is_list_of(str), "a list of texts"),
     "wholes": (_is_list_of(int), "a list of integers"),
+    "numbers": (_is_list_of((int, float)), "a list of numbers"),
     "object": (lambda value: isinstance(value, Mapping), "an object"),
 }
 
@@ -148,6 +149,7 @@ class ExpansionRecord(_Record):
         copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).
         base_parameters, parameters: parameter counts of the dense and the expanded model.
         versions: versions of the software that made the expansion.
+        separability: for each layer, how well it told old text from new, if the plan went by it.
         stages: the steps after this expansion.
     """
 
@@ -167,6 +169,7 @@ class ExpansionRecord(_Record):
     base_parameters: int | None = _field("whole")
     parameters: int | None = _field("whole")
     versions: dict[str, str] | None = _field("object")
+    separability: list[float] | None = _field("numbers")
     stages: list[StageRecord] = field(default_factory=list)
     other: dict[str, Any] = field(default_factory=dict)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import InputError
 from .jsonfile import read_json, write_json
-from .schema import Flag, Number, Text, Whole, read, settings
+from .schema import Flag, Number, Share, Text, Whole, read, settings
 
 
 @settings
@@ -70,6 +70,81 @@ class SimilarityResult:
             InputError: the file is missing or is not a similarity analysis; the message names the wrong key.
         """
         return read(cls, read_json(path, "a similarity analysis"), f"{path}: not a similarity analysis")
+
+
+@settings
+class SeparabilityResult:
+    """How well a linear probe on each FFN's input tells new text from old, on held-out text.
+
+    All accuracies are balanced: the mean of the share of the old text that is called old and the share of the new text
+    that is called new, each language of a kind with the same weight. 0.5 is chance. Lists by layer have one entry a
+    layer.
+
+    Attributes:
+        tokens: tokens measured of each language, those that the probes were fitted on included.
+        held_out: for each language, the tokens that the accuracies are of.
+        bound: B in nats: in a sum, each token's log-odds lie within -B and B.
+        seed: random seed of the choice of held-out text.
+        token: by layer, accuracy on one token.
+        running: for each length n in tokens (text in JSON), by layer, the accuracy of the sum of the log-odds of n
+            successive tokens; lengths ascend.
+        by_language: for each language, by layer, the share of its stretches of the longest length that are called
+            right.
+    """
+
+    old: list[Text]
+    new: list[Text]
+    tokens: Whole
+    held_out: dict[Text, Whole]
+    bound: Number
+    seed: Whole
+    token: list[Share]
+    running: dict[Text, list[Share]]
+    by_language: dict[Text, list[Share]]
+
+    def __post_init__(self) -> None:
+        if not self.running:
+            raise InputError("running is empty: it must have the accuracy after at least one number of tokens.")
+        lists = {f"running.{length}": values for length, values in self.running.items()}
+        lists |= {f"by_language.{language}": values for language, values in self.by_language.items()}
+        _check_lengths(len(self.token), lists)
+
+    @property
+    def separability(self) -> list[float]:
+        """The separability of each layer: its accuracy after the largest number of tokens."""
+        return list(self.running.values())[-1]
+
+    @property
+    def length(self) -> str:
+        """The largest number of tokens, that of `separability`."""
+        return list(self.running)[-1]
+
+    def of_layers(self, layers: Sequence[int]) -> "SeparabilityResult":
+        """The accuracies in these layers alone."""
+
+        def some(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+            return {name: [by_layer[layer] for layer in layers] for name, by_layer in values.items()}
+
+        token = [self.token[layer] for layer in layers]
+        return replace(self, token=token, running=some(self.running), by_language=some(self.by_language))
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and one row for each layer."""
+        columns = {"1 token": self.token, **{f"{length} tokens": values for length, values in self.running.items()}}
+        rows = [[str(i), *(f"{values[i]:.3f}" for values in columns.values())] for i in range(len(self.token))]
+        return ["layer", *columns], rows
+
+    def to_json(self, path: str | Path) -> None:
+        write_json(path, self.__dict__)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "SeparabilityResult":
+        """Reads `separability.json`.
+
+        Raises:
+            InputError: the file is missing or is not a separability analysis; the message names the wrong key.
+        """
+        return read(cls, read_json(path, "a separability analysis"), f"{path}: not a separability analysis")
 
 
 @settings

@@ -10,7 +10,8 @@ from .schema import Count, Flag, Positive, Text, Whole, settings
 
 @settings
 class AnalysisSettings:
-    """Similarity of languages in each layer (LayerMoE), and which experts a further expansion copies."""
+    """Similarity of languages in each layer (LayerMoE), separability of old and new text, and which experts a further
+    expansion copies."""
 
     tokens: Annotated[Count, Field(description="tokens of each language (Q)")] = 100_000
     block_size: Annotated[Count, Field(description="tokens that the model sees at once")] = 1024

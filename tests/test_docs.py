@@ -41,8 +41,10 @@ EXTRA = {
     "analyze similarity": ["--tokens", "300", "--block-size", "32"],
     "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
     "analyze routing": ["--tokens", "300", "--block-size", "32"],
+    "analyze separability": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
     "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
+    "plan separable": ["--similarity-floor", "0.01", "--min-separability", "0.5"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 # The test that runs each guide's blocks of a kind. Of the scripts of benchmarks/ the options are read
@@ -245,14 +247,24 @@ def test_the_guide_to_a_real_model(tmp_path, monkeypatch):
     assert said["from-gguf model.gguf"] == "wrote my-model: 7 parameters\n"
 
 
-def test_the_planning_guide_prints_what_it_says(tmp_path, monkeypatch):
+def test_the_planning_guide_prints_what_it_says(tmp_path, monkeypatch, help_text):
     monkeypatch.chdir(tmp_path)
-    (expected,), (config,) = blocks("planning.md", "text"), blocks("planning.md", "json")
+    (expected, table), (config,) = blocks("planning.md", "text"), blocks("planning.md", "json")
     Path("Qwen/Qwen2.5-7B").mkdir(parents=True)
     Path("Qwen/Qwen2.5-7B/config.json").write_text(config)
+    small = save_dense(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    Path("DIR").mkdir()
+    for code in ("en", "es", "hu", "tr"):
+        write_texts(Path("DIR", f"{code}.train.jsonl"), [text[:300] for text in help_text(code, "train", 20)])
     said = run("planning.md")
     assert said["inspect Qwen/Qwen2.5-7B"] == expected
     assert "24,725,632,512" in expected
+    heading = table.splitlines()[1]
+    assert heading in said["analyze separability"].splitlines()
+    assert "experts per layer" in said["plan separable"]
+    assert Plan.load("separable.json").separability
+    expand_checkpoint(small, tmp_path / "grown", Plan.load("separable.json"))
+    assert "separability by layer" in invoke("inspect", "grown")
 
 
 def test_the_serving_guide(workplace, monkeypatch):

@@ -43,12 +43,13 @@ from hf_moe_expand.planning.methods import (
     read_plan_settings,
 )
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.results import DeviationResult, SimilarityResult
+from hf_moe_expand.results import DeviationResult, SeparabilityResult, SimilarityResult
 from hf_moe_expand.schema import Count, json_schema, read, settings
 
 GOOD = {
     "layer-moe": {"total_experts": 7},
     "moe-lpr": {"experts": 3},
+    "separable": {"total_experts": 7},
     "mola": {},
     "random": {"total_experts": 7},
     "dmoe": {"groups": 2},
@@ -75,6 +76,7 @@ def test_every_key_has_a_type_a_help_and_an_option(name):
     assert ("--from" in options) == method.grows
     assert ("--deviation" in options) == ("--figure" in options) == (method.needs == "deviation")
     assert ("--analysis" in options) != method.makes_groups
+    assert ("--separability" in options) == method.needs_separability
     assert ("--layers" in options) == ("--new" in options) == (method.needs is None)
     for key in method.keys.values():
         assert any(getattr(part, "description", None) for part in get_args(key.annotation)), key.name
@@ -120,7 +122,8 @@ def test_groups_by_hand_are_values_too():
 
 def test_the_analysis_that_a_plan_needs():
     assert {name: PlanSettings(name, **keys).needs for name, keys in GOOD.items()} == {
-        "layer-moe": "similarity", "moe-lpr": None, "mola": None, "random": None, "dmoe": "deviation",
+        "layer-moe": "similarity", "moe-lpr": None, "separable": "similarity", "mola": None, "random": None,
+        "dmoe": "deviation",
     }  # fmt: skip
     assert PlanSettings("mola", classifier_layers=2).needs == "similarity"
     assert PlanSettings("mola", classifier_layers=2, classifier_choice="last").needs is None
@@ -131,15 +134,18 @@ def test_the_analysis_that_a_plan_needs():
     [
         ({"groups": 2}, "`groups` is a key of dmoe; this plan is layer-moe, the default."),
         ({"method": "layer-moe", "groups": 2}, "`groups` is a key of dmoe; this plan is layer-moe."),
-        ({"method": "uniform", "total_experts": 9}, "`total_experts` is a key of layer-moe and random; this plan is u"),
+        (
+            {"method": "uniform", "total_experts": 9},
+            "`total_experts` is a key of layer-moe, separable and random; this",
+        ),
         (
             {"method": "dmoe", "classifier_layers": 0},
-            "`classifier_layers` is a key of layer-moe, moe-lpr, mola and random;",
+            "`classifier_layers` is a key of layer-moe, moe-lpr, separable, mola and random;",
         ),
         ({"total_expert": 7}, "unknown key `total_expert`; did you mean `total_experts`?"),
         ({"total_experts": 7, "zzzz": 7}, "unknown key `zzzz`; known: method, total_experts, minimum"),
         ({"method": "moe_lpr"}, "unknown plan method 'moe_lpr'; did you mean `moe-lpr`?"),
-        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: layer-moe, moe-lpr, mola, random, dmoe."),
+        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: layer-moe, moe-lpr, separable, mola, random, dmoe."),
         ({"method": None}, "unknown plan method None"),
         ({}, "`total_experts` is missing."),
         ({"total_experts": 7.5}, "total_experts: expected an integer, found 7.5."),
@@ -298,11 +304,13 @@ def test_every_method_plans_through_the_same_door():
     similarity = SimilarityResult(["en"], ["el"], 0, {}, None, [0.5] * 3, [0.5] * 3)
     codes = ["el", "tr"]
     deviation = DeviationResult(codes, [3.0, 2.0, 1.0], {}, [[1.0, 0.1], [0.1, 1.0]], [2], 1, 1e-3, 1, 2, 0)
+    same = [1.0] * 3
+    separability = SeparabilityResult(["en"], ["el"], 0, {}, 4.0, 0, same, {"32": same}, {})
     assert set(GOOD) == set(METHODS)
     for name, own in GOOD.items():
         for old, new, message in WRONG_LANGUAGES.values():
             with pytest.raises(InputError, match=message):
-                make_plan(PlanSettings(name, **own), 3, old, new, similarity, 0, deviation)
+                make_plan(PlanSettings(name, **own), 3, old, new, similarity, 0, deviation, separability=separability)
 
 
 def test_examples_of_the_help_are_of_the_verb():

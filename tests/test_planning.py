@@ -14,7 +14,7 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.plan import Plan
-from hf_moe_expand.results import DeviationResult, RoutingResult, SimilarityResult
+from hf_moe_expand.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 
 
 def counts_of(layers, *method, seed=0, **keys):
@@ -207,6 +207,14 @@ def test_a_plan_without_a_needed_key_is_refused(tmp_path, key):
         (SimilarityResult, {"pairs": {"el-en": [0.1]}}, "pairs.el-en has 1 entries for 2 layers"),
         (DeviationResult, {"by_language": {"el": [0.1]}}, "by_language.el has 1 entries for 2 layers"),
         (DeviationResult, {"layers": [0.5]}, r"not a deviation analysis: layers\[0\]: expected an integer, found 0.5"),
+        (
+            SeparabilityResult,
+            {"token": [0.5, 1.5]},
+            r"not a separability analysis: token\[1\] is 1.5: must be at most 1",
+        ),
+        (SeparabilityResult, {"running": {"8": [0.5]}}, "running.8 has 1 entries for 2 layers"),
+        (SeparabilityResult, {"running": {}}, "running is empty: it must have the accuracy after at least one number"),
+        (SeparabilityResult, {"by_language": {"el": []}}, "by_language.el has 0 entries for 2 layers"),
         (RoutingResult, {"tokens": 3}, "not a routing analysis: `.*` is missing"),
     ],
 )
@@ -215,6 +223,9 @@ def test_an_analysis_that_is_wrong_is_refused_by_key(tmp_path, cls, changes, mes
     good = {
         SimilarityResult: similarity | {"similarity": [0.1, 0.2]},
         DeviationResult: vars(DeviationResult(["el"], [0.1, 0.2], {}, [[1.0]], [1], 1, 1e-3, 1, 2, 0)),
+        SeparabilityResult: vars(
+            SeparabilityResult(["en"], ["el"], 9, {"el": 4}, 4.0, 0, [0.5, 1.0], {"8": [0.5, 1.0]}, {"el": [0.5, 1.0]})
+        ),
         RoutingResult: {},
     }[cls]
     path = tmp_path / "analysis.json"
@@ -282,7 +293,10 @@ def test_ranges_of_layers(text, layers):
             {"method": "random", "total_experts": 6, "only_layers": "1-2"},
             "6 experts in total are too few: 2 layers with at least 2 each .*, and 3 of dense layers, need 7 or more",
         ),
-        ({"method": "dmoe", "groups": 2, "only_layers": "1"}, "`only_layers` is a key of layer-moe, moe-lpr, mola and"),
+        (
+            {"method": "dmoe", "groups": 2, "only_layers": "1"},
+            "`only_layers` is a key of layer-moe, moe-lpr, separable, mol",
+        ),
     ],
 )
 def test_wrong_layers_are_refused(keys, message):

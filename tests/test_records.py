@@ -150,6 +150,7 @@ def test_languages_and_their_classes():
         ([{**EXPANSION, "old_languages": "en"}], "expansions[0].old_languages: a list of texts is needed, found 'en'"),
         ([{**EXPANSION, "new_languages": [1]}], "expansions[0].new_languages: a list of texts is needed, found [1]"),
         ([{**EXPANSION, "experts_per_layer": [True]}], "expansions[0].experts_per_layer: a list of integers is needed"),
+        ([{**EXPANSION, "separability": [0.5, "x"]}], "expansions[0].separability: a list of numbers is needed, found"),
         ([{**EXPANSION, "seed": -1}], "expansions[0].seed: an integer of at least 0 is needed, found -1"),
         ([{**EXPANSION, "versions": []}], "expansions[0].versions: an object is needed, found []"),
         ([{**EXPANSION, "stages": {}}], "expansions[0].stages: a list is needed, found dict"),

@@ -62,14 +62,26 @@ def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: in
     Raises:
         InputError: the texts have fewer than `tokens` tokens.
     """
-    blocks: list[list[int]] = []
+    return [block for blocks in document_blocks(language, texts, tokenizer, tokens, block_size) for block in blocks]
+
+
+def document_blocks(
+    language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int
+) -> list[list[list[int]]]:
+    """The blocks of `token_blocks`, document by document; documents without tokens are left out.
+
+    Raises:
+        InputError: the texts have fewer than `tokens` tokens.
+    """
+    documents: list[list[list[int]]] = []
     left = tokens
     for text in texts:
         ids = tokenizer(text, verbose=False).input_ids[:left]
         left -= len(ids)
-        blocks += [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
+        if ids:
+            documents.append([ids[start : start + block_size] for start in range(0, len(ids), block_size)])
         if left == 0:
-            return blocks
+            return documents
     raise InputError(
         f"Language {language!r} has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a "
         "smaller --tokens (`analysis: {tokens: ...}` in a recipe)."

@@ -283,6 +283,7 @@ def first_record(
         base_parameters=base_parameters,
         parameters=parameters,
         versions=versions(),
+        separability=plan.separability,
     )
 
 

@@ -76,6 +76,7 @@ def grow_checkpoint(
         copied_experts=origin,
         seed=seed,
         versions=versions(),
+        separability=plan.separability,
     )
     changes = {
         "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],

@@ -27,9 +27,9 @@ DEFAULT_SHARD_SIZE = "5GB"
 _BELONGS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *COMPANIONS, *CODE, RECORD, "preprocessor_config.json", "processor_config.json", "README.md", ".gitattributes",
-    "plan.json", "recipe.yaml", "analysis.json", "evaluation.json", "validation.json", "steps.json",
-    "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth",
-    "adapter_config.json", "__pycache__/*.pyc",
+    "plan.json", "recipe.yaml", "analysis.json", "separability.json", "evaluation.json", "validation.json",
+    "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
+    "rng_state*.pth", "adapter_config.json", "__pycache__/*.pyc",
 )  # fmt: skip
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20

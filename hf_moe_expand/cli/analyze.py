@@ -65,6 +65,54 @@ def analyze_similarity(
     print(f"wrote {out}")
 
 
+@analyze_app.command("separability")
+def analyze_separability(
+    base: Model,
+    old: Old,
+    new: New,
+    out: Out,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of each language; a quarter or a little more is held out.")
+    ] = 100_000,
+    block_size: BlockSize = 1024,
+    batch_size: BatchSize = 8,
+    figure: Figure = None,
+    seed: Seed = 0,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Measure how well each layer of a dense or expanded model tells old text from new, by a linear probe.
+
+    Prints the balanced accuracy on held-out text (0.5 is chance): of one token, and of 8, 16 and 32 tokens together.
+
+    Example: hf-moe-expand analyze separability Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out apart.json
+    """
+    check_file(out, overwrite)
+    check_figure(figure, overwrite)
+    check_checkpoints(base, revision=revision)
+    old_sources, new_sources = text_sources(old), text_sources(new)
+    from ..data.sources import check_languages
+
+    check_languages(old_sources, new_sources)
+    for source in [*old_sources.values(), *new_sources.values()]:
+        source.files()
+    from ..analysis.separability import measure_separability
+    from ..models import load_for_inference
+
+    model, tokenizer = load_for_inference(base, revision)
+    texts = {c: s.load().shuffle(seed=seed)["text"] for c, s in {**old_sources, **new_sources}.items()}
+    result = measure_separability(
+        model, tokenizer, texts, list(old_sources), list(new_sources), tokens, block_size, batch_size, seed
+    )
+    result.to_json(out)
+    print_table(*result.rows())
+    if figure is not None:
+        from ..report.figures import plot_separability
+
+        plot_separability(figure, result)
+    print(f"wrote {out}")
+
+
 @analyze_app.command("deviation")
 def analyze_deviation(
     base: Model,

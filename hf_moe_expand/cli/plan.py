@@ -38,6 +38,9 @@ def _parameters(method: PlanMethod) -> list[inspect.Parameter]:
     found: dict[str, tuple[Any, Any]] = {}
     if method.needs:
         found[_ANALYSES[method.needs]] = (Annotated[Path, _analysis_option(method.needs, required=True)], _EMPTY)
+    if method.needs_separability:
+        help_ = "separability.json of `analyze separability`, for the same languages."
+        found["separability"] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
     for key in method.own_keys.values():
         found |= _key_options(key)
     found["out"] = (Out, _EMPTY)
@@ -132,10 +135,11 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
     check_figure(figure, given["overwrite"])
     settings = read_plan_settings({"method": name, **_keys_given(method, given)})
     from ..planning.make import make_plan
-    from ..results import DeviationResult, SimilarityResult
+    from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 
     similarity = SimilarityResult.from_json(given["analysis"]) if given.get("analysis") else None
     deviation = DeviationResult.from_json(given["deviation"]) if given.get("deviation") else None
+    separability = SeparabilityResult.from_json(given["separability"]) if given.get("separability") else None
     old, new = codes(given.get("old", "")), codes(given.get("new", ""))
     if similarity is not None:
         old, new = old or similarity.old, new or similarity.new
@@ -152,7 +156,7 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
     num_layers = _num_layers(given["layers"]) if given.get("layers") else len(counts) or len(measured)
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
-    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts)
+    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, separability)
     plan.save(out)
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import InputError
-from ..results import DeviationResult, SimilarityResult
+from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, Allocation, PlanSettings, Target
 from .methods.allocation import check_total
@@ -20,6 +20,7 @@ def make_plan(
     seed: int = 0,
     deviation: DeviationResult | None = None,
     grows_from: Sequence[int] = (),
+    separability: SeparabilityResult | None = None,
 ) -> Plan:
     """The plan that `settings` describe.
 
@@ -29,6 +30,7 @@ def make_plan(
         similarity, deviation: the analysis that `settings.needs` names.
         seed: random seed of all choices.
         grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
+        separability: this analysis, for a method that needs it besides.
 
     Raises:
         InputError: the analysis that the method needs is missing or belongs to another model, the method cannot grow a
@@ -42,10 +44,11 @@ def make_plan(
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
     lengths = [len(similarity.similarity)] if similarity else []
     lengths += [len(deviation.deviation)] if deviation else []
+    lengths += [len(separability.token)] if separability else []
     if wrong := [length for length in lengths if length != num_layers]:
         raise InputError(f"The analysis has {wrong[0]} layers, but the model has {num_layers}.")
     layers = _layers(settings, num_layers, grows_from)
-    made = _allocate(settings, layers, Target(num_layers, seed, similarity, deviation, grows_from))
+    made = _allocate(settings, layers, Target(num_layers, seed, similarity, deviation, grows_from, separability))
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
@@ -104,16 +107,21 @@ def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> 
         others = rest * (target.num_layers - len(layers))
         check_total(own["total_experts"], len(layers), own.get("minimum") or target.least, others)
         own["total_experts"] -= others
-    found = target.measured_similarity
+    found, apart = target.measured_similarity, target.measured_separability
     some = replace(
         target,
         num_layers=len(layers),
         measured_similarity=None if found is None else found.of_layers(layers),
         grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
+        measured_separability=None if apart is None else apart.of_layers(layers),
     )
     made = settings.planner.allocate(some, **own)
     counts = [rest] * target.num_layers
     for layer, count in zip(layers, made.counts, strict=True):
         counts[layer] = count
-    whole = {"similarity": found.similarity} if found is not None and "similarity" in made.details else {}
-    return replace(made, counts=counts, details={**made.details, **whole})
+    whole = {
+        **({"similarity": found.similarity} if found is not None else {}),
+        **({"separability": apart.separability} if apart is not None else {}),
+    }
+    details = {name: whole.get(name, value) for name, value in made.details.items()}
+    return replace(made, counts=counts, details=details)

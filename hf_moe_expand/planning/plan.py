@@ -127,6 +127,21 @@ class Plan:
         return sum(self.experts_per_layer)
 
     @property
+    def separability(self) -> list[float] | None:
+        """How well each layer tells old text from new, if the plan's method went by it.
+
+        Raises:
+            InputError: the plan's settings hold something else under this name.
+        """
+        found = self.settings.get("separability")
+        if found is None:
+            return None
+        numbers = isinstance(found, list) and all(type(value) in (int, float) for value in found)
+        if not numbers or len(found) != len(self.experts_per_layer):
+            raise InputError("settings.separability: a list with one number for each layer is needed.")
+        return found
+
+    @property
     def has_choice(self) -> bool:
         """Whether a router can leave an expert out, or a classifier decides."""
         return bool(self.classifier_layers) or max(self.experts_per_layer) > self.top_k

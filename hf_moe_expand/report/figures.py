@@ -9,7 +9,7 @@ from .drawing import Line, cell_size, draw_allocation, draw_cells, draw_deviatio
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..results import RoutingResult
+    from ..results import RoutingResult, SeparabilityResult
 
 
 def plot_allocation(
@@ -27,6 +27,30 @@ def plot_allocation(
         axes.set_title(label, loc="left")
         figure.suptitle(title)
         _save(figure, path)
+
+
+def plot_separability(path: str | Path, result: "SeparabilityResult") -> None:
+    """Draws how well each layer tells old text from new, by one token (dashed) and by 32 together (solid)."""
+    with drawing(max(360, 20 * len(result.token) + 86), 245) as figure:
+        axes = figure.subplots()
+        draw_lines(axes, separability_lines(result), "layer", separability_range(result))
+        axes.set_title("old text told from new: balanced accuracy", loc="left")
+        _save(figure, path)
+
+
+def separability_lines(result: "SeparabilityResult", least: float | None = None) -> list[Line]:
+    """Balanced accuracy by layer on one token and on the longest stretch; a thin line at `least`."""
+    layers = range(len(result.token))
+    lines = [
+        Line("1 token", layers, result.token, "old"),
+        Line(f"{result.length} tokens", layers, result.separability),
+    ]
+    return lines if least is None else [*lines, Line("least", layers, [least] * len(layers), "old", thin=True)]
+
+
+def separability_range(result: "SeparabilityResult") -> tuple[float, float]:
+    """The range of the figure's accuracies: from chance, or the lowest one, to 1, and a margin."""
+    return min(0.5, *result.token, *result.separability) - 0.02, 1.02
 
 
 def plot_deviation(

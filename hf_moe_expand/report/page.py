@@ -24,17 +24,19 @@ from ..local_paths import without_paths
 from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord, without_folders
-from ..results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
+from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 from ..run_record import BEGUN, read_steps, run_folder
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml
 from .charts import allocation_chart, change_chart, heat_map, line_chart
 from .drawing import Change, Line, with_means
-from .figures import expert_0_lines, grouped
+from .figures import expert_0_lines, grouped, separability_lines, separability_range
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
-_RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")
+_RECORDS = (
+    "steps.json", "plan.json", "analysis.json", "separability.json", "evaluation.json", "routing.json", "recipe.yaml",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,11 @@ def _plan(part: _Part) -> dict[str, Any] | None:
         else [str(layer), str(count), "yes" if layer in plan.classifier_layers else ""]
         for layer, count in enumerate(plan.experts_per_layer)
     ]
+    header = ["layer", "experts", "classifier", *([label] if measure else [])]
+    apart = _separability(part.folder, plan)
+    if apart:
+        header += apart["header"]
+        rows = [[*row, *accuracies] for row, accuracies in zip(rows, apart["rows"], strict=True)]
     return {
         "title": part.title,
         "method": method_title(plan.method),
@@ -255,8 +262,37 @@ def _plan(part: _Part) -> dict[str, Any] | None:
                 description, plan.experts_per_layer, measure, label, plan.classifier_layers, plan.grows_from
             )
         ),
+        "apart": apart,
+        "header": header,
         "rows": rows,
         "alike": _language_similarity(deviation, plan.groups) if deviation else None,
+    }
+
+
+def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
+    """The figure of the separability by layer, and its columns for the plan's table."""
+    if not _has(folder, "separability.json"):
+        return None
+    found = SeparabilityResult.from_json(folder / "separability.json")
+    if len(found.token) != len(plan.experts_per_layer):
+        raise InputError(
+            f"{folder / 'separability.json'}: has {len(found.token)} layers, but the plan beside it has "
+            f"{len(plan.experts_per_layer)}: put the analysis of the run's own base there."
+        )
+    asked = plan.settings.get("min_separability")
+    least = float(asked) if isinstance(asked, int | float) else None
+    header, rows = found.rows()
+    said = "; ".join(
+        f"{line.label} {', '.join(f'{value:.3f}' for value in line.y)}" for line in separability_lines(found)
+    )
+    description = f"Balanced accuracy in telling old text from new by layer, from layer 0: {said}."
+    lines = separability_lines(found, least)
+    return {
+        "figure": Markup(line_chart(description, lines, "layer", separability_range(found))),
+        "length": found.length,
+        "least": least,
+        "header": [f"accuracy, {name}" for name in header[1:]],
+        "rows": [row[1:] for row in rows],
     }
 
 

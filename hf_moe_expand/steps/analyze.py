@@ -1,11 +1,13 @@
-"""The step before a plan: similarity of languages (LayerMoE) or deviation of layers (DMoE)."""
+"""The steps before a plan: similarity of languages (LayerMoE), separability of old and new text, deviation of layers
+(DMoE)."""
 
 import shutil
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..analysis.deviation import measure_deviation
-from ..analysis.similarity import measure_similarity, token_blocks
+from ..analysis.separability import measure_separability, split
+from ..analysis.similarity import document_blocks, measure_similarity, token_blocks
 from ..checkpoint.source import resolve_checkpoint
 from ..errors import InputError
 from ..models import load_for_inference, load_tokenizer
@@ -43,6 +45,46 @@ class AnalyzeSimilarity(Step):
         result.to_json(self.output)
         low, high = min(result.similarity), max(result.similarity)
         return Done(f"similarity {low:.3f} to {high:.3f} over {len(result.similarity)} layers")
+
+
+@dataclass
+class AnalyzeSeparability(Step):
+    """Measures how well each layer tells old text from new, with the settings of the similarity."""
+
+    stands_for_earlier: ClassVar[bool] = False  # the plan needs the similarity too
+    round: Round
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.round.prefix}analyze separability"
+        self.output = self.round.folder / "separability.json"
+
+    def inputs(self) -> dict[str, Any]:
+        return AnalyzeSimilarity(self.round).inputs()
+
+    def check(self, checks: Checks) -> None:
+        """Refuses local text of which nothing can be held out, as far as its order in the files shows."""
+        check_tokens(self.round, checks)
+        if checks.offline:
+            return
+        settings, recipe = self.round.expansion.analysis, checks.recipe
+        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+        for code in (*self.round.old, *self.round.new):
+            source = self.round.sources[code]
+            if source.files():
+                sizes = (tokenizer, settings.tokens, settings.block_size)
+                split(code, document_blocks(code, source.documents(), *sizes), recipe.seed)
+
+    def work(self) -> Done:
+        round_, settings = self.round, self.round.expansion.analysis
+        model, tokenizer = load_for_inference(round_.start, round_.revision)
+        result = measure_separability(
+            model, tokenizer, round_.texts([*round_.old, *round_.new]), round_.old, round_.new,
+            tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
+            seed=round_.recipe.seed,
+        )  # fmt: skip
+        result.to_json(self.output)
+        low, high = min(result.separability), max(result.separability)
+        return Done(f"accuracy after {result.length} tokens {low:.3f} to {high:.3f} over {len(result.token)} layers")
 
 
 @dataclass

@@ -5,7 +5,8 @@ from typing import Any
 
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..planning.make import make_plan
-from ..results import DeviationResult, SimilarityResult
+from ..planning.methods import PlanMethod
+from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from ..schema import plain
 from .base import Checks, Done, Round, Step
 
@@ -32,16 +33,17 @@ class MakePlan(Step):
         falling = [1 - layer / layers for layer in range(layers)]
         alike = [[float(a == b) for b in codes] for a in codes]
         deviation = DeviationResult(codes, falling, dict.fromkeys(codes, falling), alike, [], 0, 0.0, 0, 0, 0)
+        apart = SeparabilityResult(similarity.old, codes, 0, {}, 0.0, 0, same, {"32": same}, {})
         plan = make_plan(
             settings, layers, checks.recipe.old_languages, codes, similarity, checks.recipe.seed, deviation,
-            grows_from=checks.counts,
+            grows_from=checks.counts, separability=apart,
         )  # fmt: skip
         grown = plan.experts_per_layer
         checks.copyable = checks.least
         expanded = [count for count in grown if count > 1]
         if settings.planner.fixed_counts:
             checks.least = min(expanded)
-        elif not (checks.least and getattr(settings, "only_layers", None)):  # else other layers do not grow
+        elif not (checks.least and self._leaves_layers()):  # else other layers do not grow
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
         checks.counts, checks.plan = grown, plan
         classifiers = len(plan.classifier_layers)
@@ -50,15 +52,25 @@ class MakePlan(Step):
             f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
         )
 
+    @property
+    def _method(self) -> PlanMethod:
+        return self.round.expansion.planned.planner
+
+    def _leaves_layers(self) -> bool:
+        """Whether some layers of a model that grows may get no experts."""
+        return self._method.needs_separability or bool(getattr(self.round.expansion.planned, "only_layers", None))
+
     def work(self) -> Done:
         round_, path = self.round, self.round.folder / "analysis.json"
         needs = round_.expansion.planned.needs
         similarity = SimilarityResult.from_json(path) if needs == "similarity" else None
         deviation = DeviationResult.from_json(path) if needs == "deviation" else None
+        apart = self.round.folder / "separability.json"
+        separability = SeparabilityResult.from_json(apart) if self._method.needs_separability else None
         config = load_config(resolve_checkpoint(round_.start, round_.revision))
         plan = make_plan(
             round_.expansion.planned, config.num_hidden_layers, round_.old, round_.new, similarity, round_.recipe.seed,
-            deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
+            deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (), separability=separability,
         )  # fmt: skip
         plan.save(self.output)
         said = f"experts per layer {' '.join(map(str, plan.experts_per_layer))}"

@@ -1,7 +1,7 @@
 """The methods that make a plan, one file each. A new method is a new file, imported here."""
 
 # The order of `--help`.
-from . import layer_moe, moe_lpr, mola, random_counts, dmoe  # noqa: F401  isort: skip
+from . import layer_moe, moe_lpr, separable, mola, random_counts, dmoe  # noqa: F401  isort: skip
 from .allocation import Allocation, Target
 from .base import (
     DEFAULT_METHOD,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import InputError
-from ...results import DeviationResult, SimilarityResult
+from ...results import DeviationResult, SeparabilityResult, SimilarityResult
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Target:
     Attributes:
         num_layers: number of its layers.
         seed: random seed of all choices.
-        measured_similarity, measured_deviation: its analyses; None for an analysis that was not made.
+        measured_similarity, measured_deviation, measured_separability: its analyses; None for an analysis that was not
+            made.
         grows_from: experts of each layer of an expanded model; empty for a dense one.
     """
 
@@ -24,6 +25,7 @@ class Target:
     measured_similarity: SimilarityResult | None = None
     measured_deviation: DeviationResult | None = None
     grows_from: Sequence[int] = ()
+    measured_separability: SeparabilityResult | None = None
 
     @property
     def least(self) -> int:
@@ -51,6 +53,17 @@ class Target:
         if self.measured_deviation is None:
             raise InputError("The plan needs the deviation of each layer: run `analyze deviation` first.")
         return self.measured_deviation
+
+    @property
+    def separability(self) -> SeparabilityResult:
+        """How well each layer tells old text from new.
+
+        Raises:
+            InputError: the separability was not measured.
+        """
+        if self.measured_separability is None:
+            raise InputError("The plan needs the separability of old and new text: run `analyze separability` first.")
+        return self.measured_separability
 
 
 @dataclass(frozen=True)

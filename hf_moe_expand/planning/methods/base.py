@@ -56,6 +56,7 @@ class PlanMethod:
         words: a phrase for the card that says how experts are distributed.
         former: earlier names, which stay valid.
         needs: the analysis that the plan needs.
+        needs_separability: whether it needs the separability of old and new text besides, for the same languages.
         fixed_counts: whether the settings alone determine each layer's count.
         grows: whether it can plan the further expansion of an expanded model.
         makes_groups: whether it groups the languages: for DMoE models, which have no classifiers.
@@ -69,6 +70,7 @@ class PlanMethod:
     words: str = ""
     former: tuple[str, ...] = ()
     needs: Needs | None = None
+    needs_separability: bool = False
     fixed_counts: bool = False
     grows: bool = True
     makes_groups: bool = False

@@ -1,6 +1,6 @@
 """LayerMoE: fewer experts in layers where languages are more similar."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -53,12 +53,7 @@ def allocate_experts(
         if floor <= 0:
             raise InputError(f"The similarity floor is {floor}: must be positive.")
         similarity = [max(value, floor) for value in similarity]
-    for layer, value in enumerate(similarity):
-        if not value > 0:
-            raise InputError(
-                f"The similarity of layer {layer} is {value:g}, but experts are allocated by 1/similarity, which needs "
-                "positive values. Set a floor (--similarity-floor 0.01), which replaces smaller values."
-            )
+    check_positive(dict(enumerate(similarity)))
     check_total(total, len(similarity), minimum)
     counts = [minimum] * len(similarity)
     for _ in range(total - sum(counts)):
@@ -66,3 +61,20 @@ def allocate_experts(
         layer = min(range(len(counts)), key=lambda i: similarity[i] * counts[i])
         counts[layer] += 1
     return counts
+
+
+def check_positive(similarity: Mapping[int, float]) -> None:
+    """Checks that experts can be allocated by 1/similarity.
+
+    Args:
+        similarity: S_l by layer.
+
+    Raises:
+        InputError: a similarity is not positive.
+    """
+    for layer, value in similarity.items():
+        if not value > 0:
+            raise InputError(
+                f"The similarity of layer {layer} is {value:g}, but experts are allocated by 1/similarity, which needs "
+                "positive values. Set a floor (--similarity-floor 0.01), which replaces smaller values."
+            )
