@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -72,6 +73,19 @@ class Study:
                 write_text(file, "".join(json.dumps(row) + "\n" for row in rows[number :: len(files)]))
         return {code: LanguageText(code, str(file)) for code, file in files.items()}
 
+    def old_text(self, kinds: list[str]) -> dict[str, LanguageText]:
+        """Text of the reviewed languages: `real`, `self-written`, or both."""
+        sources = {"real": self.trained(self.reviewed)}
+        if "self-written" in kinds:
+            sources["self-written"] = self.written()
+        if len(kinds) == 1:
+            return sources[kinds[0]]
+        both = {code: self.out / "text" / f"{code}.both.jsonl" for code in self.reviewed}
+        for code, file in both.items():
+            rows = [Path(sources[kind][code].source).read_text("utf-8").splitlines(keepends=True) for kind in kinds]
+            write_text(file, "".join(line for pair in zip_longest(*rows, fillvalue="") for line in pair))
+        return {code: LanguageText(code, str(file)) for code, file in both.items()}
+
     def stage_1(self, seed: int) -> Path:
         """The model after stage 1. Its prefix gates are zero, and have no effect before a review trains them."""
         folder = self.out / f"seed-{seed}"
@@ -88,7 +102,7 @@ class Study:
         out = self.out / f"seed-{seed}" / name.replace(" ", "-")
         if not out.exists():
             own = dict(self.settings["reviews"][name])
-            old = self.written() if own.pop("self_written", False) else self.trained(self.reviewed)
+            old = self.old_text(own.pop("old_text", ["real"]))
             shared = {**self.settings["review"], "fewer_documents": True}
             config = ReviewConfig(str(out.with_name("work")), **shared, **own)
             train_stage(self.stage_1(seed), out, {**old, **self.trained(self.new)}, config, seed)

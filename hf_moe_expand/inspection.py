@@ -75,7 +75,8 @@ class Inspection:
                 ", ".join(in_words(codes)) or "-" for codes in (expansion.old_languages, expansion.new_languages)
             )
             lines.append(
-                f"expansion {number}         {expansion.method} on {expansion.base_model}: old {old}; new {new}"
+                f"expansion {number}         {_pack(expansion)}{expansion.method} on {expansion.base_model}: "
+                f"old {old}; new {new}"
             )
             if expansion.separability:
                 lines.append(f"  separability by layer {separability_line(expansion.separability)}")
@@ -109,7 +110,8 @@ def inspect_config(config: Any) -> Inspection:
         active = ffn.top_k + (ffn.conditional_gate is not None)
         if updates:  # a token uses expert 0's weights for every expert, and at most K updates
             active = min(1 + ffn.top_k, len(ffn.experts))
-        idle += (len(ffn.experts) - active) * _size(ffn.experts[-1])
+        sizes = sorted(map(_size, ffn.experts), reverse=True)
+        idle += sum(sizes[active:])
         added += _size(ffn) - expert
     total = _size(network)
     parts = trained_parts(config.model_type)
@@ -133,6 +135,11 @@ def _gate_in_words(gate: dict[str, Any]) -> str:
 def separability_line(values: Sequence[float]) -> str:
     """Balanced accuracy of each layer in telling old text from new, layer 0 first."""
     return " ".join(f"{value:.2f}" for value in values)
+
+
+def _pack(expansion: ExpansionRecord) -> str:
+    scale = f" (router x {expansion.router_scale:g})" if expansion.router_scale else ""
+    return f"pack {expansion.pack}{scale}: " if expansion.pack else ""
 
 
 def _in_words(stage: StageRecord) -> str:

@@ -73,6 +73,10 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "texts": (_is_list_of(str), "a list of texts"),
     "wholes": (_is_list_of(int), "a list of integers"),
     "numbers": (_is_list_of((int, float)), "a list of numbers"),
+    "number": (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+        "a number above 0",
+    ),
     "object": (lambda value: isinstance(value, Mapping), "an object"),
 }
 
@@ -141,6 +145,8 @@ class ExpansionRecord(_Record):
         base_revision: commit of a hub model; None for a local folder.
         experts_per_layer: experts of each layer after this expansion, expert 0 counted.
         classifier_layers: layers with a routing classifier, after this expansion.
+        pack: name of the language pack that brought the expansion into a joined model.
+        router_scale: factor of the pack's router, from a calibration.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         seed: random seed of routers and random experts.
         expert_init: how a first expansion's experts started: `copy`, `random` or `branches`.
@@ -160,6 +166,8 @@ class ExpansionRecord(_Record):
     base_revision: str | None = _field("text", optional=False)
     experts_per_layer: list[int] = _field("wholes", [], optional=False)
     classifier_layers: list[int] = _field("wholes", [], optional=False)
+    pack: str | None = _field("text")
+    router_scale: float | None = _field("number")
     prefix_gate: dict[str, Any] | None = _field("object")
     seed: int | None = _field("whole")
     expert_init: str | None = _field("text")

@@ -1,6 +1,8 @@
 """LayerMoEConfig: the configuration in a LayerMoE (or MoE-LPR) checkpoint's config.json."""
 
-from itertools import pairwise
+from bisect import bisect_right
+from itertools import accumulate, pairwise
+from typing import Any
 
 from .expanded_config import ExpandedConfig
 
@@ -16,6 +18,8 @@ class LayerMoEConfig(ExpandedConfig):
             expansion. Expansion g added the languages of the classifiers' class g.
         packs: number of expansions of each language pack that the model joins; None if it joins none. The first
             expansions are those of the packs, in order. A class of a pack may use its pack's experts and expert 0.
+        updates_of_packs: rank and alpha of each pack's LoRA experts, None for a pack whose experts are FFNs; None
+            where `expert_kind` holds for all packs.
 
     Raises:
         ValueError: a layer has fewer experts than after an earlier expansion.
@@ -24,6 +28,7 @@ class LayerMoEConfig(ExpandedConfig):
     model_type = "layer_moe"
     earlier_experts_per_layer: list[list[int]] | None = None
     packs: list[int] | None = None
+    updates_of_packs: list[list[float] | None] | None = None
 
     def _check_expansion(self) -> None:
         super()._check_expansion()
@@ -34,12 +39,40 @@ class LayerMoEConfig(ExpandedConfig):
                     f"earlier_experts_per_layer: the layers had {before} experts after expansion {number}, and later "
                     f"{after}: a layer must not lose experts."
                 )
-        expansions = len(history)
-        if self.packs is not None and (not self.packs or min(self.packs) < 1 or sum(self.packs) > expansions):
+        self._check_packs(history)
+
+    def _check_packs(self, history: list[list[int]]) -> None:
+        packs, expansions = self.packs, len(history)
+        if packs is not None and (not packs or min(packs) < 1 or sum(packs) > expansions):
             raise ValueError(
-                f"packs is {self.packs}: must give the number of expansions of each language pack, of {expansions} in "
-                "all."
+                f"packs is {packs}: must give the number of expansions of each language pack, of {expansions} in all."
             )
+        updates = self.updates_of_packs
+        if updates is None:
+            return
+        right = packs is not None and len(updates) == len(packs) and sum(packs) == expansions
+        if not right or any(one is not None and (len(one) != 2 or one[0] < 1 or one[1] <= 0) for one in updates):
+            raise ValueError(
+                f"updates_of_packs is {updates}: must give rank and alpha, or None, for each of the packs {packs}."
+            )
+
+    def update_of(self, layer: int, expert: int) -> tuple[int, float] | None:
+        if self.updates_of_packs is None or expert == 0:
+            return super().update_of(layer, expert)
+        history = [*(self.earlier_experts_per_layer or []), self.num_experts_per_layer or []]
+        ends = [history[end - 1][layer] for end in accumulate(self.packs or [])]
+        found = self.updates_of_packs[bisect_right(ends, expert)]
+        return None if found is None else (int(found[0]), found[1])
+
+    @property
+    def has_updates(self) -> bool:
+        return super().has_updates or any(self.updates_of_packs or [])
+
+
+def joins_packs(config: Any) -> bool:
+    """Whether a model joins language packs and was not expanded further since."""
+    packs, earlier = getattr(config, "packs", None), getattr(config, "earlier_experts_per_layer", None)
+    return packs is not None and sum(packs) == len(earlier or []) + 1
 
 
 LayerMoEConfig.register_for_auto_class()

@@ -108,6 +108,15 @@ class ExpandedConfig(PreTrainedConfig):
                 "1 and an alpha above 0."
             )
 
+    def update_of(self, layer: int, expert: int) -> tuple[int, float] | None:
+        """Rank and alpha of a LoRA expert's update; None for an expert with an FFN of its own."""
+        return (self.lora_rank, self.lora_alpha) if self.expert_kind == "lora" and expert > 0 else None  # type: ignore[return-value]
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether the model has LoRA experts."""
+        return self.expert_kind == "lora"
+
     def __reduce__(self) -> tuple:
         return _blank_config, (static_class(type(self)), self.backbone_model_type), self.__dict__
 

@@ -38,7 +38,7 @@ class ExpandedFFN(nn.Module):
         control: the model's `RoutingControl`.
         earlier_counts: number of the layer's experts after each expansion before the last.
         conditional: whether all tokens share expert 0, and a gate weighs the routed experts 1..N-1.
-        new_expert: function that makes each further expert from `ffn`.
+        new_expert: function that makes a further expert from `ffn` and the expert's number; a copy by default.
         prefix_rule: how the model's prefix gates judge; None if classifiers judge single tokens.
         packs: number of expansions of each language pack.
 
@@ -58,12 +58,14 @@ class ExpandedFFN(nn.Module):
         control: RoutingControl,
         earlier_counts: Sequence[int] = (),
         conditional: bool = False,
-        new_expert: Callable[[nn.Module], nn.Module] = copy_ffn,
+        new_expert: Callable[[nn.Module, int], nn.Module] | None = None,
         prefix_rule: PrefixRule | None = None,
         packs: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([ffn, *(new_expert(ffn) for _ in range(num_experts - 1))])
+        others = range(1, num_experts)
+        new = [copy_ffn(ffn) if new_expert is None else new_expert(ffn, number) for number in others]
+        self.experts = nn.ModuleList([ffn, *new])
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.experts_of_classes = experts_of_classes(self.experts_of_class, packs)

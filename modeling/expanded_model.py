@@ -7,7 +7,7 @@ backbone's own.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -79,9 +79,6 @@ class ExpandedModelMixin:
         # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
         config = self.config  # type: ignore[attr-defined]
         control = RoutingControl()
-        new_expert: Callable[[nn.Module], nn.Module] = copy_ffn
-        if config.expert_kind == "lora":
-            new_expert = partial(lora_expert, rank=config.lora_rank, alpha=config.lora_alpha)
         rule = PrefixRule.of(config)
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
@@ -97,7 +94,7 @@ class ExpandedModelMixin:
                 earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
                 expanded = ExpandedFFN(
                     ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
-                    earlier, config.conditional_routing, new_expert, rule,
+                    earlier, config.conditional_routing, partial(_new_expert, config, index), rule,
                     getattr(config, "packs", None) or (),
                 )  # fmt: skip
                 parent, attribute = ffn.place.rsplit(".", 1)
@@ -127,7 +124,7 @@ class ExpandedModelMixin:
             if not rule.startswith(prefix) or not all(expanded):
                 plan[rule] = style
             # A LoRA expert's update has no rule: every rank keeps its layers whole, including expert 0.
-            if rule.startswith(prefix) and any(expanded) and self.config.expert_kind != "lora":  # type: ignore[attr-defined]
+            if rule.startswith(prefix) and any(expanded) and not self.config.has_updates:  # type: ignore[attr-defined]
                 plan[f"{prefix}experts.*.{rule.removeprefix(prefix)}"] = style
         self._tp_plan = plan
 
@@ -145,9 +142,9 @@ class ExpandedModelMixin:
             for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *updates):
                 if module is not None:
                     self._initialize_weights(module)  # type: ignore[attr-defined]
-            if self.config.expert_kind == "lora":  # type: ignore[attr-defined]
-                # GPT-2 initialises a layer of its FFN by name; in these experts an update stands there.
-                for expert in list(ffn.experts)[1:]:
+            for number, expert in enumerate(ffn.experts):
+                if self.config.update_of(ffn.layer_index, number):  # type: ignore[attr-defined]
+                    # GPT-2 initialises a layer of its FFN by name; in these experts an update stands there.
                     for part in expert.modules():
                         part._is_hf_initialized = True  # type: ignore[assignment]
         super().initialize_weights()  # type: ignore[misc]
@@ -289,6 +286,11 @@ def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str
             "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
             "hf_moe_expand.expand_checkpoint(folder, out, plan)."
         )
+
+
+def _new_expert(config: Any, layer: int, ffn: nn.Module, number: int) -> nn.Module:
+    update = config.update_of(layer, number)
+    return lora_expert(ffn, *update) if update else copy_ffn(ffn)
 
 
 def _begin_text(control: RoutingControl, rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:

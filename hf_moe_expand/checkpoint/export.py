@@ -161,14 +161,15 @@ def export_expert(
             raise InputError(f"{folder}: layer {layer} has no expert {expert}; give one of 0..{count - 1}.")
     config = dense_config(source.config)
     network = network_of(config)
-    lora = source.config.expert_kind == "lora" and expert > 0
-    tensors = [
-        _updated(source, key, _saved_name(network, place.dense), place.inner, expert)
-        if lora and place.expert == 0
-        else source.copied(key, _saved_name(network, place.dense))
-        for key, place in places(source.network).items()
-        if key in source.names and place.dense is not None and place.expert in (None, 0 if lora else expert)
-    ]
+    tensors = []
+    for key, place in places(source.network).items():
+        update = source.config.update_of(place.layer, expert)
+        if key in source.names and place.dense is not None and place.expert in (None, 0 if update else expert):
+            name = _saved_name(network, place.dense)
+            if update and place.expert == 0:
+                tensors.append(_updated(source, key, name, place.inner, expert, *update))
+            else:
+                tensors.append(source.copied(key, name))
     settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
     add_stage(config, StageRecord("export", settings=settings))
     write_checkpoint(
@@ -177,14 +178,16 @@ def export_expert(
     return config.architectures[0]
 
 
-def _updated(source: StoredModel, key: str, name: str, inner: str, expert: int) -> OutputTensor:
+def _updated(
+    source: StoredModel, key: str, name: str, inner: str, expert: int, rank: int, alpha: float
+) -> OutputTensor:
     """A tensor of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix."""
     prefix, layer = key.removesuffix(inner), inner.removeprefix("experts.0.").removesuffix(".weight")
     factors = [f"{prefix}experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
     if factors[0] not in source.names:  # a bias
         return source.copied(key, name)
     info = source.reader.tensors[source.home(key)]
-    scaling = source.config.lora_alpha / source.config.lora_rank
+    scaling = alpha / rank
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
 
     def data() -> Iterable[bytes]:
@@ -226,7 +229,7 @@ def _form(source: StoredModel) -> NativeForm:
             f"{folder}: has conditional routing, a gate between expert 0 and the routed experts; no architecture of "
             "transformers with this backbone's attention has one."
         )
-    if config.expert_kind == "lora":
+    if config.has_updates:
         raise InputError(
             f"{folder}: its experts are expert 0 with low-rank updates; no architecture of transformers has such "
             "experts. `export --expert` writes a dense model with one of them."

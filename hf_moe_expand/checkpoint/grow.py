@@ -104,6 +104,11 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
             f"{folder}: is a {config.model_type} checkpoint, which does not grow by plans: add a language to it with "
             "`train adapt`."
         )
+    if config.updates_of_packs:
+        raise InputError(
+            f"{folder}: joins packs with FFNs and with LoRA experts, and growth adds experts of one kind: expand the "
+            "base for the new languages and join that pack too."
+        )
     counts = config.num_experts_per_layer
     if plan.grows_from != counts:
         made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"

@@ -57,6 +57,8 @@ def shrink_checkpoint(
             f"{folder}: expansion {to} was asked for, but "
             + (f"only 1..{len(history)} came before its last." if history else "it was expanded once only.")
         )
+    if config.packs and to < sum(config.packs):
+        raise InputError(f"{folder}: joins language packs, which have no order: take one out with --without PACK.")
     expansions = History.of(config).expansions
     _check_left_alone(expansions[to:], folder)
     check_complete(folder, config)

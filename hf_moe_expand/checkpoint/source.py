@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "chat_template.json", "additional_chat_templates/*.jinja", "generation_config.json",
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
-COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors")
+COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors", "pack_*.safetensors")
 # The code that travels inside an expanded checkpoint, by file name.
 CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
 

@@ -255,7 +255,7 @@ def places(network: Any) -> dict[str, Place]:
             key = f"{found_ffns[layer].place}.{inner}"
             if inner.startswith("experts."):
                 _, expert, rest = inner.split(".", 2)
-                is_update = network.config.expert_kind == "lora" and int(expert) > 0
+                is_update = network.config.update_of(layer, int(expert)) is not None
                 found[key] = Place(None if is_update else f"{found_ffns[layer].name}.{rest}", layer, int(expert), inner)
             else:
                 found[key] = Place(None, layer, None, inner)

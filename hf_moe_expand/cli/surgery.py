@@ -147,16 +147,29 @@ def _nearest_experts(
 def shrink(
     model: Model,
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    to: Annotated[int, typer.Option(help="Expansion to go back to; 1 is the first.")],
+    to: Annotated[int | None, typer.Option(help="Expansion to go back to; 1 is the first.")] = None,
+    without: Annotated[
+        str | None, typer.Option(help="Pack of a joined model to leave out: its name, or one of its languages.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Return to an earlier expansion, without the experts that were added later.
+    """Return to an earlier expansion, without the experts that were added later; or take a language pack out.
 
     Example: hf-moe-expand shrink qwen-el-hi qwen-el --to 1
     """
+    if (to is None) == (without is None):
+        raise InputError("Give --to EXPANSION, for a model that grew, or --without PACK, for one that joins packs.")
     check_checkpoints(model, expanded=True)
+    if without is not None:
+        from ..checkpoint.leave_out import leave_out_pack
+
+        left = leave_out_pack(model, out, without, overwrite=overwrite)
+        said = "as before the pack came" if left.restored else "their rows as trained after the join"
+        print(f"routers and classifiers: {said}\npacks left: {', '.join(left.left)}\nwrote {left.out}")
+        return
     from ..checkpoint.shrink import shrink_checkpoint
 
+    assert to is not None
     report = shrink_checkpoint(model, out, to, overwrite=overwrite)
     if report.routers_restored:
         print("routers and classifiers: restored byte for byte")

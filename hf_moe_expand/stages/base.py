@@ -11,6 +11,7 @@ from datasets import Dataset
 from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
 from ..errors import InputError
+from ..modeling.configuration_layer_moe import joins_packs
 from ..models import longest_block
 from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
@@ -257,8 +258,13 @@ class TrainingStage(Stage):
 
 
 def languages_of(model_config: Any) -> tuple[list[str], list[str]]:
-    """The languages before a model's last expansion, and those that it added; for DMoE, in the order of the groups."""
-    last = History.of(model_config).last
+    """The languages before a model's last expansion, and those that it added; for DMoE, in the order of the groups. The
+    packs of a joined model count as one expansion."""
+    history = History.of(model_config)
+    last = history.last
+    if joins_packs(model_config):
+        old = history.first.old_languages
+        return old, [code for code in history.languages if code not in old]
     groups = getattr(model_config, "language_groups", None)
     if not groups:
         return last.old_languages, last.new_languages

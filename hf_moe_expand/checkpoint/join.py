@@ -1,0 +1,351 @@
+"""Joins language packs: expansions of one base, made apart, become one model without training; streamed."""
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..modeling import LayerMoEConfig
+from ..records import ExpansionRecord, History, StageRecord
+from .folder import write_checkpoint
+from .packs import PACK_FILE, ROUTING, Pack, own_pack, packs_inside, routing_of
+from .reader import TORCH_DTYPES
+from .source import COMPANIONS
+from .stored import StoredModel, network_of, places
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+
+# The rows of a layer's router and classifier, by inner name.
+Routing = Callable[[int], Mapping[str, torch.Tensor]]
+_TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
+_MAY_DIFFER = (
+    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "expansions", "packs",
+    "expert_kind", "lora_rank", "lora_alpha", "updates_of_packs", "expansion_base", "architectures", "auto_map",
+    "transformers_version", "_name_or_path", "use_cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JoinReport:
+    """Result of `join_expansions`.
+
+    Attributes:
+        packs: the packs' names, in order.
+        new_languages: the languages of each pack.
+        old_languages: the base model's languages that any pack names.
+        experts_per_layer: experts of each layer, expert 0 counted.
+        scales: factor of each pack's router, from the calibration; 1 without one.
+    """
+
+    out: Path
+    packs: list[str]
+    new_languages: list[list[str]]
+    old_languages: list[str]
+    experts_per_layer: list[int]
+    scales: list[float]
+
+    def lines(self) -> list[str]:
+        """The lines that the command line prints."""
+        lines = [
+            f"pack {number}  {name}: {', '.join(codes)}" + (f" (router x {scale:g})" if scale != 1 else "")
+            for number, (name, codes, scale) in enumerate(
+                zip(self.packs, self.new_languages, self.scales, strict=True), start=1
+            )
+        ]
+        lines.append(f"old languages      {', '.join(self.old_languages) or 'none'}")
+        lines.append(f"experts per layer  {' '.join(map(str, self.experts_per_layer))}")
+        return [*lines, f"wrote {self.out}"]
+
+
+def join_expansions(
+    packs: Sequence[str | os.PathLike],
+    out: str | os.PathLike,
+    *,
+    keep_both: bool = False,
+    scales: Sequence[float] | None = None,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> JoinReport:
+    """Writes one model with the experts of several packs, expansions of one and the same base.
+
+    Experts and the base's tensors stay byte for byte. The routers are joined by `packs.joined_rows`: expert 0's logit
+    is their common zero. Classifiers and prefix gates become one with a class for each expansion of each pack. Each
+    pack's own routers and configuration are kept beside the weights, for `leave_out_pack`.
+
+    Args:
+        packs: folders or hub ids of expanded checkpoints, whole or with only the tensors that the expansion added. A
+            joined model counts as its packs.
+        out: folder to write; appears whole or not at all.
+        keep_both: join packs that add one and the same language, which then has two classes: the later one counts.
+        scales: factor of each pack's router (`calibrate_join` finds them); 1 by default.
+
+    Raises:
+        InputError: the packs do not fit together: of another base (the message names the first tensor that differs),
+            the same twice, for one language, of DMoE, with another top-k, with shared weights that were trained; or
+            `scales` are not one positive number for each pack.
+    """
+    found = load_packs(packs, out, overwrite)
+    check_packs(found, keep_both)
+    scales = [pack.scale for pack in found] if scales is None else list(scales)
+    if len(scales) != len(found) or not all(0 < scale < float("inf") for scale in scales):
+        raise InputError(f"scales is {scales}: must be a positive number for each of {len(found)} packs.")
+    found = [replace(pack, scale=scale) for pack, scale in zip(found, scales, strict=True)]
+    return write_joined(found, out, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overwrite: bool) -> list[Pack]:
+    """The packs in the checkpoints, in order.
+
+    Raises:
+        InputError: a checkpoint is not an expanded one of LayerMoE, or a joined one that was trained afterwards; there
+            are fewer than two; or `out` is one of them.
+    """
+    if len(packs) < 2:
+        raise InputError("A join needs two or more packs.")
+    found: list[Pack] = []
+    for given in packs:
+        stored = StoredModel(given)
+        check_output(out, overwrite, stored.folder)
+        if not isinstance(stored.config, LayerMoEConfig):
+            kind = stored.config.model_type
+            why = "nothing of a DMoE's base is frozen" if kind == "dmoe" else "it is not an expanded checkpoint"
+            raise InputError(f"{given}: is a {kind} checkpoint, which is no language pack: {why}.")
+        if stored.config.packs:
+            found += _packs_of_joined(stored)
+        else:
+            # The name is published: a local folder's path is not.
+            name = Path(given).resolve().name if Path(given).is_dir() else str(given)
+            found.append(own_pack(name, stored))
+    return found
+
+
+def _packs_of_joined(stored: StoredModel) -> list[Pack]:
+    if routers_changed(stored) or len(History.of(stored.config)) > sum(stored.config.packs):
+        raise InputError(
+            f"{stored.folder}: was trained or grown after its packs were joined: join the packs themselves, and train "
+            "afterwards."
+        )
+    return packs_inside(stored)
+
+
+def routers_changed(stored: StoredModel) -> bool:
+    """Whether the routers or classifiers of a joined checkpoint are not those that the join made."""
+    packs = packs_inside(stored)
+    for key, place in places(stored.network).items():
+        if place.inner in ROUTING:
+            today = stored.reader.tensor(stored.home(key))
+            made = routing_of(packs, place.layer, stored.reader.tensors[stored.home(key)].dtype).get(place.inner)
+            if made is None or made.shape != today.shape or not bool((made == today).all()):
+                return True
+    return False
+
+
+def check_packs(packs: Sequence[Pack], keep_both: bool) -> None:
+    """Refuses packs that do not fit together.
+
+    Raises:
+        InputError: see `join_expansions`.
+    """
+    first, *others = packs
+    names = [pack.name for pack in packs]
+    grafted = [any(stage.stage == "graft" for stage in pack.history.stages) for pack in packs]
+    for pack, is_grafted in zip(packs, grafted, strict=True):
+        if stage := pack.history.trained_base:
+            raise InputError(
+                f"{pack.name}: `{stage}` trained the base inside, which the other packs do not share: join packs whose "
+                "base stayed frozen."
+            )
+        if pack.config.conditional_routing:
+            raise InputError(
+                f"{pack.name}: has conditional routing, whose gate weighs its own experts against expert 0 alone: it "
+                "cannot be joined."
+            )
+        if is_grafted != grafted[0]:
+            with_, without = (names[grafted.index(flag)] for flag in (True, False))
+            raise InputError(
+                f"{with_}: got a graft, and {without} did not: join the packs first and graft the joined model, or "
+                "graft all of them with the same model."
+            )
+    for pack in others:
+        _check_config(first, pack)
+    for number, pack in enumerate(packs):
+        for other in packs[:number]:
+            if pack.config_text == other.config_text and _same_routing(pack, other):
+                raise InputError(f"{pack.name}: is the same pack as {other.name}: name each pack once.")
+            twice = sorted(_new(pack) & _new(other))
+            if twice and not keep_both:
+                raise InputError(
+                    f"{', '.join(twice)}: {other.name} and {pack.name} both add it: leave one of them out, or keep "
+                    "both (--keep-both)."
+                )
+    for name in {pack.name for pack in packs if names.count(pack.name) > 1}:
+        raise InputError(f"{name}: two packs have this name, by which they are told apart: rename a folder.")
+    for pack in others:
+        _check_base(first, pack)
+
+
+def _new(pack: Pack) -> set[str]:
+    return {code for record in pack.history.expansions for code in record.new_languages}
+
+
+def _same_routing(one: Pack, other: Pack) -> bool:
+    return one.routing.keys() == other.routing.keys() and all(
+        bool((one.routing[key] == other.routing[key]).all()) for key in one.routing
+    )
+
+
+def _check_config(first: Pack, pack: Pack) -> None:
+    if first.config.router_top_k != pack.config.router_top_k:
+        raise InputError(
+            f"router_top_k is {first.config.router_top_k} in {first.name}, but {pack.config.router_top_k} in "
+            f"{pack.name}: their routers were trained for different numbers of active experts."
+        )
+    gates = {str(one.config.prefix_gate): one.name for one in (first, pack) if one.config.classifier_layers}
+    if len(gates) > 1:
+        (one, a), (other, b) = gates.items()
+        raise InputError(f"prefix_gate is {one} in {a}, but {other} in {b}: their classifiers judge in different ways.")
+    ours, theirs = first.config.to_dict(), pack.config.to_dict()
+    for name in sorted((set(ours) | set(theirs)) - set(_MAY_DIFFER)):
+        if ours.get(name) != theirs.get(name):
+            raise InputError(
+                f"{name} is {ours.get(name)!r} in {first.name}, but {theirs.get(name)!r} in {pack.name}: they were not "
+                "expanded from the same base."
+            )
+
+
+def _check_base(first: Pack, pack: Pack) -> None:
+    """Refuses a pack whose base has other bytes."""
+    ours, theirs = first.base, pack.base
+    for dense in sorted(set(ours) | set(theirs)):
+        if dense not in ours or dense not in theirs or not _same_bytes(first, ours[dense], pack, theirs[dense]):
+            raise InputError(
+                f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs. Join packs of "
+                "one base, of the same revision and type."
+            )
+
+
+def _same_bytes(first: Pack, ours: str, pack: Pack, theirs: str) -> bool:
+    readers = first.stored.reader, pack.stored.reader
+    names = first.stored.home(ours), pack.stored.home(theirs)
+    a, b = (reader.tensors[name] for reader, name in zip(readers, names, strict=True))
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    if (a.file, a.start) == (b.file, b.start):
+        return True
+    pieces = (reader.chunks(name) for reader, name in zip(readers, names, strict=True))
+    return all(x == y for x, y in zip(*pieces, strict=True))
+
+
+def write_joined(
+    packs: Sequence[Pack],
+    out: str | os.PathLike,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+    routing: Routing | None = None,
+    stages: Sequence[StageRecord] = (),
+) -> JoinReport:
+    """Writes the model that joins packs which fit together.
+
+    Args:
+        routing: rows of the routers and classifiers, where they are not the packs' own.
+        stages: steps after the join.
+    """
+    config = joined_config(packs)
+    outputs = _outputs(packs, config, routing)
+    *earlier, last = History.of(config).expansions
+    parameters = sum(prod(tensor.shape) for tensor in outputs)
+    History([*earlier, replace(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
+    kept = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
+    companions = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
+    write_checkpoint(
+        out, config, outputs, [(packs[0].stored.folder, companions)], "join", files=kept,
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+    return JoinReport(
+        Path(out),
+        [pack.name for pack in packs],
+        [list(dict.fromkeys(code for one in pack.history.expansions for code in one.new_languages)) for pack in packs],
+        History.of(config).first.old_languages,
+        config.num_experts_per_layer,
+        [pack.scale for pack in packs],
+    )
+
+
+def joined_config(packs: Sequence[Pack]) -> Any:
+    """The configuration of the joined model, with the packs' histories one after the other."""
+    config: Any = copy.deepcopy(packs[0].config)
+    layers = range(config.num_hidden_layers)
+    cumulated = [1] * config.num_hidden_layers
+    history, records = [], []
+    new = {code for pack in packs for code in _new(pack)}
+    old = list(dict.fromkeys(code for pack in packs for code in pack.history.first.old_languages if code not in new))
+    classifiers = sorted({layer for pack in packs for layer in pack.config.classifier_layers})
+    known = list(old)
+    for pack in packs:
+        before = cumulated
+        for counts, record in zip(pack.counts, pack.history.expansions, strict=True):
+            cumulated = [before[layer] + counts[layer] - 1 for layer in layers]
+            history.append(cumulated)
+            records.append(_joined_record(record, pack, cumulated, classifiers, list(known)))
+            known += [code for code in record.new_languages if code not in known]
+    config.num_experts_per_layer = history[-1]
+    config.earlier_experts_per_layer = history[:-1] or None
+    config.packs = [pack.expansions for pack in packs]
+    config.classifier_layers = classifiers
+    config.prefix_gate = next((pack.config.prefix_gate for pack in packs if pack.config.classifier_layers), None)
+    updates = [pack.update for pack in packs]
+    if any(update != updates[0] for update in updates):
+        config.expert_kind, config.lora_rank, config.lora_alpha = "ffn", None, None
+        config.updates_of_packs = updates
+    History(records).write(config)
+    return config
+
+
+def _joined_record(
+    record: ExpansionRecord, pack: Pack, counts: list[int], classifiers: list[int], known: list[str]
+) -> ExpansionRecord:
+    """An expansion of a pack as one of the joined model: what it added is its own, the totals are the model's."""
+    return replace(
+        record, pack=pack.name, old_languages=known, experts_per_layer=counts, classifier_layers=classifiers,
+        parameters=None, router_scale=None if pack.scale == 1 else pack.scale,
+    )  # fmt: skip
+
+
+def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None) -> list[OutputTensor]:
+    network = network_of(config)
+    where = places(network)
+    base, first = packs[0].base, packs[0].stored
+    keys = {(place.layer, place.inner): key for key, place in where.items() if place.layer >= 0}
+    outputs = []
+    for key, place in where.items():
+        if place.dense in base and place.expert in (None, 0):
+            source = base[place.dense]
+            # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
+            outputs.append(first.copied(source, None if source == key else key))
+    before = [0] * config.num_hidden_layers
+    for pack in packs:
+        for layer, own, rest, key in pack.experts:
+            outputs.append(pack.stored.copied(key, keys[layer, f"experts.{before[layer] + own}.{rest}"]))
+        before = [count + own - 1 for count, own in zip(before, pack.config.num_experts_per_layer, strict=True)]
+    for layer in range(config.num_hidden_layers):
+        outputs += _routing_outputs(packs, layer, keys, routing)
+    return outputs
+
+
+def _routing_outputs(
+    packs: Sequence[Pack], layer: int, keys: Mapping[tuple[int, str], str], routing: Routing | None
+) -> Iterable[OutputTensor]:
+    routed = next((pack for pack in packs if (layer, ROUTING[0]) in pack.routing), None)
+    if routed is None:
+        return
+    dtype = _TYPES[routed.routing[layer, ROUTING[0]].dtype]
+    made = routing_of(packs, layer, dtype) if routing is None else routing(layer)
+    for inner, rows in made.items():
+        yield OutputTensor(keys[layer, inner], dtype, tuple(rows.shape), lambda rows=rows: [tensor_bytes(rows)])  # type: ignore[misc]

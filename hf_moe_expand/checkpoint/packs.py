@@ -1,0 +1,196 @@
+"""Language packs: expansions of one base that were made apart, as the parts of a joined model.
+
+A pack is an expanded checkpoint. A joined model keeps each pack's configuration and routing as they were, in
+`pack_N.safetensors` beside the weights, so that a pack can be taken out again.
+
+Shape suffixes: N experts of a layer, C classes, h hidden size.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from ..errors import InputError
+from ..modeling import LayerMoEConfig
+from ..records import History
+from .reader import TORCH_DTYPES
+from .source import load_expanded_config
+from .stored import Place, StoredModel, places
+
+PACK_FILE = "pack_{}.safetensors"
+ROUTING = ("router.weight", "classifier.weight")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A pack, and where its tensors are: in its own checkpoint, or in a joined one.
+
+    Attributes:
+        name: the name by which `--without` finds it: the last part of its folder or hub id.
+        config: its own configuration.
+        config_text: its own config.json.
+        stored: the checkpoint that holds its experts.
+        routing: its own routers and classifiers: tensors by layer and inner name.
+        before: for each layer, the experts of `stored` between expert 0 and its own first one.
+        scale: factor of its router's log-odds, from a calibration.
+    """
+
+    name: str
+    config: Any
+    config_text: str
+    stored: StoredModel
+    routing: dict[tuple[int, str], torch.Tensor]
+    before: Sequence[int]
+    scale: float = 1.0
+
+    @property
+    def history(self) -> History:
+        return History.of(self.config)
+
+    @property
+    def expansions(self) -> int:
+        """Number of its expansions."""
+        return len(self.history)
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """`num_experts_per_layer` after each of its expansions."""
+        return [*(self.config.earlier_experts_per_layer or []), self.config.num_experts_per_layer]
+
+    @property
+    def update(self) -> list[float] | None:
+        """Rank and alpha of its LoRA experts; None for FFNs."""
+        return [self.config.lora_rank, self.config.lora_alpha] if self.config.expert_kind == "lora" else None
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """The place of each tensor of `stored`."""
+        return places(self.stored.network)
+
+    @cached_property
+    def base(self) -> dict[str, str]:
+        """The key in `stored` of each stored tensor of the base, by its name there."""
+        return {
+            place.dense: key
+            for key, place in self.places.items()
+            if place.dense is not None and place.expert in (None, 0) and key in self.stored.names
+        }
+
+    @cached_property
+    def experts(self) -> list[tuple[int, int, str, str]]:
+        """Its own experts' tensors: layer, the expert's number in the pack, name inside the expert, key in `stored`."""
+        found = []
+        for key, place in self.places.items():
+            number = (place.expert or 0) - (self.before[place.layer] if place.layer >= 0 else 0)
+            if place.expert and 1 <= number < self.config.num_experts_per_layer[place.layer]:
+                found.append((place.layer, number, place.inner.split(".", 2)[2], key))
+        return found
+
+    def to_keep(self) -> bytes:
+        """The content of its file in a joined model."""
+        tensors = {f"{layer}.{inner}": tensor.contiguous() for (layer, inner), tensor in self.routing.items()}
+        facts = {"name": self.name, "config": self.config_text, "scale": self.scale}
+        return save(tensors, metadata={"pack": json.dumps(facts)})  # one key: several have no order of their own
+
+
+def own_pack(name: str, stored: StoredModel) -> Pack:
+    """A checkpoint that is one pack."""
+    routing = {}
+    for key, place in places(stored.network).items():
+        if place.inner in ROUTING:
+            routing[place.layer, place.inner] = stored.reader.tensor(stored.home(key))
+    text = (stored.folder / "config.json").read_text("utf-8")
+    fields = json.loads(text)
+    if fields.pop("expansion_base", None):  # the joined model is whole, as is a pack that is taken out of it
+        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    return Pack(name, stored.config, text, stored, routing, [0] * stored.config.num_hidden_layers)
+
+
+def packs_inside(stored: StoredModel) -> list[Pack]:
+    """The packs of a joined checkpoint, in order.
+
+    Raises:
+        InputError: it joins no packs, or the file of a pack is missing or broken.
+    """
+    sizes = getattr(stored.config, "packs", None)
+    if not sizes:
+        raise InputError(f"{stored.folder}: joins no language packs.")
+    history = [*(stored.config.earlier_experts_per_layer or []), stored.config.num_experts_per_layer]
+    layers = stored.config.num_hidden_layers
+    found = []
+    for number, end in enumerate(accumulate(sizes), start=1):
+        start = end - sizes[number - 1]
+        before = [history[start - 1][layer] - 1 if start else 0 for layer in range(layers)]
+        found.append(_read_pack(stored, number, before))
+        if [a - b for a, b in zip(history[end - 1], before, strict=True)] != found[-1].config.num_experts_per_layer:
+            raise InputError(f"{stored.folder / PACK_FILE.format(number)}: does not fit config.json's counts.")
+    return found
+
+
+def _read_pack(stored: StoredModel, number: int, before: Sequence[int]) -> Pack:
+    file = stored.folder / PACK_FILE.format(number)
+    if not file.is_file():
+        raise InputError(f"{file}: is missing; it holds the pack's routers, without which no pack can be taken out.")
+    try:
+        with safe_open(file, "pt") as opened:
+            facts = json.loads(opened.metadata()["pack"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
+        name, text, scale = str(facts["name"]), str(facts["config"]), float(facts["scale"])
+        routing = {(int(key.split(".", 1)[0]), key.split(".", 1)[1]): tensor for key, tensor in tensors.items()}
+        json.loads(text)
+    except Exception as error:
+        raise InputError(f"{file}: cannot be read ({error}).") from None
+    with TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(text, "utf-8")
+        config: Any = load_expanded_config(Path(scratch))
+    if not isinstance(config, LayerMoEConfig):
+        raise InputError(f"{file}: holds no LayerMoE configuration.")
+    return Pack(name, config, text, stored, routing, before, scale)
+
+
+def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_size: int) -> torch.Tensor:
+    """The rows of a router or classifier that joins those of several packs, float32.
+
+    A softmax knows its logits up to a shift: a pack's rows minus its row 0 are its log-odds against expert 0 (of a
+    classifier, against class 0), which all packs share. So row 0 of the joined matrix is zero, and the other rows are
+
+        scale_p * (W_p[j] - W_p[0])    for each pack p and j = 1, 2, ...
+
+    Args:
+        parts: for each pack its matrix `[n, h]`, None in a layer where it has none; the number of rows that it gets;
+            and its scale. Rows of a pack without a matrix are zero: its class then wins exactly where class 0 would,
+            and its router decides.
+    """
+    rows = [torch.zeros(1, hidden_size)]
+    for matrix, number, scale in parts:
+        if matrix is None:
+            rows.append(torch.zeros(number, hidden_size))
+        else:
+            own = matrix.float()
+            rows.append(scale * (own[1:] - own[:1]))
+    return torch.cat(rows)
+
+
+def routing_of(packs: Sequence[Pack], layer: int, dtype: str) -> dict[str, torch.Tensor]:
+    """The joined router of a layer that a pack expands, and its classifier if a pack has one, by inner name."""
+    hidden = packs[0].config.hidden_size
+    found = {}
+    counts = [pack.config.num_experts_per_layer[layer] - 1 for pack in packs]
+    routers = [pack.routing.get((layer, ROUTING[0])) for pack in packs]
+    scales = [pack.scale for pack in packs]
+    if any(counts):
+        found[ROUTING[0]] = joined_rows(list(zip(routers, counts, scales, strict=True)), hidden)
+    classifiers = [pack.routing.get((layer, ROUTING[1])) for pack in packs]
+    if any(matrix is not None for matrix in classifiers):
+        parts = [(matrix, pack.expansions, 1.0) for matrix, pack in zip(classifiers, packs, strict=True)]
+        found[ROUTING[1]] = joined_rows(parts, hidden)
+    return {name: rows.to(TORCH_DTYPES[dtype]) for name, rows in found.items()}

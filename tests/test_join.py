@@ -1,0 +1,367 @@
+"""Language packs: joined without training, and taken out again."""
+
+import json
+import shutil
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import invoke, run_fresh, save_dense
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, join_expansions, leave_out_pack
+from hf_moe_expand.checkpoint.expansion_only import save_expansion
+from hf_moe_expand.checkpoint.packs import joined_rows
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
+from hf_moe_expand.planning.plan import PrefixGate
+from hf_moe_expand.records import History
+
+EL = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
+HU = Plan("layer-moe", [3, 2, 1], old=["en", "de"], new=["hu"])
+TR = Plan("layer-moe", [2, 2, 2], [0, 2], old=["en"], new=["tr"])
+
+
+def make_pack(folder, base, plan, seed, **arguments):
+    """An expanded checkpoint whose new experts, routers and classifiers are no one else's."""
+    expand_checkpoint(base, folder, plan, seed=seed, **arguments)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        new_expert = ".experts." in name and ".experts.0." not in name
+        if new_expert or "router" in name or "classifier" in name:
+            scale = 0.3 if new_expert else 1.0
+            tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_dense(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def packs(base, tmp_path_factory):
+    """Three packs of one base."""
+    home = tmp_path_factory.mktemp("packs")
+    named = {"el": EL, "hu": HU, "tr": TR}
+    return {
+        code: make_pack(home / f"qwen-{code}", base, plan, seed) for seed, (code, plan) in enumerate(named.items(), 1)
+    }
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def same_files(one, other):
+    """Whether two folders hold the same files with the same bytes."""
+    names = {file.name for file in one.iterdir()}
+    assert names == {file.name for file in other.iterdir()}
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+IDS = torch.randint(0, 250, (2, 14), generator=torch.Generator().manual_seed(0))
+
+
+def test_experts_and_base_are_the_same_bytes(packs, tmp_path):
+    report = join_expansions([packs["el"], packs["hu"], packs["tr"]], tmp_path / "out")
+    assert report.packs == ["qwen-el", "qwen-hu", "qwen-tr"]
+    assert report.old_languages == ["en", "de"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_experts_per_layer"] == report.experts_per_layer == [5, 3, 4]
+    assert config["earlier_experts_per_layer"] == [[2, 1, 3], [4, 2, 3]]
+    assert config["packs"] == [1, 1, 1]
+    joined = load_file(tmp_path / "out" / "model.safetensors")
+    own = {code: load_file(folder / "model.safetensors") for code, folder in packs.items()}
+    # Layer 0: el has 1 expert of its own, hu 2, tr 1. Layer 1: hu and tr. Layer 2: el has 2, tr 1.
+    where = {
+        0: [("el", 1), ("hu", 1), ("hu", 2), ("tr", 1)],
+        1: [("hu", 1), ("tr", 1)],
+        2: [("el", 1), ("el", 2), ("tr", 1)],
+    }
+    for layer, experts in where.items():
+        for number, (code, theirs) in enumerate(experts, start=1):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                mine = joined[f"model.layers.{layer}.mlp.experts.{number}.{part}.weight"]
+                assert torch.equal(mine, own[code][f"model.layers.{layer}.mlp.experts.{theirs}.{part}.weight"])
+    for name, tensor in own["tr"].items():
+        if (".experts." not in name and "router" not in name and "classifier" not in name) or ".experts.0." in name:
+            assert torch.equal(joined[name], tensor)
+    assert not any(".experts.5." in name for name in joined)
+
+
+def test_the_rows_are_each_packs_log_odds_against_the_base(packs, tmp_path):
+    join_expansions([packs["el"], packs["tr"]], tmp_path / "out")
+    joined = load_file(tmp_path / "out" / "model.safetensors")
+    el, tr = (load_file(packs[code] / "model.safetensors") for code in ("el", "tr"))
+    name = "model.layers.2.mlp.router.weight"
+    rows = [torch.zeros(32), el[name][1] - el[name][0], el[name][2] - el[name][0], tr[name][1] - tr[name][0]]
+    assert torch.equal(joined[name], torch.stack(rows))
+    only = "model.layers.1.mlp.router.weight"
+    assert torch.equal(joined[only], torch.stack([torch.zeros(32), tr[only][1] - tr[only][0]]))
+    gate = "model.layers.2.mlp.classifier.weight"
+    assert torch.equal(
+        joined[gate], torch.stack([torch.zeros(32), el[gate][1] - el[gate][0], tr[gate][1] - tr[gate][0]])
+    )
+    half = "model.layers.0.mlp.classifier.weight"  # el has none here
+    assert torch.equal(joined[half], torch.stack([torch.zeros(32), torch.zeros(32), tr[half][1] - tr[half][0]]))
+
+
+def test_a_router_joined_with_nothing_gives_the_same_weights():
+    matrix, x = torch.randn(4, 8), torch.randn(50, 8)
+    weights, index = select_experts(x @ matrix.T, 2)
+    again, same = select_experts(x @ joined_rows([(matrix, 3, 1.0)], 8).T, 2)
+    assert torch.equal(index, same)
+    torch.testing.assert_close(again, weights)
+
+
+def test_a_token_goes_to_the_pack_that_claims_it():
+    """A keeps the token at home, and B sends it to its expert."""
+    x = torch.eye(4)[:1]
+    a, b = torch.zeros(2, 4), torch.zeros(3, 4)
+    a[:, 0] = torch.tensor([5.0, 1.0])  # 4 nats for expert 0
+    b[:, 0] = torch.tensor([-3.0, -9.0, 2.0])  # 5 nats for its second expert
+    weights, index = select_experts(x @ joined_rows([(a, 1, 1.0), (b, 2, 1.0)], 4).T, 2)
+    assert index.tolist() == [[3, 0]]
+    alone, _ = select_experts(x @ b.T, 2)
+    torch.testing.assert_close(weights, alone)
+
+
+def test_one_pack_among_others_that_stay_at_home_computes_what_it_did(packs, tmp_path):
+    """With the other packs' routers turned far towards expert 0."""
+    home = tmp_path / "home"
+    shutil.copytree(packs["hu"], home)
+    tensors = load_file(home / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "router" in name:
+            tensor.zero_()
+    save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
+    join_expansions([packs["el"], home], tmp_path / "out")
+    joined, alone = load(tmp_path / "out"), load(packs["el"])
+    for ffn in joined.expanded_ffns().values():
+        own = EL.experts_per_layer[ffn.layer_index]
+        route = ffn.route
+        ffn.route = lambda x_Th, text=None, route=route, own=own: _without_others(route, x_Th, text, own)
+    with torch.no_grad():
+        for ffn in joined.expanded_ffns().values():
+            ffn.classifier = None
+        for ffn in alone.expanded_ffns().values():
+            ffn.classifier = None
+        torch.testing.assert_close(joined(IDS).logits, alone(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+def _without_others(route, x_Th, text, own):
+    """The routing with the experts from `own` on out of reach."""
+    from dataclasses import replace
+
+    found = route(x_Th, text)
+    allowed = (torch.arange(found.router_logits.shape[1]) < own).expand_as(found.router_logits)
+    weights, experts = select_experts(found.router_logits, found.top_k, allowed)
+    return replace(found, weights=weights, experts=experts)
+
+
+def test_a_class_sees_its_own_packs_experts(packs, tmp_path):
+    assert experts_of_classes((1, 3, 4, 6), (1, 2)) == ((1, 1), (1, 3), (3, 4), (3, 6))
+    assert experts_of_classes((1, 3, 4, 6), (1, 1)) == ((1, 1), (1, 3), (3, 4), (1, 6))  # then grown
+    join_expansions([packs["el"], packs["hu"], packs["tr"]], tmp_path / "out")
+    model = load(tmp_path / "out")
+    with torch.no_grad(), model.capture_routing() as routing:
+        said = model(IDS[:1].repeat(4, 1), languages=["en", "el", "hu", "tr"]).logits
+    sees = routing.layers[0].allowed.view(4, 14, 5)[:, 0]
+    assert [row.nonzero().flatten().tolist() for row in sees] == [[0], [0, 1], [0, 2, 3], [0, 4]]
+    for row, code in enumerate(("el", "hu", "tr"), start=1):
+        alone = load(packs[code])
+        with torch.no_grad():
+            expected = alone(IDS[:1], languages=code).logits[0]
+        torch.testing.assert_close(said[row], expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad(), model.use_expert(0):
+        assert torch.equal(said[0], model(IDS[:1].repeat(4, 1)).logits[0])
+
+
+@pytest.mark.parametrize("order", [["el", "hu", "tr"], ["tr", "el", "hu"]])
+def test_joining_and_taking_out_is_the_identity(packs, tmp_path, order):
+    join_expansions([packs[code] for code in order], tmp_path / "three")
+    join_expansions([packs[code] for code in order[:2]], tmp_path / "two")
+    assert leave_out_pack(tmp_path / "three", tmp_path / "again", f"qwen-{order[2]}").restored
+    same_files(tmp_path / "again", tmp_path / "two")
+    leave_out_pack(tmp_path / "two", tmp_path / "one", order[1])
+    same_files(tmp_path / "one", packs[order[0]])
+    leave_out_pack(tmp_path / "two", tmp_path / "other", order[0])
+    same_files(tmp_path / "other", packs[order[1]])
+
+
+def test_joined_models_and_expansion_only_packs_join(packs, base, tmp_path):
+    save_expansion(packs["tr"], tmp_path / "small", base=base)
+    fields = json.loads((tmp_path / "small" / "config.json").read_text())
+    fields["expansion_base"]["base_model"] = str(base)
+    (tmp_path / "small" / "config.json").write_text(json.dumps(fields))
+    shutil.move(tmp_path / "small", tmp_path / "qwen-tr")
+    join_expansions([packs["el"], packs["hu"]], tmp_path / "two")
+    join_expansions([tmp_path / "two", tmp_path / "qwen-tr"], tmp_path / "again")
+    join_expansions([packs["el"], packs["hu"], packs["tr"]], tmp_path / "three")
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("again", "three")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_updates_and_ffns_meet(packs, base, tmp_path):
+    lora = make_pack(
+        tmp_path / "qwen-fr", base, Plan("mola", [2, 3, 1], old=["en"], new=["fr"]), 7, expert_kind="lora", lora_rank=4,
+        lora_alpha=6.0,
+    )  # fmt: skip
+    join_expansions([packs["el"], lora], tmp_path / "out")
+    model = load(tmp_path / "out")
+    with torch.no_grad():
+        said = model(IDS[:1].repeat(2, 1), languages=["el", "fr"]).logits
+        for row, (code, folder) in enumerate((("el", packs["el"]), ("fr", lora))):
+            expected = load(folder)(IDS[:1], languages=code).logits[0]
+            torch.testing.assert_close(said[row], expected, rtol=1e-4, atol=1e-5)
+    leave_out_pack(tmp_path / "out", tmp_path / "one", "el")
+    same_files(tmp_path / "one", lora)
+    assert "pack qwen-fr" in invoke("inspect", tmp_path / "out")
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)
+
+
+def test_prefix_gates_join_as_classes(base, tmp_path):
+    gate = PrefixGate(0.9, 2.0)
+    two = []
+    for seed, code in enumerate(("el", "hu"), start=3):
+        plan = Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=[code], prefix_gate=gate)
+        two.append(make_pack(tmp_path / f"qwen-{code}", base, plan, seed))
+    join_expansions(two, tmp_path / "out")
+    model = load(tmp_path / "out")
+    with torch.no_grad(), model.capture_routing() as routing:
+        model(IDS)
+    assert routing.layers[0].classifier_logits.shape == (28, 3)
+    for one in range(2):
+        alone = load(two[one])
+        with torch.no_grad(), alone.capture_routing() as own:
+            alone(IDS)
+        torch.testing.assert_close(
+            routing.layers[0].classifier_logits[:, 1 + one], own.layers[0].classifier_logits[:, 1], rtol=1e-4, atol=1e-4
+        )
+    other = make_pack(tmp_path / "qwen-tr", base, TR, 5)
+    with pytest.raises(InputError, match=r"prefix_gate is .* judge in different ways"):
+        join_expansions([two[0], other], tmp_path / "no")
+
+
+def test_a_fresh_process_loads_the_joined_model(packs, tmp_path):
+    join_expansions([packs["el"], packs["hu"]], tmp_path / "out")
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(model(torch.arange(12).view(1, 12), languages="hu").logits.double().sum().item())
+"""
+    with torch.no_grad():
+        here = load(tmp_path / "out")(torch.arange(12).view(1, 12), languages="hu").logits.double().sum().item()
+    assert float(run_fresh(code, str(tmp_path / "out"))) == pytest.approx(here, rel=1e-6)
+
+
+def test_the_history_keeps_each_packs_own(packs, tmp_path):
+    join_expansions([packs["el"], packs["hu"]], tmp_path / "out", scales=[1.0, 2.0])
+    history = History.of(json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert [one.pack for one in history.expansions] == ["qwen-el", "qwen-hu"]
+    assert [one.router_scale for one in history.expansions] == [None, 2.0]
+    assert history.classes == {"en": 0, "de": 0, "el": 1, "hu": 2}
+    assert all(set(a.new_languages) <= set(b.old_languages) for a, b in pairwise(history.expansions))
+    joined, own = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", packs["hu"]))
+    name = "model.layers.1.mlp.router.weight"
+    assert torch.equal(joined[name][1], 2 * (own[name][1] - own[name][0]))
+
+
+def test_a_trained_join_leaves_a_pack_out_with_its_rows_as_they_are(packs, tmp_path):
+    join_expansions([packs["el"], packs["hu"], packs["tr"]], tmp_path / "three")
+    tensors = load_file(tmp_path / "three" / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "router" in name or "classifier" in name:
+            tensor.add_(0.25)
+    save_file(tensors, tmp_path / "three" / "model.safetensors", metadata={"format": "pt"})
+    report = leave_out_pack(tmp_path / "three", tmp_path / "two", "hu")
+    assert not report.restored
+    assert report.left == ["qwen-el", "qwen-tr"]
+    left = load_file(tmp_path / "two" / "model.safetensors")
+    name = "model.layers.0.mlp.router.weight"
+    assert torch.equal(left[name], tensors[name][[0, 1, 4]])
+    name = "model.layers.2.mlp.classifier.weight"
+    assert torch.equal(left[name], tensors[name][[0, 1, 3]])
+    load(tmp_path / "two")
+    with pytest.raises(InputError, match="was trained or grown after its packs were joined"):
+        join_expansions([tmp_path / "three", packs["el"]], tmp_path / "no")
+
+
+@pytest.fixture
+def other(base, tmp_path):
+    """A pack of another base."""
+    return make_pack(
+        tmp_path / "qwen-fr",
+        save_dense(tmp_path / "other", seed=9),
+        Plan("moe-lpr", [2, 2, 2], old=["en"], new=["fr"]),
+        4,
+    )
+
+
+def test_what_does_not_fit_is_refused(packs, base, other, tmp_path):
+    def refused(said, *given, **options):
+        with pytest.raises(InputError, match=said):
+            join_expansions(given, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    el = packs["el"]
+    refused("two or more packs", el)
+    refused(
+        "is no expansion of the base of qwen-el: tensor 'lm_head.weight' differs|tensor 'model.embed_tokens.weight'",
+        el,
+        other,
+    )
+    copy = shutil.copytree(el, tmp_path / "again")
+    refused("again: is the same pack as qwen-el", el, copy)
+    second = make_pack(tmp_path / "qwen-el-2", base, EL, 12)
+    refused("el: qwen-el and qwen-el-2 both add it", el, second)
+    assert join_expansions([el, second], tmp_path / "both", keep_both=True).new_languages == [["el"], ["el"]]
+    refused("is a dmoe checkpoint.*nothing of a DMoE's base is frozen", el, make_dmoe(base, tmp_path))
+    refused("is a qwen2 checkpoint, which is no language pack", el, base)
+    three = make_pack(tmp_path / "qwen-fi", base, Plan("moe-lpr", [3, 3, 3], top_k=3, old=["en"], new=["fi"]), 3)
+    refused("router_top_k is 2 in qwen-el, but 3 in qwen-fi", el, three)
+    refused("scales is", el, packs["hu"], scales=[1.0])
+    refused("scales is", el, packs["hu"], scales=[1.0, 0.0])
+    trained = staged(shutil.copytree(packs["hu"], tmp_path / "trained"), "everything")
+    refused("trained: `everything` trained the base inside", el, trained)
+    grafted = staged(shutil.copytree(packs["hu"], tmp_path / "grafted"), "graft")
+    refused("grafted: got a graft, and qwen-el did not", el, grafted)
+    conditional = make_pack(
+        tmp_path / "qwen-pl", base, Plan("moe-lpr", [3, 3, 3], old=["en"], new=["pl"]), 3, conditional_routing=True
+    )
+    refused("qwen-pl: has conditional routing", el, conditional)
+
+
+def make_dmoe(base, tmp_path):
+    expand_checkpoint(base, tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    return tmp_path / "dmoe"
+
+
+def staged(folder, stage):
+    fields = json.loads((folder / "config.json").read_text())
+    fields["expansions"][-1]["stages"].append({"stage": stage})
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_taking_out_refuses_what_it_cannot(packs, tmp_path):
+    with pytest.raises(InputError, match="joins no language packs"):
+        leave_out_pack(packs["el"], tmp_path / "out", "el")
+    join_expansions([packs["el"], packs["hu"]], tmp_path / "two")
+    with pytest.raises(InputError, match=r"'xx': no pack has this name or language; the model joins qwen-el \(el\)"):
+        leave_out_pack(tmp_path / "two", tmp_path / "out", "xx")
+    (tmp_path / "two" / "pack_2.safetensors").write_bytes(b"no")
+    with pytest.raises(InputError, match=r"pack_2\.safetensors: cannot be read"):
+        leave_out_pack(tmp_path / "two", tmp_path / "out", "el")
+    (tmp_path / "two" / "pack_2.safetensors").unlink()
+    with pytest.raises(InputError, match=r"pack_2\.safetensors: is missing"):
+        leave_out_pack(tmp_path / "two", tmp_path / "out", "el")
+    assert LayerMoEForCausalLM.from_pretrained(tmp_path / "two") is not None
