@@ -103,8 +103,8 @@ class Study:
         if not out.exists():
             own = dict(self.settings["reviews"][name])
             old = self.old_text(own.pop("old_text", ["real"]))
-            shared = {**self.settings["review"], "fewer_documents": True}
-            config = ReviewConfig(str(out.with_name("work")), **shared, **own)
+            settings = {**self.settings["review"], "fewer_documents": True, **own}
+            config = ReviewConfig(str(out.with_name("work")), **settings)
             train_stage(self.stage_1(seed), out, {**old, **self.trained(self.new)}, config, seed)
         return out
 

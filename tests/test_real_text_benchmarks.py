@@ -132,3 +132,65 @@ def test_real_text_and_perfect_classifiers(place, tmp_path, monkeypatch, capsys)
     told = rows(capsys.readouterr().out)
     assert len(told) == 4 + 6
     assert len({tuple(values) for values in told.values()}) > 1
+
+
+@pytest.fixture
+def tiny_study(tmp_path, help_text, monkeypatch):
+    """`tiny_study("packs")` runs a script with a settings file cut down to a few steps; returns its table."""
+    save_dense(tmp_path / "base", max_position_embeddings=512)
+    for folder, split in (("help", "test"), ("flores", "dev")):
+        (tmp_path / folder).mkdir()
+        for code in LANGUAGES[:6]:
+            write_texts(
+                tmp_path / folder / f"{code}.{split}.jsonl", [text[:400] for text in help_text(code, "test", 6)]
+            )
+            if folder == "help":
+                texts = [text[:1000] for text in help_text(code, "train", 40)]
+                write_texts(tmp_path / folder / f"{code}.train.jsonl", texts)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def run(name, *options, **changes):
+        settings = yaml.safe_load((BENCHMARKS / f"{name}.yaml").read_text("utf-8"))
+        for stage in ("post_pretrain", "review"):
+            settings[stage] |= {"block_size": 32, "max_steps": 2, "per_device_train_batch_size": 2, "warmup_steps": 0}
+        settings |= {"evaluation": {"block_size": 32, "batch_size": 4, "max_tokens": 400}, **changes}
+        (tmp_path / "small.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), "utf-8")
+        given = {
+            "--base": "base",
+            "--help-pages": "help",
+            "--settings": "small.yaml",
+            "--out": "out",
+            "--table": "t.md",
+        }
+        words = [str(word) for option, path in given.items() for word in (option, tmp_path / path)]
+        importlib.import_module(name).main([*words, *options])
+        return (tmp_path / "t.md").read_text("utf-8")
+
+    return run
+
+
+def test_nothing_lost(tiny_study, tmp_path):
+    written = {"documents": 12, "tokens": 60, "batch_size": 12}
+    options = ["--flores", str(tmp_path / "flores"), "--seeds", "0"]
+    table = tiny_study("nothing_lost", *options, self_written=written, tuning_documents=4)
+    found = rows(table)
+    reviews = list(yaml.safe_load((BENCHMARKS / "nothing_lost.yaml").read_text())["reviews"])
+    assert list(found) == ["base", "stage 1", *reviews, f"{reviews[-1]}, and the user's word"]
+    word = found[f"{reviews[-1]}, and the user's word"]
+    assert [word[0], word[1], word[3], word[4]] == ["+0.00 %"] * 4  # the base's own output
+    assert word[2] != found["base"][2]
+    assert len({tuple(values) for values in found.values()}) >= 5
+    curve = table.split("\n\n")[1]
+    assert "since the language changed" in curve
+    kept = json.loads((tmp_path / "out" / "scores" / "seed-0-LPR-help.json").read_text())
+    assert set(kept) == {"en", "es", "zh", "el", "hu", "tr"}
+
+
+def test_packs(tiny_study):
+    found = rows(tiny_study("packs", calibration_tokens=100))
+    assert list(found) == [
+        "base", "pack el", "pack hu", "pack tr", "joined", "joined, calibrated", "joined, reviewed",
+        "one joint expansion", "lifelong",
+    ]  # fmt: skip
+    assert found["one joint expansion"][-1] == "100.0 %"
+    assert found["joined"] != found["joined, reviewed"]
