@@ -4,7 +4,8 @@
 
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
 "classifiers" are in the last third of the layers (or in `--classifiers` layers); the row names the class that they give
-every token. The second row is a dense model with as many active FLOPs.
+every token; the last row is told the language (`languages=`). The second row is a dense model with as many active
+FLOPs.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from hf_moe_expand import expand_model
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
 OLD, NEW = "classifiers: old language", "classifiers: new language"
+WORD = "expanded, told an old language"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -37,6 +39,7 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
         for ffn in found[name].expanded_ffns().values():
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)
+    found[WORD] = found[EXPANDED]
     return {name: model.to(options.device).eval() for name, model in found.items()}
 
 
@@ -54,14 +57,13 @@ def make_prompts(options: argparse.Namespace, batch: int) -> torch.Tensor:
     return torch.randint(1, options.vocabulary, (batch, options.prompt), generator=generator).to(options.device)
 
 
-def generation(model: Any, prompts: torch.Tensor, tokens: int) -> Callable[[], torch.Tensor]:
+def generation(name: str, model: Any, prompts: torch.Tensor, tokens: int) -> Callable[[], torch.Tensor]:
     """A call that returns the prompts, each continued by `tokens` tokens."""
-    mask = torch.ones_like(prompts)
+    options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "use_cache": True}
+    told = {"languages": "en"} if name == WORD else {}
 
     def call() -> torch.Tensor:
-        return model.generate(
-            prompts, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, use_cache=True
-        )
+        return model.generate(prompts, max_new_tokens=tokens, min_new_tokens=tokens, **options, **told)
 
     return call
 
@@ -91,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     for batch in options.batch:
         prompts = make_prompts(options, batch)
         check_agreement(models, prompts, TOLERANCE[options.dtype])
-        calls = {name: generation(model, prompts, options.tokens) for name, model in models.items()}
+        calls = {name: generation(name, model, prompts, options.tokens) for name, model in models.items()}
         times = time_in_turn(calls, options.repeats, options.device)
         for name in models:
             speed = batch * options.tokens / median(times[name])

@@ -47,7 +47,8 @@ def dense_model(config: Qwen2Config, seed: int, dtype: torch.dtype = torch.float
 
 def uniform_plan(layers: int, experts: int, classifiers: int = 0) -> Plan:
     """The same number of experts in each layer, classifiers in the last `classifiers` layers."""
-    return Plan("moe-lpr", [experts] * layers, classifier_layers=list(range(layers - classifiers, layers)))
+    classified = list(range(layers - classifiers, layers))
+    return Plan("moe-lpr", [experts] * layers, classifier_layers=classified, old=["en"], new=["el"])
 
 
 def expanded_config(dense: Qwen2Config, plan: Plan) -> Any:

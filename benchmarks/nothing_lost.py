@@ -19,6 +19,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from tables import markdown_table
 from tqdm.auto import tqdm
 
@@ -176,37 +177,59 @@ def _spread(values: list[float], form: str) -> str:
 
 
 @torch.no_grad()
-def accuracy_by_tokens(study: Study, model_path: Path, before: int, after: int) -> str:
-    """How many tokens the gates need: the share of texts that layer's gate has right, by tokens since the text began
-    and since it changed its language, over all gated layers.
+def gate_accuracy(study: Study, path: Path, length: int) -> list[float]:
+    """How many tokens the gates need: the share of texts whose class the gates have right after each token, over all
+    gated layers. The first half of each text is in one language, the second in a language of the other class.
 
-    Each text is `before` tokens of one language and `after` of a language of the other class.
+    Args:
+        length: tokens of each half.
     """
-    model, tokenizer = load_for_inference(model_path)
-    pieces = {code: _pieces(texts, tokenizer, before, after) for code, texts in study.texts("flores").items()}
-    right = torch.zeros(before + after)
-    count = 0
+    model, tokenizer = load_for_inference(path)
+    pieces = {code: _pieces(texts, tokenizer, length) for code, texts in study.texts("flores").items()}
+    right, count = torch.zeros(2 * length), 0
     old = [code for code in (*study.reviewed, *study.unreviewed) if code in pieces]
-    for first, second in [pair for o in old for n in study.new for pair in ((o, n), (n, o))]:
-        for one, two in tqdm(list(zip(pieces[first], pieces[second], strict=False)), desc=f"{first}-{second}"):
-            with model.capture_routing() as routing:
-                model(torch.tensor([one[:before] + two[:after]]))
-            wanted = torch.tensor([int(first in study.new)] * before + [int(second in study.new)] * after)
-            found = torch.stack([layer.token_classes for layer in routing if layer.classifier_logits is not None])
-            right += (found == wanted).float().mean(0)
-            count += 1
-    share = right / count
-    shown = [t for t in (1, 2, 4, 8, 16, 32, 48, 64) if t <= max(before, after)]
-    lines = [["since the text began", *(f"{share[t - 1]:.3f}" if t <= before else "" for t in shown)]]
-    lines += [["since the language changed", *(f"{share[before + t - 1]:.3f}" if t <= after else "" for t in shown)]]
-    return markdown_table(["tokens", *map(str, shown)], lines)
+    pairs = [pair for one in old for other in study.new for pair in ((one, other), (other, one))]
+    for first, second in tqdm(pairs, desc="gates", unit="pair"):
+        ids = torch.tensor([one + other for one, other in zip(pieces[first], pieces[second], strict=True)])
+        with model.capture_routing() as routing:
+            model(ids, use_cache=False)
+        wanted = torch.tensor([first in study.new] * length + [second in study.new] * length).long()
+        for layer in routing:
+            if layer.classifier_logits is not None:
+                right += (layer.token_classes.view(ids.shape) == wanted).float().mean(0)
+                count += 1
+    return (right / count).tolist()
 
 
-def _pieces(texts: list[str], tokenizer: Any, *lengths: int) -> list[list[int]]:
-    """Texts of enough tokens; sentences are joined until they have them."""
-    ids = tokenizer("\n".join(texts[:200]), add_special_tokens=False, verbose=False).input_ids
-    longest = max(lengths)
-    return [ids[start : start + longest] for start in range(0, 20 * longest, longest)]
+def gate_table(shares: list[float]) -> str:
+    """The share at some tokens since the text began, and since it changed its language."""
+    half = len(shares) // 2
+    shown = [token for token in (1, 2, 4, 8, 16, 32, 64) if token <= half]
+    rows = [
+        [name, *(f"{part[token - 1]:.3f}" for token in shown)]
+        for name, part in (("the text began", shares[:half]), ("the language changed", shares[half:]))
+    ]
+    return markdown_table(["tokens since", *map(str, shown)], rows)
+
+
+def draw_gates(shares: list[float], path: Path) -> None:
+    """The same as a curve."""
+    half = len(shares) // 2
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    tokens = range(1, half + 1)
+    axes.plot(tokens, shares[:half], "-", color="black", label="since the text began")
+    axes.plot(tokens, shares[half:], "--", color="black", label="since the language changed")
+    axes.set(xlabel="tokens", ylabel="share of texts judged right", ylim=(0, 1.02), xlim=(0, half))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    figure.savefig(path)
+
+
+def _pieces(texts: list[str], tokenizer: Any, length: int) -> list[list[int]]:
+    """Twenty stretches of text of `length` tokens."""
+    ids = tokenizer("\n".join(texts[:400]), add_special_tokens=False, verbose=False).input_ids
+    return [ids[start : start + length] for start in range(0, 20 * length, length)]
 
 
 @contextmanager
@@ -226,14 +249,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--tuning", action="store_true", help="score the held-out slice of the training text")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--figure", type=Path, help="also draw how many tokens the gates need")
     parser.add_argument("--table", type=Path, help="also write the tables here")
     options = parser.parse_args(arguments)
     study = Study(options)
     with _threads(options.threads):
         study.split()
         table = study.render(dict(study.rows(options.seeds)))
-        gated = study.settings["gated"]
-        table += "\n\n" + accuracy_by_tokens(study, study.review(gated, options.seeds[0]), 64, 64)
+        shares = gate_accuracy(study, study.review(study.settings["gated"], options.seeds[0]), 64)
+        table += "\n\n" + gate_table(shares)
+        if options.figure:
+            draw_gates(shares, options.figure)
     print(table)
     if options.table:
         options.table.write_text(table + "\n", "utf-8")

@@ -170,8 +170,9 @@ def tiny_study(tmp_path, help_text, monkeypatch):
 
 
 def test_nothing_lost(tiny_study, tmp_path):
+    pytest.importorskip("matplotlib")
     written = {"documents": 12, "tokens": 60, "batch_size": 12}
-    options = ["--flores", str(tmp_path / "flores"), "--seeds", "0"]
+    options = ["--flores", str(tmp_path / "flores"), "--figure", str(tmp_path / "gates.svg")]
     table = tiny_study("nothing_lost", *options, self_written=written, tuning_documents=4)
     found = rows(table)
     reviews = list(yaml.safe_load((BENCHMARKS / "nothing_lost.yaml").read_text())["reviews"])
@@ -181,7 +182,7 @@ def test_nothing_lost(tiny_study, tmp_path):
     assert word[2] != found["base"][2]
     assert len({tuple(values) for values in found.values()}) >= 5
     curve = table.split("\n\n")[1]
-    assert "since the language changed" in curve
+    assert "the language changed" in curve
     kept = json.loads((tmp_path / "out" / "scores" / "seed-0-LPR-help.json").read_text())
     assert set(kept) == {"en", "es", "zh", "el", "hu", "tr"}
 
