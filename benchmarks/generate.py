@@ -33,13 +33,12 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
     found = {BASE: dense_model(config, options.seed, dtype)}
     found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype)
     classifiers = options.layers // 3 if options.classifiers is None else options.classifiers
-    for name, count in ((EXPANDED, 0), (NEW, classifiers), (OLD, classifiers)):
+    for name, count in ((EXPANDED, 0), (NEW, classifiers), (OLD, classifiers), (WORD, 0)):
         plan = uniform_plan(options.layers, options.experts, count)
         found[name] = expand_model(found[BASE], plan, seed=options.seed)
         for ffn in found[name].expanded_ffns().values():
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)
-    found[WORD] = found[EXPANDED]
     return {name: model.to(options.device).eval() for name, model in found.items()}
 
 

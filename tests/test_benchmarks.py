@@ -130,7 +130,7 @@ def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
 def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
     module = script("generate")
     rows = run(module, capsys, tmp_path, f"{TINY} --prompt 4 --tokens 3 --dtype fp32 --batch 1 3")
-    names = [module.BASE, module.WIDE, module.EXPANDED, module.NEW, module.OLD]
+    names = [module.BASE, module.WIDE, module.EXPANDED, module.NEW, module.OLD, module.WORD]
     assert [(row["batch"], row["model"]) for row in rows] == list(product(("1", "3"), names))
     assert all(float(row["tokens/s"].replace(",", "")) > 0 and float(row["speed"]) > 0 for row in rows)
     options = SimpleNamespace(
@@ -141,11 +141,11 @@ def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
     for name in names[2:]:
         for expert in models[name].expanded_ffns()[2].experts[1:]:
             expert.register_forward_pre_hook(lambda _, args, n=name: seen.__setitem__(n, seen[n] + len(args[0])))
-    said = {name: module.generation(models[name], prompts, 8)() for name in names}
+    said = {name: module.generation(name, models[name], prompts, 8)() for name in names}
     assert said[module.BASE].shape == (3, 12)
     for name in names[2:]:
         assert torch.equal(said[name], said[module.BASE]), name
-    assert seen[module.OLD] == 0
+    assert seen[module.OLD] == seen[module.WORD] == 0
     assert 0 < seen[module.NEW] == seen[module.EXPANDED]
     module.check_agreement(models, prompts, 1e-5)
     with torch.no_grad():
