@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_dense, tiny_config, tiny_dense
+from conftest import byte_tokenizer, run_fresh, save_dense, tiny_config, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -295,3 +295,17 @@ def test_comparison_finds_one_changed_bit(base, tmp_path):
     save_file(weights | {"new.weight": extra}, tmp_path / "other" / "model.safetensors")
     found = compare_checkpoints(base, tmp_path / "other")
     assert (found.changed, found.removed, found.added) == (["model.norm.weight"], ["lm_head.weight"], ["new.weight"])
+
+
+@pytest.mark.parametrize("backbone", ["qwen2", "llama", "phi3"])
+def test_the_tokenizer_loads_as_the_bases_does(tmp_path, backbone):
+    """The library loads some tokenizers by the model's type, and cuts words as that type's tokenizer does."""
+    base = save_dense(tmp_path / "base", backbone)
+    expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
+    text = "set to 0.75 mm, a b\n\n  12345 it's"
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", base))
+    assert type(ours) is type(theirs)
+    assert ours(text).input_ids == theirs(text).input_ids
+    fresh = "import sys; from transformers import AutoTokenizer; a = AutoTokenizer.from_pretrained(sys.argv[1], "
+    fresh += "trust_remote_code=False); print(type(a).__name__)"
+    assert run_fresh(fresh, str(tmp_path / "out")).strip() == type(theirs).__name__

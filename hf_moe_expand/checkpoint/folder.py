@@ -13,6 +13,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from ..jsonfile import read_json, write_json
 from ..modeling import MODEL_CLASSES, ExpandedConfig, static_class
 from .source import COMPANIONS
+from .tokenizer_class import keep_tokenizer_class
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, new_folder, write_weights
 
 _CODE_OF_THE_BASE = ("auto_map", "custom_pipelines")
@@ -52,6 +53,8 @@ def write_checkpoint(
         config.save_pretrained(partial)
         for folder, patterns in companions:
             copy_companions(folder, partial, patterns)
+            if isinstance(config, ExpandedConfig) and "tokenizer_config.json" in patterns:
+                keep_tokenizer_class(folder, partial)
         for name, content in (files or {}).items():
             (partial / name).write_bytes(content)
         with tqdm(total=len(ordered), desc=what, unit="tensor") as bar:

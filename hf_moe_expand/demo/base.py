@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2Tokenizer,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -41,9 +42,13 @@ class BaseSettings:
 
 
 def train_tokenizer(texts: Mapping[str, Dataset], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on all of `texts`."""
+    """A byte-level BPE tokenizer trained on all of `texts`.
+
+    It cuts words as Qwen2's does: the library loads the tokenizer of a Qwen2 model so, whatever its file says.
+    """
+    qwen2 = Qwen2Tokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.normalizer, tokenizer.pre_tokenizer = qwen2.normalizer, qwen2.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
