@@ -73,6 +73,8 @@ TESTED = {
     ("low_resource.md", "yaml"): "test_docs.py::test_the_guide_to_little_text",
     ("moe_lpr_layermoe.md", "bash"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
     ("moe_lpr_layermoe.md", "yaml"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
+    ("packs.md", "bash"): "test_docs.py::test_the_guide_to_packs",
+    ("packs.md", "text"): "test_join.py::test_the_rows_are_each_packs_log_odds_against_the_base",
     ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
@@ -470,6 +472,25 @@ def test_the_lifelong_guide(workplace):
     assert "tr (expansion 2)" in said["evaluate qwen-el-2"]
     assert "nearest experts: layer 0: " in said["grow qwen-el-2"]
     assert run_recipe(Recipe.load("lifelong.yaml"), lambda line: None).parts[-2:] == ("2", "review")
+
+
+def test_the_guide_to_packs(workplace, monkeypatch):
+    workplace("packs.md")
+    expanded("me/qwen-el", [3, 2, 2, 2, 2, 2, 2, 4], [1])
+    pushed = []
+    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
+    said = {}
+    for words in commands("packs.md"):
+        if words[-2:] == ["--without", "me/qwen-el"]:
+            words[-1] = "qwen-el"  # of a folder the last part is the name
+        said[" ".join(words[:3])] = invoke(*words)
+    assert [where for where, _ in pushed] == [("qwen-hu-2", "me/qwen-hu")]
+    assert "pack 2  qwen-hu-2: hu" in said["join qwen-el-hu me/qwen-el"]
+    assert "bits per byte" in said["join qwen-el-hu-even me/qwen-el"]
+    assert "pack 1              qwen-el: el; FFNs" in said["inspect qwen-el-hu"]
+    assert "as before the pack came" in said["shrink qwen-el-hu qwen-without-hu"]
+    assert "frozen tensors are byte-identical" in said["train review qwen-el-hu"]
+    assert "their rows as trained after the join" in said["shrink qwen-el-hu-2 qwen-without-el"]
 
 
 def test_the_recipes_guide(workplace):
