@@ -74,6 +74,7 @@ TESTED = {
     ("moe_lpr_layermoe.md", "bash"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
     ("moe_lpr_layermoe.md", "yaml"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
     ("packs.md", "bash"): "test_docs.py::test_the_guide_to_packs",
+    ("packs.md", "yaml"): "test_docs.py::test_the_guide_to_packs",
     ("packs.md", "text"): "test_join.py::test_the_rows_are_each_packs_log_odds_against_the_base",
     ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
@@ -128,6 +129,8 @@ def small_file(text: str, steps: int = 1) -> dict:
         part |= {name: small(part[name], steps) for name in STAGES if name in part}
         if "plan" in part and part["plan"]["method"] == "layer-moe":
             part["plan"]["similarity_floor"] = 0.01
+    if "join" in settings:
+        return settings
     settings["analysis"] = {"tokens": 300, "block_size": 32}
     if "self_written" in settings:
         settings["self_written"] |= {"documents": 30, "tokens": 30}
@@ -491,6 +494,8 @@ def test_the_guide_to_packs(workplace, monkeypatch):
     assert "as before the pack came" in said["shrink qwen-el-hu qwen-without-hu"]
     assert "frozen tensors are byte-identical" in said["train review qwen-el-hu"]
     assert "their rows as trained after the join" in said["shrink qwen-el-hu-2 qwen-without-el"]
+    assert said["validate join.yaml"].endswith("join.yaml: ok\n")
+    assert "final checkpoint: runs/qwen-el-hu/review" in said["run join.yaml"]
 
 
 def test_the_recipes_guide(workplace):

@@ -16,6 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..checkpoint.join import JoinReport, check_packs, load_packs, write_joined
+from ..checkpoint.packs import Pack
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from ..evaluation.perplexity import LanguageScore, beginning, scored_stream, target_nats, tokenized
@@ -29,8 +30,8 @@ TOKENS = 500
 _SWEEPS, _LEAST = 3, 16
 _BLOCK, _BATCH = 1024, 4
 
-# Of each language: the token ids, which of them are scored, and the bytes of the scored text.
-Streams = dict[str, tuple[list[int], list[bool], int]]
+# Of a language: the token ids, which of them are scored, and the bytes of the scored text.
+Stream = tuple[list[int], list[bool], int]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def calibrate_join(
     records = History.of(model.config).expansions
     ends = [0, *accumulate(model.config.packs)]
     packs = [(records[start].pack or "", records[start:end]) for start, end in pairwise(ends)]
-    return _search(model, _streams(tokenizer, texts, tokens, _languages(packs)), len(packs))
+    _check_languages(texts, packs, tokens)
+    return _search(model, _streams(tokenizer, texts, tokens), len(packs))
 
 
 def join_calibrated(
@@ -99,8 +101,8 @@ def join_calibrated(
     found = load_packs(packs, out, overwrite)
     check_packs(found, keep_both)
     # Before the first model is written.
-    languages = _languages([(pack.name, pack.history.expansions) for pack in found])
-    streams = _streams(load_tokenizer(found[0].stored.folder, packs[0]), texts, tokens, languages)
+    check_calibrated(texts, found, tokens)
+    streams = _streams(load_tokenizer(found[0].stored.folder, packs[0]), texts, tokens)
     with scratch_folder(beside(Path(out), "joined"), True) as scratch:
         write_joined(found, scratch / "model", max_shard_size=max_shard_size)
         model, _ = load_for_inference(scratch / "model")
@@ -110,33 +112,44 @@ def join_calibrated(
     return write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
 
 
-def _languages(packs: Sequence[tuple[str, Sequence[ExpansionRecord]]]) -> tuple[set[str], dict[str, list[str]]]:
-    """All languages of the packs, and those that each pack adds, by its name."""
-    new = {name: [code for record in records for code in record.new_languages] for name, records in packs}
-    return {code for name, records in packs for code in (*records[0].old_languages, *new[name])}, new
+def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:
+    """Refuses text in other languages than the packs', packs without any, and too few tokens.
+
+    Args:
+        given: languages with text.
+        tokens: tokens to read of each.
+
+    Raises:
+        InputError: it is one of these.
+    """
+    _check_languages(given, [(pack.name, pack.history.expansions) for pack in packs], tokens)
 
 
-def _streams(
-    tokenizer: Any, texts: Mapping[str, Iterable[str]], tokens: int, languages: tuple[set[str], dict[str, list[str]]]
-) -> Streams:
-    known, packs = languages
+def _check_languages(given: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int) -> None:
+    given = list(given)
+    new = [(name, [code for record in records for code in record.new_languages]) for name, records in packs]
+    known = {code for _, codes in new for code in codes}
+    known |= {code for _, records in packs for code in records[0].old_languages}
     if tokens < _LEAST:
         raise InputError(f"calibration: tokens is {tokens}: must be at least {_LEAST}, for a score that says anything.")
-    if unknown := [code for code in texts if code not in known]:
+    if unknown := [code for code in given if code not in known]:
         raise InputError(
             f"calibration: {', '.join(unknown)}: not a language of the packs ({', '.join(sorted(known))})."
         )
-    for name, codes in packs.items():
-        if not any(code in texts for code in codes):
+    for name, codes in new:
+        if not any(code in given for code in codes):
             raise InputError(
                 f"calibration: no text in a language of {name} ({', '.join(codes)}), whose router it would scale: give "
                 "some."
             )
-    return {code: _stream(code, documents, tokenizer, tokens) for code, documents in texts.items()}
 
 
-def _stream(language: str, documents: Iterable[str], tokenizer: Any, tokens: int) -> tuple[list[int], list[bool], int]:
-    """The stream of a text's first tokens; the last document is cut."""
+def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens: int) -> Stream:
+    """The stream of a text's first tokens; the last document is cut.
+
+    Raises:
+        InputError: the text has fewer tokens.
+    """
     chosen, found = [], 0
     for text, ids in tokenized(documents, tokenizer):
         fits = found + len(ids) <= tokens
@@ -146,12 +159,16 @@ def _stream(language: str, documents: Iterable[str], tokenizer: Any, tokens: int
             return scored_stream(chosen, tokenizer)
     raise InputError(
         f"Language {language!r} has {found:,} tokens, but the calibration reads {tokens:,} of each language: give more "
-        "text, or fewer tokens (--tokens; `join: {calibrate: ...}` in a recipe)."
+        "text, or fewer tokens (--tokens; `join: {tokens: ...}` in a recipe)."
     )
 
 
+def _streams(tokenizer: Any, texts: Mapping[str, Iterable[str]], tokens: int) -> dict[str, Stream]:
+    return {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
+
+
 @torch.no_grad()
-def _search(model: Any, streams: Streams, packs: int) -> Calibration:
+def _search(model: Any, streams: Mapping[str, Stream], packs: int) -> Calibration:
     """The factors that a search pack by pack finds."""
     model.eval()
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
@@ -181,7 +198,7 @@ def _search(model: Any, streams: Streams, packs: int) -> Calibration:
     return Calibration(list(best), before, scores(best))
 
 
-def _bits_per_byte(model: Any, stream: tuple[list[int], list[bool], int], block_size: int) -> float:
+def _bits_per_byte(model: Any, stream: Stream, block_size: int) -> float:
     ids, scored, size = stream
     nats = sum(part.sum().item() for part in target_nats(model, ids, scored, block_size, _BATCH))
     return LanguageScore.from_nats(nats, sum(scored), size).bits_per_byte
