@@ -9,7 +9,7 @@ from conftest import byte_tokenizer, invoke, save_dense, write_texts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import Plan, calibrate_join, expand_checkpoint, join_calibrated, join_expansions
+from hf_moe_expand import Plan, calibrate_join, expand_checkpoint, grow_checkpoint, join_calibrated, join_expansions
 from hf_moe_expand.analysis import calibration
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
@@ -106,6 +106,19 @@ def test_the_factors_are_written_and_nothing_else_remains(packs, tmp_path):
         [tmp_path / "out", packs["hu"]], tmp_path / "three", TEXTS, tokens=100, keep_both=True
     )
     assert again.scales[:2] == [a * b for a, b in zip(found.factors, more.factors, strict=False)]
+
+
+def test_a_factor_scales_the_rows_of_all_expansions_of_a_pack(packs, tmp_path):
+    plan = Plan("moe-lpr", [3, 4, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    grow_checkpoint(packs["el"], tmp_path / "grown", plan)
+    chosen = [tmp_path / "grown", packs["hu"]]
+    join_expansions(chosen, tmp_path / "plain")
+    join_expansions(chosen, tmp_path / "scaled", scales=[0.7, 4.0])
+    scaled = load_file(tmp_path / "scaled" / "model.safetensors")
+    model = load(tmp_path / "plain")
+    with torch.no_grad(), calibration._scaled(model, [0.7, 4.0]):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, scaled[name]), name
 
 
 def test_a_loaded_model_stays_as_it_is_and_no_score_gets_worse(packs, tmp_path):
