@@ -11,7 +11,7 @@ from .data.sources import LanguageText, check_languages
 from .errors import InputError, at
 from .languages import UNDETERMINED, check_language_code, check_old_and_new
 from .planning.methods import PlanSettings
-from .recipe_paths import filled_in
+from .recipe_paths import fill_packs, fill_sources, fill_stages, filled_in
 from .schema import Declared, Text, Whole, json_schema, read
 from .self_written import SelfWrittenSettings, SelfWrittenText
 from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, JoinSettings
@@ -93,6 +93,9 @@ def _stage_keys() -> dict[str, Any]:
 
 class Expansion(pydantic.create_model("_Staged", __base__=_Expansion, **_stage_keys())):  # type: ignore[misc]
     """One expansion: the languages that it adds, and the settings of its steps."""
+
+
+_STAGES = (*ROAD, *_Expansion.renamed)  # their keys, former ones too
 
 
 class Recipe(Expansion):
@@ -241,9 +244,9 @@ class Recipe(Expansion):
             if isinstance(mapping.get(key), str):
                 mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)
         for kind in ("old", "new", "test"):
-            _fill_sources(mapping, kind, str(path), unset_ok)
-        _fill_stages(mapping, str(path), unset_ok)
-        _fill_packs(mapping, str(path), unset_ok)
+            fill_sources(mapping, kind, str(path), unset_ok)
+        fill_stages(mapping, _STAGES, str(path), unset_ok)
+        fill_packs(mapping, str(path), unset_ok)
         if isinstance(mapping.get("expansions"), list):
             _share(mapping, str(path), unset_ok)
         recipe = read(cls, mapping, str(path))
@@ -304,38 +307,7 @@ def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
     for number, expansion in enumerate(mapping["expansions"], start=1):
         if isinstance(expansion, dict):
             where = f"{path}: expansions[{number - 1}]"
-            _fill_sources(expansion, "new", where, unset_ok)
-            _fill_stages(expansion, where, unset_ok)
+            fill_sources(expansion, "new", where, unset_ok)
+            fill_stages(expansion, _STAGES, where, unset_ok)
             last = graft if number == len(mapping["expansions"]) else {}
             mapping["expansions"][number - 1] = {**shared, **last, **expansion}
-
-
-def _fill_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
-    if isinstance(mapping.get(kind), Mapping):
-        for code in mapping[kind]:
-            if not isinstance(code, str):
-                raise InputError(f"{where}: {kind}: {code!r} is no language code.")
-        mapping[kind] = {
-            code: filled_in(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
-        }
-
-
-def _fill_packs(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
-    join = mapping.get("join")
-    if isinstance(join, dict) and isinstance(join.get("packs"), list):
-        join["packs"] = [
-            filled_in(pack, f"{where}: join.packs[{number}]", unset_ok) for number, pack in enumerate(join["packs"])
-        ]
-
-
-def _fill_stages(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
-    """Fills in variables in the files that stages name: a graft's model, curricula and held-out text."""
-    for key in (*ROAD, *_Expansion.renamed):
-        stage = mapping.get(key)
-        if not isinstance(stage, dict):
-            continue
-        for name in ("instruct", "curriculum"):
-            if isinstance(stage.get(name), str):
-                stage[name] = filled_in(stage[name], f"{where}: {key}.{name}", unset_ok)
-        if isinstance(stage.get("validation"), dict):
-            _fill_sources(stage["validation"], "texts", f"{where}: {key}.validation", unset_ok)

@@ -61,8 +61,8 @@ def calibrate_join(
 
     The factors scale the rows of a pack's experts in the routers of all layers, the pack's log-odds against expert 0
     (`packs.joined_rows`). Pack after pack, the factor with the lowest mean of the languages' bits per byte is taken
-    while the others stay, until nothing changes. Every language counts alike. Forward passes alone, which give the same
-    factors each time; the model stays as it was.
+    while the others stay, until nothing changes, at most three times around. Every language counts alike. The search
+    takes forward passes alone, finds the same factors each time, and leaves the model as it was.
 
     Args:
         model: joined model (`join_expansions`), not expanded further since.
