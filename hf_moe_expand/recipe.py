@@ -159,7 +159,7 @@ class Recipe(Expansion):
                     f"{key}: a recipe with `join` makes and trains no new experts: leave {key} out, and make each pack "
                     "by a recipe of its own."
                 )
-        check_old_and_new(self.old, self.new)
+        check_old_and_new(self.old_languages, self.new)
         if self.join is not None and self.join.calibrate and not self.new:
             raise InputError(
                 "join.calibrate: finds the factors of the packs' routers on text: give some of each pack's languages "
