@@ -1,3 +1,5 @@
+from .analysis.calibration import calibrate_join as calibrate_join
+from .analysis.calibration import join_calibrated as join_calibrated
 from .analysis.deviation import measure_deviation as measure_deviation
 from .analysis.routing import measure_routing as measure_routing
 from .analysis.separability import measure_separability as measure_separability

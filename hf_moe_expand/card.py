@@ -1,7 +1,7 @@
 """The model card: fills the templates of `model_cards/` with the facts in config.json and in an evaluation."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -103,10 +103,8 @@ def make_card(
         "classifiers": bool(config.classifier_layers),
         "plan": _plan_rows(found.layers),
         "history": _history_rows(history),
-        "expansions": [
-            {"new_languages": record.new_languages, "stages": [_stage(stage) for stage in record.stages]}
-            for record in history.expansions
-        ],
+        "packs": [{**vars(pack), "experts": pack.experts} for pack in found.packs],
+        "expansions": list(_trainings(history, found.after_join)),
         "results": scores and scores.rows()[1] and {n: scores.markdown(n) for n in ("bits_per_byte", "perplexity")},
         "tasks": scores and scores.tasks.get(THIS) and scores.task_markdown(),
         "untested_languages": in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
@@ -227,6 +225,18 @@ def _history_rows(history: History) -> list[dict[str, Any]]:
         })  # fmt: skip
         before = counts
     return rows
+
+
+def _trainings(history: History, after_join: int) -> Iterator[dict[str, Any]]:
+    """The title and the stages of each expansion; then of the joined model, if stages followed the join."""
+    several = len(history) > 1 or after_join
+    for number, record in enumerate(history.expansions, start=1):
+        own = len(record.stages) - (after_join if number == len(history) else 0)
+        pack = f" (pack {record.pack})" if record.pack else ""
+        title = f"Expansion {number}: {', '.join(record.new_languages)}{pack}" if several else None
+        yield {"title": title, "stages": [_stage(stage) for stage in record.stages[:own]]}
+    if after_join:
+        yield {"title": "The joined model", "stages": [_stage(stage) for stage in history.last.stages[-after_join:]]}
 
 
 def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:

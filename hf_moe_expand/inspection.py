@@ -3,12 +3,14 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from .checkpoint.local import check_expanded
+from .checkpoint.packs import stages_after_join
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
@@ -18,6 +20,35 @@ from .records import ExpansionRecord, History, StageRecord
 from .scratch import leftovers
 from .stages import trained_parts
 from .trainers.freezing import freeze
+
+
+@dataclass(frozen=True)
+class InspectedPack:
+    """A language pack of a joined model.
+
+    Attributes:
+        name: folder or hub id.
+        languages: those that it adds.
+        expansions: number of its expansions.
+        update: rank and alpha of its LoRA experts; None if they are FFNs.
+        scale: factor of its router, from a calibration.
+    """
+
+    name: str
+    languages: list[str]
+    expansions: int
+    update: tuple[int, float] | None
+    scale: float = 1.0
+
+    @property
+    def experts(self) -> str:
+        """The kind of its experts, in words."""
+        return f"expert 0 with {_update_in_words(self.update)}" if self.update else "FFNs"
+
+    def line(self) -> str:
+        several = f", {self.expansions} expansions" if self.expansions > 1 else ""
+        scale = f", router x {self.scale:g}" if self.scale != 1 else ""
+        return f"{self.name}: {', '.join(in_words(self.languages))}; {self.experts}{several}{scale}"
 
 
 @dataclass(frozen=True)
@@ -34,6 +65,8 @@ class Inspection:
         mixtures: layers that are mixtures of experts of the backbone's own.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
+        packs: the language packs that the model joins.
+        after_join: number of the last expansion's steps that the joined model took.
     """
 
     backbone: str
@@ -48,16 +81,18 @@ class Inspection:
     mixtures: Sequence[int] = ()
     leftovers: Sequence[str] = ()
     prefix_gate: dict[str, Any] | None = None
+    packs: Sequence[InspectedPack] = ()
+    after_join: int = 0
 
     def lines(self) -> list[str]:
         """The report, line by line."""
         counts = [experts for experts, _, _ in self.layers]
         classifiers = [str(index) for index, (_, has_classifier, _) in enumerate(self.layers) if has_classifier]
-        rank, alpha = self.updates or (0, 0)
         lines = [
             f"backbone            {self.backbone}, {len(counts)} layers",
             f"experts per layer   {' '.join(map(str, counts))} (total {sum(counts)}, top-{self.top_k})",
-            *([f"new experts         expert 0 with updates of rank {rank}, alpha {alpha:g}"] if self.updates else []),
+            *([f"new experts         expert 0 with {_update_in_words(self.updates)}"] if self.updates else []),
+            *(f"{f'pack {number}':<20}{pack.line()}" for number, pack in enumerate(self.packs, start=1)),
             *(
                 [f"mixtures before     layers {', '.join(map(str, self.mixtures))}, not expanded"]
                 if self.mixtures
@@ -80,7 +115,10 @@ class Inspection:
             )
             if expansion.separability:
                 lines.append(f"  separability by layer {separability_line(expansion.separability)}")
-            lines += [f"  {_in_words(stage)}" for stage in expansion.stages]
+            own = len(expansion.stages) - (self.after_join if number == len(self.expansions) else 0)
+            lines += [f"  {_in_words(stage)}" for stage in expansion.stages[:own]]
+            if later := expansion.stages[own:]:
+                lines += ["joined model", *(f"  {_in_words(stage)}" for stage in later)]
         return lines + [f"left over           {sentence}" for sentence in self.leftovers]
 
 
@@ -95,7 +133,8 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     config = load_expanded_config(folder)
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
-    return replace(inspect_config(config), leftovers=leftovers(Path(model)))
+    found = inspect_config(config)
+    return replace(found, leftovers=leftovers(Path(model)), after_join=stages_after_join(folder, config))
 
 
 def inspect_config(config: Any) -> Inspection:
@@ -120,8 +159,30 @@ def inspect_config(config: Any) -> Inspection:
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, updates,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
-        prefix_gate=config.prefix_gate,
+        prefix_gate=config.prefix_gate, packs=_packs(config),
     )  # fmt: skip
+
+
+def _packs(config: Any) -> list[InspectedPack]:
+    sizes = getattr(config, "packs", None) or []
+    kinds = config.updates_of_packs if sizes and config.updates_of_packs else None
+    same = [config.lora_rank, config.lora_alpha] if config.expert_kind == "lora" else None
+    records, found = History.of(config).expansions, []
+    for number, end in enumerate(accumulate(sizes)):
+        own = records[end - sizes[number] : end]
+        update = same if kinds is None else kinds[number]
+        found.append(
+            InspectedPack(
+                own[0].pack or "", list(dict.fromkeys(code for record in own for code in record.new_languages)),
+                len(own), None if update is None else (int(update[0]), update[1]), own[0].router_scale or 1.0,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _update_in_words(update: tuple[int, float] | None) -> str:
+    rank, alpha = update or (0, 0)
+    return f"updates of rank {rank}, alpha {alpha:g}"
 
 
 def _gate_in_words(gate: dict[str, Any]) -> str:
@@ -138,8 +199,7 @@ def separability_line(values: Sequence[float]) -> str:
 
 
 def _pack(expansion: ExpansionRecord) -> str:
-    scale = f" (router x {expansion.router_scale:g})" if expansion.router_scale else ""
-    return f"pack {expansion.pack}{scale}: " if expansion.pack else ""
+    return f"pack {expansion.pack}: " if expansion.pack else ""
 
 
 def _in_words(stage: StageRecord) -> str:

@@ -26,6 +26,7 @@ from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilar
 from .steps.base import Checks, Done, Round, Step
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
+from .steps.join import JoinPacks
 from .steps.plan import MakePlan
 from .steps.stage import GraftStep, StageStep, TrainStep
 from .steps.write import WriteOldText
@@ -45,12 +46,9 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     for number, expansion in enumerate(recipe.rounds, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
         work = Round(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
-        if expansion.planned.needs:
-            analyze = {"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[expansion.planned.needs]
-            steps.append(analyze(work))
-        if expansion.planned.planner.needs_separability:
-            steps.append(AnalyzeSeparability(work))
-        steps += [MakePlan(work), Expand(work)]
+        steps += [JoinPacks(work)] if expansion.joins else _planned(work)
+        if expansion.joins:
+            models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
             kind: type[StageStep] = TrainStep if isinstance(stage, TrainingStage) else GraftStep
             steps.append(kind(work, stage, settings, steps[-1].output))
@@ -62,6 +60,16 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     if recipe.test:
         steps.append(Evaluate(recipe, root, models))
     return steps, Path(start)
+
+
+def _planned(work: Round) -> list[Step]:
+    """The steps from the analyses to the expanded checkpoint."""
+    steps: list[Step] = []
+    if needs := work.expansion.needs:
+        steps.append({"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[needs](work))
+    if work.expansion.planned.planner.needs_separability:
+        steps.append(AnalyzeSeparability(work))
+    return [*steps, MakePlan(work), Expand(work)]
 
 
 def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
@@ -102,7 +110,8 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.rounds if expansion.graft is not None]
-    models = [name for name in (recipe.base, *grafts) if Path(name).is_dir()]
+    packs = [] if recipe.join is None else recipe.join.packs
+    models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
     for step in steps_of(recipe)[0]:
         with at("output"):
             check_apart(step.output, *models)
@@ -133,7 +142,7 @@ def needs_of_a_push(recipe: Recipe) -> list[str]:
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
-    """Runs a recipe: analyses, plans, expands and trains for each of its expansions, then evaluates.
+    """Runs a recipe: analyses, plans, expands (or joins packs) and trains for each of its expansions, then evaluates.
 
     A second run after an interruption resumes the first: finished steps are skipped, and training resumes from its
     last checkpoint. Under `accelerate launch` all ranks train, and the first rank does all other steps.

@@ -9,17 +9,19 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
 from .errors import InputError, at
-from .languages import UNDETERMINED, check_language_code
+from .languages import UNDETERMINED, check_language_code, check_old_and_new
 from .planning.methods import PlanSettings
-from .recipe_paths import filled_in
+from .recipe_paths import fill_packs, fill_sources, fill_stages, filled_in
 from .schema import Declared, Text, Whole, json_schema, read
 from .self_written import SelfWrittenSettings, SelfWrittenText
-from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
+from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, JoinSettings
 from .stages import ROAD, road, stage_of
 from .stages.base import Stage
 from .yamlfile import read_yaml
 
 Sources = dict[Text, Text]
+# Keys beside which `join` has no meaning: it makes no new experts.
+_NOT_BESIDE_JOIN = ("plan", "expansions", "expand", "analysis", "deviation", *(key for key in ROAD if key != "review"))
 
 
 class _Expansion(Declared):
@@ -47,13 +49,24 @@ class _Expansion(Declared):
         return self.plan
 
     @property
+    def joins(self) -> bool:
+        """Whether it joins language packs, in place of a plan and of new experts."""
+        return False
+
+    @property
+    def needs(self) -> str | None:
+        """The analysis that its plan needs."""
+        return None if self.joins else self.planned.needs
+
+    @property
     def family(self) -> str:
         """The model type of the planned model."""
-        return "dmoe" if self.planned.planner.makes_groups else "layer_moe"
+        return "dmoe" if not self.joins and self.planned.planner.makes_groups else "layer_moe"
 
     def stages(self) -> list[tuple[Stage, Any]]:
-        """The stages that run, in order, with their settings."""
-        found = [(stage, getattr(self, stage.key)) for stage in road(self.family)]
+        """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
+        keys = self.model_fields_set if self.joins else ROAD
+        found = [(stage, getattr(self, stage.key)) for stage in road(self.family) if stage.key in keys]
         return [(stage, settings) for stage, settings in found if settings is not None]
 
     def has(self, key: str) -> bool:
@@ -63,7 +76,7 @@ class _Expansion(Declared):
     def analyzed_languages(self, old: Iterable[str], further: bool) -> list[str]:
         """The languages of which the analysis reads text: for the similarity or, in a further expansion, for the
         nearest experts."""
-        if self.planned.needs == "similarity":
+        if self.needs == "similarity":
             return [*old, *self.new]
         return list(self.new) if further and self.expand.copy_from == "nearest" else []
 
@@ -80,6 +93,9 @@ def _stage_keys() -> dict[str, Any]:
 
 class Expansion(pydantic.create_model("_Staged", __base__=_Expansion, **_stage_keys())):  # type: ignore[misc]
     """One expansion: the languages that it adds, and the settings of its steps."""
+
+
+_STAGES = (*ROAD, *_Expansion.renamed)  # their keys, former ones too
 
 
 class Recipe(Expansion):
@@ -103,6 +119,9 @@ class Recipe(Expansion):
     expansions: list[Expansion] = Field(
         [], description="several expansions, one after the other, each with `new` and settings of its own"
     )
+    join: Annotated[
+        JoinSettings | None, Field(description="language packs to join, in place of a plan and of new experts")
+    ] = None
     self_written: Annotated[
         SelfWrittenSettings | None,
         Field(description="old text that the base writes itself, with or without `old`; `{}`: by the defaults"),
@@ -111,23 +130,45 @@ class Recipe(Expansion):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.join is not None:
+            self._check_join()
         known = dict.fromkeys(self.old_languages, "")
         if both := sorted(set(self.old) & set(self.written_sources)):
             raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
         for number, expansion in enumerate(self.rounds, start=1):
-            check_languages(known, expansion.new)
+            if not expansion.joins:
+                check_languages(known, expansion.new)
             known |= expansion.new
             self._check_expansion(number, expansion)
         unknown = sorted(set(self.test) - set(known))
-        if unknown and self.self_written is None:
+        if unknown and self.self_written is None and self.join is None:
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
         with at("test"):
             for code in unknown:
                 check_language_code(code)
         self._check_old()
         return self
+
+    def _check_join(self) -> None:
+        """Refuses settings of new experts beside a join, and a calibration without text."""
+        for key in _NOT_BESIDE_JOIN:
+            if key in self.model_fields_set and getattr(self, key) is not None:
+                raise InputError(
+                    f"{key}: a recipe with `join` makes and trains no new experts: leave {key} out, and make each pack "
+                    "by a recipe of its own."
+                )
+        check_old_and_new(self.old_languages, self.new)
+        if self.join is not None and self.join.calibrate and not self.new:
+            raise InputError(
+                "join.calibrate: finds the factors of the packs' routers on text: give some of each pack's languages "
+                "under `new`, and of the base's under `old`."
+            )
+
+    @property
+    def joins(self) -> bool:
+        return self.join is not None
 
     def _check_old(self) -> None:
         """Refuses a recipe that needs text of the base's languages and has none, and self-written text that no step
@@ -150,7 +191,7 @@ class Recipe(Expansion):
                 "review.distillation_coef: keeps the base's predictions on old text, but the recipe has none: give "
                 f"some under `old`, {written}, or leave distillation_coef out."
             )
-        if first.has("review") or first.planned.needs == "similarity":
+        if first.has("review") or first.needs == "similarity":
             raise InputError(
                 "old: no old language: the review stage and a plan by similarity need text of the languages that the "
                 f"base is good at. Give some, {written}, or set `review: null` and another plan method."
@@ -159,7 +200,8 @@ class Recipe(Expansion):
     def _reads_old(self, expansion: Expansion) -> bool:
         """Whether a step of the expansion reads text of the base's languages."""
         stages = [stage.languages(settings, ["old"], []) for stage, settings in expansion.stages()]
-        return any(stages) or expansion.planned.needs == "similarity"
+        calibrates = self.join is not None and self.join.calibrate
+        return any(stages) or calibrates or expansion.needs == "similarity"
 
     def _check_expansion(self, number: int, expansion: Expansion) -> None:
         if expansion.family == "dmoe" and len(self.rounds) > 1:
@@ -202,8 +244,9 @@ class Recipe(Expansion):
             if isinstance(mapping.get(key), str):
                 mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)
         for kind in ("old", "new", "test"):
-            _fill_sources(mapping, kind, str(path), unset_ok)
-        _fill_stages(mapping, str(path), unset_ok)
+            fill_sources(mapping, kind, str(path), unset_ok)
+        fill_stages(mapping, _STAGES, str(path), unset_ok)
+        fill_packs(mapping, str(path), unset_ok)
         if isinstance(mapping.get("expansions"), list):
             _share(mapping, str(path), unset_ok)
         recipe = read(cls, mapping, str(path))
@@ -264,30 +307,7 @@ def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
     for number, expansion in enumerate(mapping["expansions"], start=1):
         if isinstance(expansion, dict):
             where = f"{path}: expansions[{number - 1}]"
-            _fill_sources(expansion, "new", where, unset_ok)
-            _fill_stages(expansion, where, unset_ok)
+            fill_sources(expansion, "new", where, unset_ok)
+            fill_stages(expansion, _STAGES, where, unset_ok)
             last = graft if number == len(mapping["expansions"]) else {}
             mapping["expansions"][number - 1] = {**shared, **last, **expansion}
-
-
-def _fill_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
-    if isinstance(mapping.get(kind), Mapping):
-        for code in mapping[kind]:
-            if not isinstance(code, str):
-                raise InputError(f"{where}: {kind}: {code!r} is no language code.")
-        mapping[kind] = {
-            code: filled_in(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
-        }
-
-
-def _fill_stages(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
-    """Fills in variables in the files that stages name: a graft's model, curricula and held-out text."""
-    for key in (*ROAD, *_Expansion.renamed):
-        stage = mapping.get(key)
-        if not isinstance(stage, dict):
-            continue
-        for name in ("instruct", "curriculum"):
-            if isinstance(stage.get(name), str):
-                stage[name] = filled_in(stage[name], f"{where}: {key}.{name}", unset_ok)
-        if isinstance(stage.get("validation"), dict):
-            _fill_sources(stage["validation"], "texts", f"{where}: {key}.validation", unset_ok)

@@ -1,8 +1,9 @@
 """Temporary folders: partial outputs, replaced outputs and work folders; and cleaning up after killed processes.
 
 `.OUT.partial-PID-HOST` is an output in the making, a folder or a file; `.OUT.replaced-PID-HOST` is the folder that it
-replaces, which is set aside between two renames; `.OUT.grown-PID-HOST` is the model that an adaptation trains. A work
-folder carries a marker file, so that nothing but a work folder is ever removed.
+replaces, which is set aside between two renames; `.OUT.grown-PID-HOST` is the model that an adaptation trains,
+`.OUT.joined-PID-HOST` the one that a join calibrates. A work folder carries a marker file, so that nothing but a work
+folder is ever removed.
 """
 
 import os
@@ -17,12 +18,12 @@ from socket import gethostname
 from .errors import InputError
 
 MARKER = ".hf-moe-expand"
-_KINDS = ("partial", "replaced", "grown")
+_KINDS = ("partial", "replaced", "grown", "joined")
 _DAY = 24 * 60 * 60
 
 
 def beside(out: Path, kind: str) -> Path:
-    """The folder of this process beside `out`; `kind` is `partial`, `replaced` or `grown`."""
+    """The folder of this process beside `out`; `kind` is `partial`, `replaced`, `grown` or `joined`."""
     return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
 
 

@@ -63,6 +63,23 @@ class ExpandSettings:
 
 
 @settings
+class JoinSettings:
+    """Language packs, which are joined without training."""
+
+    packs: Annotated[
+        list[Text], Field(min_length=2, description="folders or hub ids of expansions of `base`, made apart")
+    ]
+    keep_both: Annotated[Flag, Field(description="join packs that add one and the same language, too")] = False
+    calibrate: Annotated[
+        Flag, Field(description="find a factor for each pack's router, on text under `old` and `new`")
+    ] = False
+    tokens: Annotated[
+        Annotated[Whole, Field(ge=16)], Field(description="tokens of each language that a calibration reads")
+    ] = 500
+    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = "5GB"
+
+
+@settings
 class EvaluationSettings:
     """How held-out text is scored."""
 

@@ -55,7 +55,7 @@ def settings_page() -> str:
     own = {name: field for name, field in Recipe.model_fields.items() if name not in steps}
     parts = [_HEAD.format(recipe=_table(own))]
     inner: dict[str, type] = {}  # settings inside a stage's settings, by their key
-    for key in (*steps, "self_written", "evaluation"):
+    for key in (*steps, "join", "self_written", "evaluation"):
         if key == "plan":
             parts.append(_plan())
         elif key in ROAD:

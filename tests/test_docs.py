@@ -73,6 +73,8 @@ TESTED = {
     ("low_resource.md", "yaml"): "test_docs.py::test_the_guide_to_little_text",
     ("moe_lpr_layermoe.md", "bash"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
     ("moe_lpr_layermoe.md", "yaml"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
+    ("packs.md", "bash"): "test_docs.py::test_the_guide_to_packs",
+    ("packs.md", "yaml"): "test_docs.py::test_the_guide_to_packs",
     ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
@@ -126,6 +128,8 @@ def small_file(text: str, steps: int = 1) -> dict:
         part |= {name: small(part[name], steps) for name in STAGES if name in part}
         if "plan" in part and part["plan"]["method"] == "layer-moe":
             part["plan"]["similarity_floor"] = 0.01
+    if "join" in settings:
+        return settings
     settings["analysis"] = {"tokens": 300, "block_size": 32}
     if "self_written" in settings:
         settings["self_written"] |= {"documents": 30, "tokens": 30}
@@ -470,6 +474,27 @@ def test_the_lifelong_guide(workplace):
     assert "tr (expansion 2)" in said["evaluate qwen-el-2"]
     assert "nearest experts: layer 0: " in said["grow qwen-el-2"]
     assert run_recipe(Recipe.load("lifelong.yaml"), lambda line: None).parts[-2:] == ("2", "review")
+
+
+def test_the_guide_to_packs(workplace, monkeypatch):
+    workplace("packs.md")
+    expanded("me/qwen-el", [3, 2, 2, 2, 2, 2, 2, 4], [1])
+    pushed = []
+    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
+    said = {}
+    for words in commands("packs.md"):
+        if words[-2:] == ["--without", "me/qwen-el"]:
+            words[-1] = "qwen-el"  # of a folder the last part is the name
+        said[" ".join(words[:3])] = invoke(*words)
+    assert [where for where, _ in pushed] == [("qwen-hu-2", "me/qwen-hu")]
+    assert "pack 2  qwen-hu-2: hu" in said["join qwen-el-hu me/qwen-el"]
+    assert "bits per byte" in said["join qwen-el-hu-even me/qwen-el"]
+    assert "pack 1              qwen-el: el; FFNs" in said["inspect qwen-el-hu"]
+    assert "as before the pack came" in said["shrink qwen-el-hu qwen-without-hu"]
+    assert "frozen tensors are byte-identical" in said["train review qwen-el-hu"]
+    assert "their rows as trained after the join" in said["shrink qwen-el-hu-2 qwen-without-el"]
+    assert said["validate join.yaml"].endswith("join.yaml: ok\n")
+    assert "final checkpoint: runs/qwen-el-hu/review" in said["run join.yaml"]
 
 
 def test_the_recipes_guide(workplace):

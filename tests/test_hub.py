@@ -373,6 +373,46 @@ def test_the_base_can_be_named_after_training(server, client, of_a_folder):
     assert fields["expansion_base"] == {"base_model": "org/mine", "revision": record["base_revision"]}
 
 
+PACKS = """
+from hf_moe_expand import Plan, expand_checkpoint
+for code, counts in (("el", [3, 1, 2]), ("hu", [2, 2, 1])):
+    plan = Plan("layer-moe", counts, [0], old=["en"], new=[code])
+    expand_checkpoint("org/tiny", f"{folder}/tiny-{code}", plan, seed=counts[0])
+"""
+JOIN = """
+from hf_moe_expand import join_expansions
+result = join_expansions(packs, out).packs
+"""
+
+
+def test_packs_of_the_hub_join_and_the_joined_model_is_published(server, client, base, tmp_path):
+    client.run(PACKS, folder=str(tmp_path))
+    for code in ("el", "hu"):
+        assert "value" in client.push(tmp_path / f"tiny-{code}", f"me/tiny-{code}", expansion_only=True)
+    joined = tmp_path / "joined"
+    assert client.run(JOIN, packs=["me/tiny-el", "me/tiny-hu"], out=str(joined))["value"] == [
+        "me/tiny-el",
+        "me/tiny-hu",
+    ]
+    here = tmp_path / "here"
+    client.run(JOIN, packs=[str(tmp_path / "tiny-el"), str(tmp_path / "tiny-hu")], out=str(here))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (here, joined))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for repo, options in (("me/joined", {}), ("me/joined-only", {"expansion_only": True})):
+        answer = client.push(joined, repo, check=True, **options)
+        assert {"pack_1.safetensors", "pack_2.safetensors"} <= set(answer["value"]["files"]), answer
+        assert "[me/tiny-hu](https://huggingface.co/me/tiny-hu)" in answer["value"]["card"]
+        code = "from hf_moe_expand import leave_out_pack\n"
+        code += "result = [leave_out_pack(repo, out, 'me/tiny-hu').restored]"
+        out = tmp_path / repo.replace("/", "-")
+        assert client.run(code, repo=repo, out=str(out)) == {"value": [True], "said": ""}
+        for name in ("config.json", "model.safetensors"):
+            assert (out / name).read_bytes() == (tmp_path / "tiny-el" / name).read_bytes(), name
+    assert "model.safetensors" not in server.files("me/joined-only")
+    more = client.run(JOIN, packs=["me/joined-only", str(tmp_path / "tiny-el")], out=str(tmp_path / "no"))
+    assert "me/tiny-el" in more["message"]
+
+
 def test_of_local_paths_in_a_recipe_the_last_part_is_published(server, client, of_a_folder):
     client.push(of_a_folder, "me/recipe")
     written = server.files("me/recipe")["recipe.yaml"].decode()

@@ -6,6 +6,8 @@ from typing import Literal
 
 from torch import nn
 
+from ..modeling.configuration_layer_moe import joins_packs
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -13,7 +15,8 @@ class Trained:
 
     Attributes:
         everything: all parameters.
-        experts: `new`, the experts of the last expansion; `last`, only the last expert; or `none`.
+        experts: `new`, the experts of the last expansion, or of all packs of a joined model; `last`, only the last
+            expert; or `none`.
         routers: routers and the gates of conditional routing.
         classifiers: routing classifiers.
         last_router_row: only the last expert's row of each router. `requires_grad` cannot express this: the stage's
@@ -79,8 +82,10 @@ def _size(parameter: nn.Parameter) -> int:
 
 
 def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, nn.Module]]:
+    joined = joins_packs(model.config)  # its packs count as one expansion
     for ffn in model.expanded_ffns().values():  # type: ignore[operator]
-        first = {"none": len(ffn.experts), "last": -1, "new": ffn.experts_of_class[-2]}[trained.experts]
+        new = 1 if joined else ffn.experts_of_class[-2]
+        first = {"none": len(ffn.experts), "last": -1, "new": new}[trained.experts]
         yield from (("experts", expert) for expert in ffn.experts[first:])
         if trained.routers:
             yield "routers", ffn.router

@@ -146,8 +146,11 @@ def routers_changed(stored: StoredModel) -> bool:
     return False
 
 
-def check_packs(packs: Sequence[Pack], keep_both: bool) -> None:
+def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) -> None:
     """Refuses packs that do not fit together.
+
+    Args:
+        bytes_too: compare the bytes of their bases too, which reads them.
 
     Raises:
         InputError: see `join_expansions`.
@@ -186,7 +189,7 @@ def check_packs(packs: Sequence[Pack], keep_both: bool) -> None:
                 )
     for name in {pack.name for pack in packs if names.count(pack.name) > 1}:
         raise InputError(f"{name}: two packs have this name, by which they are told apart: rename a folder.")
-    for pack in others:
+    for pack in others if bytes_too else ():
         _check_base(first, pack)
 
 
@@ -223,16 +226,21 @@ def _check_base(first: Pack, pack: Pack) -> None:
     """Refuses a pack whose base has other bytes."""
     ours, theirs = first.base, pack.base
     for dense in sorted(set(ours) | set(theirs)):
-        if dense not in ours or dense not in theirs or not _same_bytes(first, ours[dense], pack, theirs[dense]):
+        if (
+            dense not in ours
+            or dense not in theirs
+            or not same_bytes(first.stored, ours[dense], pack.stored, theirs[dense])
+        ):
             raise InputError(
                 f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs. Join packs of "
                 "one base, of the same revision and type."
             )
 
 
-def _same_bytes(first: Pack, ours: str, pack: Pack, theirs: str) -> bool:
-    readers = first.stored.reader, pack.stored.reader
-    names = first.stored.home(ours), pack.stored.home(theirs)
+def same_bytes(one: StoredModel, ours: str, other: StoredModel, theirs: str) -> bool:
+    """Whether two models store the same bytes, in the same type and shape, under their own names."""
+    readers = one.reader, other.reader
+    names = one.home(ours), other.home(theirs)
     a, b = (reader.tensors[name] for reader, name in zip(readers, names, strict=True))
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False

@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig
+from ..modeling.configuration_layer_moe import joins_packs
 from ..records import History
 from .reader import TORCH_DTYPES
 from .source import load_expanded_config
@@ -134,6 +135,20 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
         if [a - b for a, b in zip(history[end - 1], before, strict=True)] != found[-1].config.num_experts_per_layer:
             raise InputError(f"{stored.folder / PACK_FILE.format(number)}: does not fit config.json's counts.")
     return found
+
+
+def stages_after_join(folder: Path, config: Any) -> int:
+    """The number of steps on a joined model, which its last pack's record holds after the pack's own; 0 for a model
+    that joins none, was grown since, or lacks its last pack's file."""
+    file = folder / PACK_FILE.format(len(getattr(config, "packs", None) or []))
+    if not joins_packs(config) or not file.is_file():
+        return 0
+    try:
+        with safe_open(file, "pt") as opened:
+            own = History.of(json.loads(json.loads(opened.metadata()["pack"])["config"]))
+    except Exception as error:  # a broken file raises many types
+        raise InputError(f"{file}: cannot be read ({error}).") from None
+    return len(History.of(config).last.stages) - len(own.last.stages)
 
 
 def _read_pack(stored: StoredModel, number: int, before: Sequence[int]) -> Pack:

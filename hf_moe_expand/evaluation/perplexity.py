@@ -64,11 +64,11 @@ def scored_stream(
     ids: list[int] = []
     scored: list[bool] = []
     size = 0
-    for text, tokens in _tokenized(texts, tokenizer):
+    for text, tokens in tokenized(texts, tokenizer):
         if max_tokens is not None and len(ids) + len(tokens) > max_tokens:
             if any(scored):
                 break
-            text, tokens = _beginning(text, tokenizer, max_tokens - len(ids))
+            text, tokens = beginning(text, tokenizer, max_tokens - len(ids))
             if not tokens:
                 break
             _say(f"{name}: its first document is longer than max_tokens {max_tokens}; it is cut to {len(text):,} "
@@ -79,7 +79,7 @@ def scored_stream(
     return ids, scored, size
 
 
-def _tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
     """Each document and its tokens. Batches begin small, since only the first documents may be wanted."""
     documents, size = iter(texts), 1
     while batch := list(islice(documents, size)):
@@ -87,7 +87,7 @@ def _tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list
         size = min(2 * size, _DOCUMENTS)
 
 
-def _beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
+def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
     found: tuple[str, list[int]] = ("", [])
     fits, too_long = 0, len(text)

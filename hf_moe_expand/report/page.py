@@ -69,7 +69,7 @@ class _Part:
 
     def history(self) -> History:
         """The history of the last checkpoint."""
-        for name in [*reversed(self.stages()), "expanded"]:
+        for name in [*reversed(self.stages()), "joined", "expanded"]:
             if (self.folder / name / "config.json").is_file():
                 return _history(self.folder / name)
         return History()
@@ -147,6 +147,7 @@ def _summary(parts: Sequence[_Part], history: History, root: Path) -> dict[str, 
         "seed": first.seed,
         "old": in_words(first.old_languages),
         "new": [record.new_languages for record in records],
+        "packs": list(dict.fromkeys(record.pack for record in records if record.pack)),
         "base_parameters": first.base_parameters,
         "parameters": last.parameters,
     }

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.source import resolve_checkpoint
+from ..checkpoint.source import languages_by_expansion, resolve_checkpoint
 from ..errors import at
 from ..evaluation.perplexity import language_stream
 from ..evaluation.scoring import score_models
@@ -47,12 +47,21 @@ class Evaluate(Step):
                 with at(f"test.{code}"):
                     language_stream(code, {code: list(islice(source.documents(), 1))}, tokenizer, most)
 
+    def _languages(self) -> list[list[str]]:
+        """The base's languages, then those of each expansion: of a join, those that its packs name."""
+        if self.recipe.join is None:
+            return self.recipe.evaluated_languages
+        final = next(Path(path) for path in reversed(self.models.values()) if Path(path).exists())
+        old, *new = languages_by_expansion(final)
+        known = {code for codes in (old, *new) for code in codes}
+        return [[*old, *(code for code in self.recipe.test if code not in known)], *new]
+
     def work(self) -> Done:
         recipe, settings = self.recipe, self.recipe.evaluation
         kept = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
         models = {name: (path, recipe.revision if name == "base" else None) for name, path in kept.items()}
         result = score_models(
-            models, recipe.test_sources, recipe.evaluated_languages, settings.block_size, settings.batch_size,
+            models, recipe.test_sources, self._languages(), settings.block_size, settings.batch_size,
             settings.max_tokens,
         )  # fmt: skip
         result.to_json(self.output)

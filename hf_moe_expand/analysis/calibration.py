@@ -1,0 +1,222 @@
+"""Calibrates the routers of a joined model: a factor for each language pack, found on a few hundred tokens a language.
+
+Routers that were trained apart agree on expert 0, but one that was trained longer, or at a higher learning rate, may
+claim tokens with larger log-odds than another. Nothing is trained: the model only reads the text.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from ..checkpoint.join import JoinReport, check_packs, load_packs, write_joined
+from ..checkpoint.packs import Pack
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE
+from ..errors import InputError
+from ..evaluation.perplexity import LanguageScore, beginning, scored_stream, target_nats, tokenized
+from ..modeling.configuration_layer_moe import joins_packs
+from ..models import load_for_inference, load_tokenizer, longest_block
+from ..records import ExpansionRecord, History
+from ..scratch import beside, scratch_folder
+
+FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
+TOKENS = 500
+_SWEEPS, _LEAST = 3, 16
+_BLOCK, _BATCH = 1024, 4
+
+# Of a language: the token ids, which of them are scored, and the bytes of the scored text.
+Stream = tuple[list[int], list[bool], int]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Result of `calibrate_join`.
+
+    Attributes:
+        factors: factor of each pack's router, to multiply the scale that it has in the model.
+        before, after: bits per byte of each language, with factors of 1 and with `factors`.
+    """
+
+    factors: list[float]
+    before: dict[str, float]
+    after: dict[str, float]
+
+    def lines(self) -> list[str]:
+        """The lines that the command line prints."""
+        means = [sum(scores.values()) / len(scores) for scores in (self.before, self.after)]
+        of_each = ", ".join(f"{code} {self.before[code]:.3f} to {self.after[code]:.3f}" for code in self.after)
+        return [f"calibration        bits per byte {means[0]:.3f} to {means[1]:.3f} ({of_each})"]
+
+
+def calibrate_join(
+    model: Any, tokenizer: Any, texts: Mapping[str, Iterable[str]], *, tokens: int = TOKENS
+) -> Calibration:
+    """One positive factor for the router of each pack of a joined model, by a search over `FACTORS`.
+
+    The factors scale the rows of a pack's experts in the routers of all layers, the pack's log-odds against expert 0
+    (`packs.joined_rows`). Pack after pack, the factor with the lowest mean of the languages' bits per byte is taken
+    while the others stay, until nothing changes, at most three times around. Every language counts alike. The search
+    takes forward passes alone, finds the same factors each time, and leaves the model as it was.
+
+    Args:
+        model: joined model (`join_expansions`), not expanded further since.
+        texts: documents of languages of the model, of every pack's at least one.
+        tokens: tokens to read of each language.
+
+    Raises:
+        InputError: the model joins no packs; a language is not one of its own, or has too little text; a pack has no
+            text in its languages.
+    """
+    if not joins_packs(model.config):
+        raise InputError("The model joins no language packs, or was grown after the join: it has nothing to calibrate.")
+    records = History.of(model.config).expansions
+    ends = [0, *accumulate(model.config.packs)]
+    packs = [(records[start].pack or "", records[start:end]) for start, end in pairwise(ends)]
+    _check_languages(texts, packs, tokens)
+    return _search(model, _streams(tokenizer, texts, tokens), len(packs))
+
+
+def join_calibrated(
+    packs: Sequence[str | os.PathLike],
+    out: str | os.PathLike,
+    texts: Mapping[str, Iterable[str]],
+    *,
+    tokens: int = TOKENS,
+    keep_both: bool = False,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> tuple[JoinReport, Calibration]:
+    """`join_expansions` with the scales that `calibrate_join` finds. The model is written twice, one after the other:
+    into a folder beside `out`, which is removed, and, with its scales, to `out`.
+
+    Raises:
+        InputError: see `join_expansions` and `calibrate_join`.
+    """
+    found = load_packs(packs, out, overwrite)
+    check_packs(found, keep_both)
+    # Before the first model is written.
+    check_calibrated(texts, found, tokens)
+    streams = _streams(load_tokenizer(found[0].stored.folder, packs[0]), texts, tokens)
+    with scratch_folder(beside(Path(out), "joined"), True) as scratch:
+        write_joined(found, scratch / "model", max_shard_size=max_shard_size)
+        model, _ = load_for_inference(scratch / "model")
+        calibration = _search(model, streams, len(found))
+        del model
+    scaled = [replace(pack, scale=pack.scale * by) for pack, by in zip(found, calibration.factors, strict=True)]
+    return write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
+
+
+def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:
+    """Refuses text in other languages than the packs', packs without any, and too few tokens.
+
+    Args:
+        given: languages with text.
+        tokens: tokens to read of each.
+
+    Raises:
+        InputError: it is one of these.
+    """
+    _check_languages(given, [(pack.name, pack.history.expansions) for pack in packs], tokens)
+
+
+def _check_languages(given: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int) -> None:
+    given = list(given)
+    new = [(name, [code for record in records for code in record.new_languages]) for name, records in packs]
+    known = {code for _, codes in new for code in codes}
+    known |= {code for _, records in packs for code in records[0].old_languages}
+    if tokens < _LEAST:
+        raise InputError(f"calibration: tokens is {tokens}: must be at least {_LEAST}, for a score that says anything.")
+    if unknown := [code for code in given if code not in known]:
+        raise InputError(
+            f"calibration: {', '.join(unknown)}: not a language of the packs ({', '.join(sorted(known))})."
+        )
+    for name, codes in new:
+        if not any(code in given for code in codes):
+            raise InputError(
+                f"calibration: no text in a language of {name} ({', '.join(codes)}), whose router it would scale: give "
+                "some."
+            )
+
+
+def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens: int) -> Stream:
+    """The stream of a text's first tokens; the last document is cut.
+
+    Raises:
+        InputError: the text has fewer tokens.
+    """
+    chosen, found = [], 0
+    for text, ids in tokenized(documents, tokenizer):
+        fits = found + len(ids) <= tokens
+        chosen.append(text if fits else beginning(text, tokenizer, tokens - found)[0])
+        found += len(ids)
+        if found >= tokens:
+            return scored_stream(chosen, tokenizer)
+    raise InputError(
+        f"Language {language!r} has {found:,} tokens, but the calibration reads {tokens:,} of each language: give more "
+        "text, or fewer tokens (--tokens; `join: {tokens: ...}` in a recipe)."
+    )
+
+
+def _streams(tokenizer: Any, texts: Mapping[str, Iterable[str]], tokens: int) -> dict[str, Stream]:
+    return {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
+
+
+@torch.no_grad()
+def _search(model: Any, streams: Mapping[str, Stream], packs: int) -> Calibration:
+    """The factors that a search pack by pack finds."""
+    model.eval()
+    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
+    known: dict[tuple[float, ...], dict[str, float]] = {}
+
+    def scores(factors: tuple[float, ...]) -> dict[str, float]:
+        if factors not in known:
+            with _scaled(model, factors):
+                known[factors] = {code: _bits_per_byte(model, stream, block) for code, stream in streams.items()}
+            bar.update()
+        return known[factors]
+
+    def mean(factors: tuple[float, ...]) -> float:
+        found = scores(factors)
+        return sum(found.values()) / len(found)
+
+    best = (1.0,) * packs
+    with tqdm(desc="calibrate", unit="pass") as bar:
+        before = scores(best)
+        for _ in range(_SWEEPS):
+            start = best
+            for pack in range(packs):
+                tried = [(*best[:pack], factor, *best[pack + 1 :]) for factor in FACTORS]
+                best = min([best, *tried], key=mean)  # of equals the present one
+            if best == start:
+                break
+    return Calibration(list(best), before, scores(best))
+
+
+def _bits_per_byte(model: Any, stream: Stream, block_size: int) -> float:
+    ids, scored, size = stream
+    nats = sum(part.sum().item() for part in target_nats(model, ids, scored, block_size, _BATCH))
+    return LanguageScore.from_nats(nats, sum(scored), size).bits_per_byte
+
+
+@contextmanager
+def _scaled(model: Any, factors: Sequence[float]) -> Iterator[None]:
+    """Inside, the rows of each pack's experts in all routers are multiplied by the pack's factor."""
+    kept = []
+    ends = [0, *accumulate(model.config.packs)]
+    for ffn in model.expanded_ffns().values():
+        weight = ffn.router.weight
+        kept.append((weight, weight.detach().clone()))
+        for factor, (start, end) in zip(factors, pairwise(ends), strict=True):
+            rows = weight[ffn.experts_of_class[start] : ffn.experts_of_class[end]]
+            rows.copy_(rows.float() * factor)
+    try:
+        yield
+    finally:
+        for weight, values in kept:
+            weight.copy_(values)

@@ -1,0 +1,58 @@
+"""The verb that joins language packs."""
+
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError
+from .apps import app
+from .common import check_checkpoints, text_sources
+from .options import OutFolder, Overwrite, ShardSize
+
+
+@app.command()
+def join(
+    out: OutFolder,
+    packs: Annotated[
+        list[str],
+        typer.Argument(metavar="PACK...", help="Expanded checkpoints of one base, whole or with the added tensors."),
+    ],
+    keep_both: Annotated[
+        bool, typer.Option("--keep-both", help="Join packs that add one and the same language, too.")
+    ] = False,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(help="LANGUAGE=FILE of text by which one factor for each pack's router is found; repeat."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="With --calibrate: tokens to read of each language; 500 by default.")
+    ] = None,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Join language packs, expansions of one frozen base that were made apart, into one model without training.
+
+    The model has the experts of all packs, byte for byte. `shrink --without PACK` takes a pack out again; `train
+    review` tunes the joined routers.
+
+    Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu --calibrate en=en.jsonl --calibrate el=el.jsonl
+    --calibrate hu=hu.jsonl
+    """
+    if tokens is not None and not calibrate:
+        raise InputError("--tokens belongs to --calibrate, which is not given.")
+    check_checkpoints(*packs, expanded=True)
+    if not calibrate:
+        from ..checkpoint.join import join_expansions
+
+        report = join_expansions(packs, out, keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite)
+        print("\n".join(report.lines()))
+        return
+    sources = text_sources(calibrate)
+    from ..analysis.calibration import TOKENS, join_calibrated
+
+    texts = {code: source.load()["text"] for code, source in sources.items()}
+    report, calibration = join_calibrated(
+        packs, out, texts, tokens=TOKENS if tokens is None else tokens, keep_both=keep_both,
+        max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+    print("\n".join([*calibration.lines(), *report.lines()]))

@@ -1,0 +1,133 @@
+"""The step that joins language packs, in place of a plan, an expansion and stage 1."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..analysis.calibration import check_calibrated, first_tokens, join_calibrated
+from ..checkpoint.join import check_packs, join_expansions, joined_config, load_packs, same_bytes
+from ..checkpoint.packs import Pack
+from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.source import resolve_checkpoint
+from ..checkpoint.stored import StoredModel, network_of
+from ..checkpoint.writer import check_shard_size
+from ..disk import Written
+from ..errors import InputError, at
+from ..modeling.expansion_only import RECORD
+from ..models import load_tokenizer
+from ..schema import plain
+from ..self_written import SelfWrittenText
+from ..settings import JoinSettings
+from ..stages.base import languages_of
+from .base import Checks, Done, Round, Step
+
+
+@dataclass
+class JoinPacks(Step):
+    """Writes the model that joins the packs."""
+
+    name = "join"
+
+    round: Round
+
+    def __post_init__(self) -> None:
+        self.output = self.round.folder / "joined"
+
+    @property
+    def _settings(self) -> JoinSettings:
+        found = self.round.recipe.join
+        assert found is not None
+        return found
+
+    @property
+    def _given(self) -> list[str]:
+        """The languages with training text."""
+        return [*self.round.old, *self.round.new]
+
+    def inputs(self) -> dict[str, Any]:
+        folders = map(resolve_checkpoint, self._settings.packs)
+        found = {"join": plain(self._settings), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
+        return found | ({"texts": self.round.contents(self._given)} if self._settings.calibrate else {})
+
+    def check(self, checks: Checks) -> None:
+        """Checks all but the bytes of the packs' bases, which `work` compares."""
+        settings = self._settings
+        with at("join"):
+            check_shard_size(settings.max_shard_size)
+        if checks.offline and (checks.config is None or not all(map(_is_whole_folder, settings.packs))):
+            checks.found.append("skipped: join: base and packs are not whole on this machine")
+            return
+        with at("join.packs"):
+            found = load_packs(settings.packs, self.output, overwrite=True)
+            check_packs(found, settings.keep_both, bytes_too=False)
+            self._check_base(found[0], contents=False)
+        config = joined_config(found)
+        self._check_text(found, config, checks.offline)
+        checks.network = network_of(config)
+        size = checks.checkpoint_bytes
+        checks.written.append(Written(self.output, size))
+        checks.found.append(f"join: {_in_words([pack.name for pack in found], config.num_experts_per_layer)}")
+
+    def _check_base(self, pack: Pack, contents: bool) -> None:
+        """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""
+        if any(stage.changes_everything for stage in pack.history.stages):
+            return
+        recipe = self.round.recipe
+        base = StoredModel(recipe.base, revision=recipe.revision)
+        for dense, key in sorted(pack.base.items()):
+            same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
+            if not same or (contents and not same_bytes(base, dense, pack.stored, key)):
+                raise InputError(f"{pack.name}: is no expansion of `base`, {recipe.base}: tensor {dense!r} differs.")
+
+    def _check_text(self, packs: Sequence[Pack], config: Any, offline: bool) -> None:
+        old, new = languages_of(config)
+        for kind, ours, theirs in (("old", self.round.old, old), ("new", self.round.new, new)):
+            if wrong := [code for code in ours if code not in theirs]:
+                raise InputError(
+                    f"{kind}: {', '.join(wrong)}: the packs do not have it as {'an' if kind == 'old' else 'a'} {kind} "
+                    f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
+                )
+        reviewed = self.round.expansion.has("review")
+        if reviewed and (missing := [code for code in (*old, *new) if code not in self._given]):
+            raise InputError(f"review: {', '.join(missing)}: needs text of every language of the packs; give some.")
+        if not self._settings.calibrate:
+            return
+        with at("join"):
+            check_calibrated(self._given, packs, self._settings.tokens)
+        tokenizer = None if offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
+        for code in self._given:
+            source = self.round.sources[code]
+            if isinstance(source, SelfWrittenText):
+                if source.tokens_to_come < self._settings.tokens:
+                    raise InputError(
+                        f"join.tokens is {self._settings.tokens:,}, but the base writes at most "
+                        f"{source.tokens_to_come:,} tokens: raise self_written.documents, or lower it."
+                    )
+            elif tokenizer is not None and source.files():
+                first_tokens(code, source.documents(), tokenizer, self._settings.tokens)
+
+    def work(self) -> Done:
+        settings = self._settings
+        options: dict[str, Any] = {
+            "keep_both": settings.keep_both, "max_shard_size": settings.max_shard_size, "overwrite": True
+        }  # fmt: skip
+        with at("join.packs"):
+            self._check_base(load_packs(settings.packs, self.output, overwrite=True)[0], contents=True)
+        if not settings.calibrate:
+            report = join_expansions(settings.packs, self.output, **options)
+            return Done(_in_words(report.packs, report.experts_per_layer))
+        report, found = join_calibrated(
+            settings.packs, self.output, self.round.texts(self._given), tokens=settings.tokens, **options
+        )
+        factors = " ".join(f"{scale:g}" for scale in report.scales)
+        said = f"{_in_words(report.packs, report.experts_per_layer)}; factors of the routers {factors}"
+        return Done(said, {"scales": report.scales, "before": found.before, "after": found.after})
+
+
+def _is_whole_folder(pack: str) -> bool:
+    return Path(pack).is_dir() and not (Path(pack) / RECORD).is_file()
+
+
+def _in_words(packs: Sequence[str], experts_per_layer: Sequence[int]) -> str:
+    return f"{', '.join(packs)}; experts per layer {' '.join(map(str, experts_per_layer))}"

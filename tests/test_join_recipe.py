@@ -1,0 +1,168 @@
+"""A recipe that joins language packs."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from conftest import save_dense, write_texts
+from test_join import EL, HU, make_pack, same_files
+from test_packs_in_use import WORDS
+
+from hf_moe_expand import join_expansions, run_recipe, validate_recipe
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.report.page import make_page
+
+TRAINING = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "disable_tqdm": True}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    for code, words in WORDS.items():
+        write_texts(home / f"{code}.jsonl", [words.format(number) for number in range(20)])
+    save_dense(home / "base")
+    for seed, (code, plan) in enumerate({"el": EL, "hu": HU}.items(), start=1):
+        make_pack(home / f"qwen-{code}", home / "base", plan, seed)
+    return home
+
+
+def fields(home, tmp_path, **changes):
+    texts = {code: str(home / f"{code}.jsonl") for code in WORDS}
+    found = {
+        "base": str(home / "base"),
+        "output": str(tmp_path / "run"),
+        "join": {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")], "calibrate": True, "tokens": 60},
+        "old": {code: texts[code] for code in ("en", "de")},
+        "new": {code: texts[code] for code in ("el", "hu")},
+        "test": {code: texts[code] for code in ("en", "el", "hu")},
+        "review": {"block_size": 32, "training": TRAINING},
+        "evaluation": {"block_size": 32, "batch_size": 4},
+        **changes,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def recipe(home, tmp_path, **changes):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(fields(home, tmp_path, **changes)))
+    return Recipe.load(file)
+
+
+def steps(said):
+    return [line.split("] ")[1].split(":")[0] for line in said if line.startswith("[") and not line.endswith("...")]
+
+
+def test_it_joins_calibrates_reviews_and_evaluates_and_resumes(home, tmp_path):
+    loaded = recipe(home, tmp_path)
+    found = validate_recipe(loaded)
+    assert "join: qwen-el, qwen-hu; experts per layer 4 2 3" in found
+    said = []
+    assert run_recipe(loaded, said.append) == tmp_path / "run" / "review"
+    assert steps(said) == ["join", "review", "evaluate"]
+    assert "factors of the routers" in " ".join(said)
+    again = []
+    run_recipe(loaded, again.append)
+    assert all("done already" in line for line in again if line.startswith("["))
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert list(evaluation["models"]) == ["base", "joined", "reviewed"]
+    assert evaluation["expansions"] == [["el"], ["hu"]]
+    record = json.loads((tmp_path / "run" / "steps.json").read_text())["join"]
+    scales = record["facts"]["scales"]
+    packs = [home / "qwen-el", home / "qwen-hu"]
+    join_expansions(packs, tmp_path / "same", scales=scales)
+    same_files(tmp_path / "run" / "joined", tmp_path / "same")
+    page = make_page(tmp_path / "run")
+    assert "New: el, then hu." in page
+    assert "Packs: qwen-el, qwen-hu." in page
+    (tmp_path / "run" / "joined").rename(tmp_path / "gone")
+    run_recipe(loaded, again.append)  # the review stands for it
+
+
+def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
+    join = {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")]}
+    said = []
+    loaded = recipe(home, tmp_path, old=None, new=None, review=None, join=join)
+    validate_recipe(loaded)
+    assert run_recipe(loaded, said.append) == tmp_path / "run" / "joined"
+    assert steps(said) == ["join", "evaluate"]
+    join_expansions(join["packs"], tmp_path / "same")
+    same_files(tmp_path / "run" / "joined", tmp_path / "same")
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert (evaluation["old"], evaluation["expansions"]) == (["en", "de"], [["el"], ["hu"]])
+    assert "Packs: qwen-el, qwen-hu." in make_page(tmp_path / "run")
+
+
+def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_path):
+    written = {"documents": 8, "tokens": 30, "prompts": {"en": ["The city"], "de": ["Die Stadt"]}}
+    review = {"block_size": 32, "distillation_coef": 1.0, "fewer_documents": True, "training": TRAINING}
+    loaded = recipe(home, tmp_path, old=None, test=None, self_written=written, review=review)
+    validate_recipe(loaded)
+    said = []
+    run_recipe(loaded, said.append)
+    assert steps(said) == ["self_written", "join", "review"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"plan": {"method": "moe-lpr", "experts": 2}}, "plan: a recipe with `join` makes and trains no new experts"),
+        ({"post_pretrain": {"training": TRAINING}}, "post_pretrain: a recipe with `join` makes and trains no new"),
+        ({"expansions": [{"new": {"tr": "tr.jsonl"}}]}, "expansions: a recipe with `join`"),
+        ({"graft": {"instruct": "x"}}, "graft: a recipe with `join`"),
+        ({"expand": {"expert_kind": "lora"}}, "expand: a recipe with `join`"),
+        ({"join": {"packs": ["only-one"]}}, "join.packs"),
+        ({"new": None}, "join.calibrate: finds the factors of the packs' routers on text"),
+        ({"old": None}, "old: no old language: the review stage"),
+        ({"join": {"packs": ["a", "b"], "tokens": 3}}, "join: tokens is 3: must be at least 16"),
+    ],
+)
+def test_what_a_recipe_cannot_say(home, tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        recipe(home, tmp_path, **changes)
+
+
+def test_what_validation_refuses(home, tmp_path):
+    def refused(message, **changes):
+        with pytest.raises(InputError, match=message):
+            validate_recipe(recipe(home, tmp_path, **changes))
+        assert not (tmp_path / "run").exists()
+
+    el, hu = str(home / "qwen-el"), str(home / "qwen-hu")
+    refused("join.packs: .*no such folder", join={"packs": [el, str(tmp_path / "nothing")]})
+    refused("join.packs: .*is a qwen2 checkpoint, which is no language pack", join={"packs": [el, str(home / "base")]})
+    shutil.copytree(el, tmp_path / "copy")
+    refused("join.packs: copy: is the same pack as qwen-el", join={"packs": [el, str(tmp_path / "copy")]})
+    wide = save_dense(tmp_path / "wide", intermediate_size=64)
+    refused("qwen-el: is no expansion of `base`, .*wide: tensor .* differs", base=str(wide))
+    texts = {code: str(home / f"{code}.jsonl") for code in WORDS}
+    refused("new: tr: the packs do not have it as a new language", new={**{c: texts[c] for c in ("el", "hu", "tr")}})
+    refused("review: de: needs text of every language of the packs", old={"en": texts["en"]})
+    refused(r"join: calibration: no text in a language of qwen-hu \(hu\)", new={"el": texts["el"]}, review=None)
+    refused(
+        "has .* tokens, but the calibration reads 5,000", join={"packs": [el, hu], "calibrate": True, "tokens": 5000}
+    )
+    refused("output: .*lies in the input folder", output=el + "/run")
+
+
+def test_a_base_with_other_bytes_is_refused_when_it_runs(home, tmp_path):
+    other = save_dense(tmp_path / "other", seed=3)
+    loaded = recipe(home, tmp_path, base=str(other))
+    validate_recipe(loaded)
+    with pytest.raises(InputError, match=r"join\.packs: qwen-el: is no expansion of `base`"):
+        run_recipe(loaded, lambda line: None)
+
+
+def test_offline_and_variables(home, tmp_path, monkeypatch):
+    file = tmp_path / "recipe.yaml"
+    packs = {"packs": ["$PACKS/qwen-el", "me/qwen-hu"]}
+    file.write_text(yaml.safe_dump(fields(home, tmp_path, join=packs)))
+    with pytest.raises(InputError, match=r"join\.packs\[0\]: the environment variable \$PACKS is not set"):
+        Recipe.load(file)
+    found = validate_recipe(Recipe.load(file, unset_ok=True), offline=True)
+    assert "skipped: join: base and packs are not whole on this machine" in found
+    monkeypatch.setenv("PACKS", str(home))
+    assert Recipe.load(file).join.packs[0] == str(home / "qwen-el")
+    whole = recipe(home, tmp_path)
+    assert "join: qwen-el, qwen-hu; experts per layer 4 2 3" in validate_recipe(whole, offline=True)
