@@ -3,10 +3,10 @@
     python benchmarks/nothing_lost.py --base runs/real_text/base --help-pages DIR --flores DIR --seeds 0 1 2
 
 DIR of the help pages holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl, DIR of FLORES LANGUAGE.dev.jsonl (objects with
-`text`). `benchmarks/nothing_lost.yaml` has the languages, the stages and the reviews; `--settings` takes another file,
-such as `nothing_lost_smollm2.yaml`. For each seed one stage 1 is trained, and every review starts from it. The first
-`tuning_documents` of the training text are not trained on: `--tuning` scores them in place of the test text. Finished
-parts are kept: run it again to continue.
+`text`). `studies/nothing_lost.yaml` has the languages, the stages and the reviews; `--settings` takes another file, such
+as `nothing_lost_smollm2.yaml` beside it. For each seed one stage 1 is trained, and every review starts from it. The
+first `tuning_documents` of the training text are not trained on: `--tuning` scores them in place of the test text.
+Finished parts are kept: run it again to continue.
 """
 
 import argparse
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--help-pages", type=Path, required=True)
     parser.add_argument("--flores", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/nothing_lost"))
-    parser.add_argument("--settings", type=Path, default=Path(__file__).with_suffix(".yaml"))
+    parser.add_argument("--settings", type=Path, default=Path(__file__).with_name("studies") / "nothing_lost.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--tuning", action="store_true", help="score the held-out slice of the training text")
     parser.add_argument("--threads", type=int)

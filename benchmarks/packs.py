@@ -2,8 +2,8 @@
 
     python benchmarks/packs.py --base runs/real_text/base --help-pages DIR --out runs/packs --seeds 0 1 2
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl (objects with `text`). `benchmarks/packs.yaml` has the languages
-and the stages; `--settings` takes another file. Every way ends with the same number of experts, trains each new
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl (objects with `text`). `studies/packs.yaml` has the languages and the
+stages; `--settings` takes another file. Every way ends with the same number of experts, trains each new
 language for the same number of steps, and reviews with the same settings. Finished parts are kept: run it again to
 continue.
 """
@@ -21,11 +21,11 @@ from tables import markdown_table
 from hf_moe_expand import (
     PostPretrainConfig,
     ReviewConfig,
-    calibrate_join,
     expand_checkpoint,
     grow_checkpoint,
     join_expansions,
 )
+from hf_moe_expand.analysis.calibration import join_calibrated
 from hf_moe_expand.checkpoint.source import load_base_config, load_config
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.evaluation.perplexity import evaluate_model
@@ -92,10 +92,9 @@ class Study:
     def calibrated(self) -> Path:
         out = self.folder / "calibrated"
         if not out.exists():
-            model, tokenizer = load_for_inference(self.joined())
             texts = {code: source.load()["text"] for code, source in self.text([*self.old, *self.new]).items()}
-            scales = calibrate_join(model, tokenizer, texts, tokens=self.settings["calibration_tokens"])
-            join_expansions([self.pack(code) for code in self.new], out, scales=scales)
+            packs = [self.pack(code) for code in self.new]
+            join_calibrated(packs, out, texts, tokens=self.settings["calibration_tokens"])
         return out
 
     def joint(self) -> Path:
@@ -169,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--help-pages", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/packs"))
-    parser.add_argument("--settings", type=Path, default=Path(__file__).with_suffix(".yaml"))
+    parser.add_argument("--settings", type=Path, default=Path(__file__).with_name("studies") / "packs.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--table", type=Path, help="also write the table here")

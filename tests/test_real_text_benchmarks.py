@@ -150,7 +150,7 @@ def tiny_study(tmp_path, help_text, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
     def run(name, *options, **changes):
-        settings = yaml.safe_load((BENCHMARKS / f"{name}.yaml").read_text("utf-8"))
+        settings = yaml.safe_load((BENCHMARKS / "studies" / f"{name}.yaml").read_text("utf-8"))
         for stage in ("post_pretrain", "review"):
             settings[stage] |= {"block_size": 32, "max_steps": 2, "per_device_train_batch_size": 2, "warmup_steps": 0}
         settings |= {"evaluation": {"block_size": 32, "batch_size": 4, "max_tokens": 400}, **changes}
@@ -175,7 +175,7 @@ def test_nothing_lost(tiny_study, tmp_path):
     options = ["--flores", str(tmp_path / "flores"), "--figure", str(tmp_path / "gates.svg")]
     table = tiny_study("nothing_lost", *options, self_written=written, tuning_documents=4)
     found = rows(table)
-    reviews = list(yaml.safe_load((BENCHMARKS / "nothing_lost.yaml").read_text())["reviews"])
+    reviews = list(yaml.safe_load((BENCHMARKS / "studies" / "nothing_lost.yaml").read_text())["reviews"])
     assert list(found) == ["base", "stage 1", *reviews, f"{reviews[-1]}, and the user's word"]
     word = found[f"{reviews[-1]}, and the user's word"]
     assert [word[0], word[1], word[3], word[4]] == ["+0.00 %"] * 4  # the base's own output
