@@ -3,9 +3,9 @@
     python benchmarks/nothing_lost.py --base runs/real_text/base --help-pages DIR --flores DIR --seeds 0 1 2
 
 DIR of the help pages holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl, DIR of FLORES LANGUAGE.dev.jsonl (objects with
-`text`). `studies/nothing_lost.yaml` has the languages, the stages and the reviews; `--settings` takes another file, such
-as `nothing_lost_smollm2.yaml` beside it. For each seed one stage 1 is trained, and every review starts from it. The
-first `tuning_documents` of the training text are not trained on: `--tuning` scores them in place of the test text.
+`text`). `studies/nothing_lost.yaml` has the languages, the stages and the reviews; `--settings` takes another file,
+such as `nothing_lost_smollm2.yaml` beside it. For each seed one stage 1 is trained, and every review starts from it.
+The first `tuning_documents` of the training text are not trained on: `--tuning` scores them in place of the test text.
 Finished parts are kept: run it again to continue.
 """
 

@@ -2,8 +2,8 @@
 
     python benchmarks/packs.py --base runs/real_text/base --help-pages DIR --out runs/packs --seeds 0 1 2
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl (objects with `text`). `studies/packs.yaml` has the languages and the
-stages; `--settings` takes another file. Every way ends with the same number of experts, trains each new
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl (objects with `text`). `studies/packs.yaml` has the languages and
+the stages; `--settings` takes another file. Every way ends with the same number of experts, trains each new
 language for the same number of steps, and reviews with the same settings. Finished parts are kept: run it again to
 continue.
 """
