@@ -24,7 +24,8 @@ class LayerMoEModel(ExpandedModelMixin, PreTrainedModel):
 
 class LayerMoEForCausalLM(ExpandedModelMixin, PreTrainedModel, GenerationMixin):
     """A language model expanded by MoE-LPR or LayerMoE. It has the methods of the backbone's own `...ForCausalLM`, and
-    `capture_routing()`, `use_expert()` and `expanded_ffns()`."""
+    `capture_routing()`, `use_expert()`, `use_languages()` and `expanded_ffns()`; `forward` and `generate` take
+    `languages`."""
 
     config_class = LayerMoEConfig
     _dense_mapping = MODEL_FOR_CAUSAL_LM_MAPPING
