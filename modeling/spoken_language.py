@@ -61,6 +61,8 @@ def with_languages(forward: Callable) -> Callable:
         with self.use_languages(languages):
             return forward(self, *args, **kwargs)
 
+    # accelerate unwinds a forward that it has wrapped along `__wrapped__`, and would unwind this one too.
+    del forward_with_languages.__wrapped__  # type: ignore[attr-defined]
     signature = inspect.signature(forward)
     added = inspect.Parameter("languages", inspect.Parameter.KEYWORD_ONLY, default=None)
     parameters = list(signature.parameters.values())

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import CONFIGURATIONS, byte_tokenizer, matrix, tiny_config, tiny_dense
 from transformers import Trainer, TrainingArguments, pipeline
 
@@ -174,6 +175,17 @@ def test_a_model_that_records_no_language_says_so():
     model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("qwen2"), num_experts_per_layer=[2, 1, 2]))
     with pytest.raises(ValueError, match="it knows no language"):
         model(**text(1), languages="en")
+
+
+def test_accelerate_leaves_the_argument_in_place():
+    """It wraps the forward pass for mixed precision, and unwinds it."""
+    _, model = expanded("qwen2")
+    before = model(**text(2), languages="en").logits
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(model)
+    prepared(**text(2), languages="en")
+    unwound = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert torch.equal(unwound(**text(2), languages="en").logits, before)
 
 
 def test_the_forward_pass_keeps_its_signature_for_the_library(tmp_path):
