@@ -89,12 +89,12 @@ class Study:
             join_expansions([self.pack(code) for code in self.new], out)
         return out
 
-    def calibrated(self) -> Path:
-        out = self.folder / "calibrated"
+    def calibrated(self, gates: bool) -> Path:
+        out = self.folder / ("gated" if gates else "calibrated")
         if not out.exists():
             texts = {code: source.load()["text"] for code, source in self.text([*self.old, *self.new]).items()}
             packs = [self.pack(code) for code in self.new]
-            join_calibrated(packs, out, texts, tokens=self.settings["calibration_tokens"])
+            join_calibrated(packs, out, texts, tokens=self.settings["calibration_tokens"], gates=gates)
         return out
 
     def joint(self) -> Path:
@@ -132,7 +132,8 @@ class Study:
         found = {"base": self.score(self.base)}
         found |= {f"pack {code}": self.score(self.pack(code)) for code in self.new}
         found["joined"] = self.score(self.joined())
-        found["joined, calibrated"] = self.score(self.calibrated())
+        found["joined, factors"] = self.score(self.calibrated(gates=False))
+        found["joined, gates"] = self.score(self.calibrated(gates=True))
         found["joined, reviewed"] = self.score(self.review(self.joined(), "joined-reviewed", self.old, self.new))
         found["one joint expansion"] = self.score(self.joint())
         found["lifelong"] = self.score(self.lifelong())

@@ -160,6 +160,11 @@ class Recipe(Expansion):
                     "by a recipe of its own."
                 )
         check_old_and_new(self.old_languages, self.new)
+        if self.join is not None and self.join.gates and not (self.join.calibrate and self.old_languages):
+            raise InputError(
+                "join.gates: fits gates on text: set `calibrate: true`, and give text of the base's languages under "
+                "`old` too."
+            )
         if self.join is not None and self.join.calibrate and not self.new:
             raise InputError(
                 "join.calibrate: finds the factors of the packs' routers on text: give some of each pack's languages "

@@ -73,6 +73,10 @@ class JoinSettings:
     calibrate: Annotated[
         Flag, Field(description="find a factor for each pack's router, on text under `old` and `new`")
     ] = False
+    gates: Annotated[
+        Flag,
+        Field(description="with calibrate: instead of factors, fit prefix gates that tell the packs' languages apart"),
+    ] = False
     tokens: Annotated[
         Annotated[Whole, Field(ge=16)], Field(description="tokens of each language that a calibration reads")
     ] = 500

@@ -190,7 +190,8 @@ def test_nothing_lost(tiny_study, tmp_path):
 def test_packs(tiny_study):
     found = rows(tiny_study("packs", calibration_tokens=100))
     assert list(found) == [
-        "base", "pack el", "pack hu", "pack tr", "joined", "joined, calibrated", "joined, reviewed",
+        "base", "pack el", "pack hu", "pack tr", "joined", "joined, factors", "joined, gates",
+        "joined, reviewed",
         "one joint expansion", "lifelong",
     ]  # fmt: skip
     assert found["one joint expansion"][-1] == "100.0 %"

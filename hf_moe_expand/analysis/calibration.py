@@ -24,6 +24,7 @@ from ..modeling.configuration_layer_moe import joins_packs
 from ..models import load_for_inference, load_tokenizer, longest_block
 from ..records import ExpansionRecord, History
 from ..scratch import beside, scratch_folder
+from .gate_fit import fit_gates
 
 FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 TOKENS = 500
@@ -40,7 +41,8 @@ class Calibration:
 
     Attributes:
         factors: factor of each pack's router, to multiply the scale that it has in the model.
-        before, after: bits per byte of each language, with factors of 1 and with `factors`.
+        before, after: bits per byte of each language, with factors of 1 and with `factors`; for gates, without them and
+            with the right experts for each language.
     """
 
     factors: list[float]
@@ -88,6 +90,7 @@ def join_calibrated(
     texts: Mapping[str, Iterable[str]],
     *,
     tokens: int = TOKENS,
+    gates: bool = False,
     keep_both: bool = False,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -95,8 +98,12 @@ def join_calibrated(
     """`join_expansions` with the scales that `calibrate_join` finds. The model is written twice, one after the other:
     into a folder beside `out`, which is removed, and, with its scales, to `out`.
 
+    Args:
+        gates: instead of scales, fit prefix gates in all expanded layers (`gate_fit.fit_gates`), which tell the packs'
+            languages and the base's apart. They take the place of the packs' own classifiers.
+
     Raises:
-        InputError: see `join_expansions` and `calibrate_join`.
+        InputError: see `join_expansions`, `calibrate_join` and `fit_gates`.
     """
     found = load_packs(packs, out, overwrite)
     check_packs(found, keep_both)
@@ -106,10 +113,32 @@ def join_calibrated(
     with scratch_folder(beside(Path(out), "joined"), True) as scratch:
         write_joined(found, scratch / "model", max_shard_size=max_shard_size)
         model, _ = load_for_inference(scratch / "model")
+        if gates:
+            fitted, calibration = _gated(model, streams, found)
+            del model
+            return write_joined(fitted, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
         calibration = _search(model, streams, len(found))
         del model
     scaled = [replace(pack, scale=pack.scale * by) for pack, by in zip(found, calibration.factors, strict=True)]
     return write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
+
+
+def _gated(model: Any, streams: Mapping[str, Stream], packs: Sequence[Pack]) -> tuple[list[Pack], Calibration]:
+    """The packs with gates that are fitted on the streams; and the bits per byte of the streams before, and told their
+    languages, which is what the gates aim at."""
+    rows = fit_gates(model, {code: ids for code, (ids, _, _) in streams.items()})
+    ends = [0, *accumulate(pack.expansions for pack in packs)]
+    fitted = [
+        replace(pack, scale=1.0, gates={layer: found[start:end] for layer, found in rows.items()})
+        for pack, (start, end) in zip(packs, pairwise(ends), strict=True)
+    ]
+    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
+    before, told = {}, {}
+    for code, stream in streams.items():
+        before[code] = _bits_per_byte(model, stream, block)
+        with model.use_languages(code):
+            told[code] = _bits_per_byte(model, stream, block)
+    return fitted, Calibration([1.0] * len(packs), before, told)
 
 
 def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig
 from ..records import ExpansionRecord, History, StageRecord
 from .folder import write_checkpoint
-from .packs import PACK_FILE, ROUTING, Pack, own_pack, packs_inside, routing_of
+from .packs import FITTED_GATE, PACK_FILE, ROUTING, Pack, own_pack, packs_inside, routing_of
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
@@ -209,9 +209,9 @@ def _check_config(first: Pack, pack: Pack) -> None:
             f"router_top_k is {first.config.router_top_k} in {first.name}, but {pack.config.router_top_k} in "
             f"{pack.name}: their routers were trained for different numbers of active experts."
         )
-    gates = {str(one.config.prefix_gate): one.name for one in (first, pack) if one.config.classifier_layers}
-    if len(gates) > 1:
-        (one, a), (other, b) = gates.items()
+    judging = {str(one.config.prefix_gate): one.name for one in (first, pack) if one.config.classifier_layers}
+    if len(judging) > 1:
+        (one, a), (other, b) = judging.items()
         raise InputError(f"prefix_gate is {one} in {a}, but {other} in {b}: their classifiers judge in different ways.")
     ours, theirs = first.config.to_dict(), pack.config.to_dict()
     for name in sorted((set(ours) | set(theirs)) - set(_MAY_DIFFER)):
@@ -294,7 +294,8 @@ def joined_config(packs: Sequence[Pack]) -> Any:
     history, records = [], []
     new = {code for pack in packs for code in _new(pack)}
     old = list(dict.fromkeys(code for pack in packs for code in pack.history.first.old_languages if code not in new))
-    classifiers = sorted({layer for pack in packs for layer in pack.config.classifier_layers})
+    gates = sorted({layer for pack in packs for layer in pack.gates})
+    classifiers = gates or sorted({layer for pack in packs for layer in pack.config.classifier_layers})
     known = list(old)
     for pack in packs:
         before = cumulated
@@ -307,7 +308,11 @@ def joined_config(packs: Sequence[Pack]) -> Any:
     config.earlier_experts_per_layer = history[:-1] or None
     config.packs = [pack.expansions for pack in packs]
     config.classifier_layers = classifiers
-    config.prefix_gate = next((pack.config.prefix_gate for pack in packs if pack.config.classifier_layers), None)
+    config.prefix_gate = (
+        FITTED_GATE
+        if gates
+        else next((pack.config.prefix_gate for pack in packs if pack.config.classifier_layers), None)
+    )
     updates = [pack.update for pack in packs]
     if any(update != updates[0] for update in updates):
         config.expert_kind, config.lora_rank, config.lora_alpha = "ffn", None, None

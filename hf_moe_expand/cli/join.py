@@ -24,6 +24,13 @@ def join(
         list[str] | None,
         typer.Option(help="LANGUAGE=FILE of text by which one factor for each pack's router is found; repeat."),
     ] = None,
+    gates: Annotated[
+        bool,
+        typer.Option(
+            "--gates",
+            help="With --calibrate: instead of factors, fit prefix gates that tell the packs' languages apart.",
+        ),
+    ] = False,
     tokens: Annotated[
         int | None, typer.Option(help="With --calibrate: tokens to read of each language; 500 by default.")
     ] = None,
@@ -40,6 +47,10 @@ def join(
     """
     if tokens is not None and not calibrate:
         raise InputError("--tokens belongs to --calibrate, which is not given.")
+    if gates and not calibrate:
+        raise InputError(
+            "--gates fits gates on text: give it with --calibrate LANGUAGE=FILE, the base's languages too."
+        )
     check_checkpoints(*packs, expanded=True)
     if not calibrate:
         from ..checkpoint.join import join_expansions
@@ -52,7 +63,8 @@ def join(
 
     texts = {code: source.load()["text"] for code, source in sources.items()}
     report, calibration = join_calibrated(
-        packs, out, texts, tokens=TOKENS if tokens is None else tokens, keep_both=keep_both,
+        packs, out, texts, tokens=TOKENS if tokens is None else tokens, gates=gates,
+        keep_both=keep_both,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     print("\n".join([*calibration.lines(), *report.lines()]))

@@ -118,7 +118,12 @@ class JoinPacks(Step):
             report = join_expansions(settings.packs, self.output, **options)
             return Done(_in_words(report.packs, report.experts_per_layer))
         report, found = join_calibrated(
-            settings.packs, self.output, self.round.texts(self._given), tokens=settings.tokens, **options
+            settings.packs,
+            self.output,
+            self.round.texts(self._given),
+            tokens=settings.tokens,
+            gates=settings.gates,
+            **options,
         )
         factors = " ".join(f"{scale:g}" for scale in report.scales)
         said = f"{_in_words(report.packs, report.experts_per_layer)}; factors of the routers {factors}"
