@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..checkpoint.join import JoinReport, check_packs, load_packs, write_joined
+from ..checkpoint.join import JoinReport, check_packs, joined_config, load_packs, write_joined
 from ..checkpoint.packs import Pack
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError
@@ -109,6 +109,8 @@ def join_calibrated(
     check_packs(found, keep_both)
     # Before the first model is written.
     check_calibrated(texts, found, tokens)
+    if gates:
+        check_gated(texts, found)
     streams = _streams(load_tokenizer(found[0].stored.folder, packs[0]), texts, tokens)
     with scratch_folder(beside(Path(out), "joined"), True) as scratch:
         write_joined(found, scratch / "model", max_shard_size=max_shard_size)
@@ -152,6 +154,23 @@ def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -
         InputError: it is one of these.
     """
     _check_languages(given, [(pack.name, pack.history.expansions) for pack in packs], tokens)
+
+
+def check_gated(given: Iterable[str], packs: Sequence[Pack]) -> None:
+    """Refuses text that gates cannot be fitted on, for lack of one of their classes.
+
+    Raises:
+        InputError: there is no text in a language of the base, or of an expansion.
+    """
+    config = joined_config(packs)
+    named = History.of(config).by_expansion
+    for number, codes in enumerate(named):
+        if not set(codes) & set(given):
+            whose = "the base" if number == 0 else f"expansion {number}"
+            raise InputError(
+                "calibration: gates tell the base's languages and each pack's apart, but there is no text in a "
+                f"language of {whose} ({', '.join(codes) or 'none is named'}): give some."
+            )
 
 
 def _check_languages(given: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import InputError
 from ..models import longest_block
 from ..records import History
 from .similarity import ffn_inputs, padded_batches
@@ -36,20 +35,10 @@ def fit_gates(model: Any, ids: Mapping[str, list[int]]) -> dict[int, torch.Tenso
     Args:
         model: joined model.
         ids: tokens of languages of the model: at least one of the base's, and one of each expansion's.
-
-    Raises:
-        InputError: a class has no text.
     """
     model.eval()
     classes = History.of(model.config).classes
     present = [classes[code] for code in ids]
-    if missing := sorted(set(classes.values()) - set(present)):
-        names = [code for code, number in classes.items() if number == missing[0]]
-        whose = "the base" if missing[0] == 0 else f"expansion {missing[0]}"
-        raise InputError(
-            "calibration: gates tell the base's languages and each pack's apart, but there is no text in a language "
-            f"of {whose} ({', '.join(names)}): give some."
-        )
     layers, hidden = list(model.expanded_ffns()), model.config.hidden_size
     squares = {layer: torch.zeros(hidden, hidden, dtype=torch.float64) for layer in layers}
     sums = {layer: torch.zeros(max(present) + 1, hidden, dtype=torch.float64) for layer in layers}
