@@ -42,7 +42,7 @@ def test_the_rows_are_the_ridge_regression_of_the_class_indicators(packs, tmp_pa
     for code, tokens in ids.items():
         inputs = {}
         handles = [
-            ffn.register_forward_pre_hook(lambda _, args, layer=layer: inputs.__setitem__(layer, args[0]))
+            ffn.register_forward_pre_hook(lambda _, args, layer=layer, inputs=inputs: inputs.update({layer: args[0]}))
             for layer, ffn in model.expanded_ffns().items()
         ]
         with torch.no_grad():
