@@ -107,7 +107,7 @@ def test_the_command_fits_gates(packs, tmp_path):
         write_texts(tmp_path / f"{code}.jsonl", texts)
     given = [part for code in TWO for part in ("--calibrate", f"{code}={tmp_path / code}.jsonl")]
     said = invoke("join", tmp_path / "out", packs["el"], packs["hu"], *given, "--tokens", 100, "--gates")
-    assert "wrote" in said
+    assert "gates fitted; without them, and told the languages: bits per byte" in said
     assert "judge the text so far" in invoke("inspect", tmp_path / "out")
     with pytest.raises(InputError, match="--gates fits gates on text"):
         invoke("join", tmp_path / "no", packs["el"], packs["hu"], "--gates")

@@ -43,17 +43,21 @@ class Calibration:
         factors: factor of each pack's router, to multiply the scale that it has in the model.
         before, after: bits per byte of each language, with factors of 1 and with `factors`; for gates, without them and
             with the right experts for each language.
+        gates: whether gates were fitted instead of factors.
     """
 
     factors: list[float]
     before: dict[str, float]
     after: dict[str, float]
+    gates: bool = False
 
     def lines(self) -> list[str]:
         """The lines that the command line prints."""
         means = [sum(scores.values()) / len(scores) for scores in (self.before, self.after)]
         of_each = ", ".join(f"{code} {self.before[code]:.3f} to {self.after[code]:.3f}" for code in self.after)
-        return [f"calibration        bits per byte {means[0]:.3f} to {means[1]:.3f} ({of_each})"]
+        said = f"bits per byte {means[0]:.3f} to {means[1]:.3f}"
+        said = f"gates fitted; without them, and told the languages: {said}" if self.gates else said
+        return [f"calibration        {said} ({of_each})"]
 
 
 def calibrate_join(
@@ -140,7 +144,7 @@ def _gated(model: Any, streams: Mapping[str, Stream], packs: Sequence[Pack]) -> 
         before[code] = _bits_per_byte(model, stream, block)
         with model.use_languages(code):
             told[code] = _bits_per_byte(model, stream, block)
-    return fitted, Calibration([1.0] * len(packs), before, told)
+    return fitted, Calibration([1.0] * len(packs), before, told, gates=True)
 
 
 def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:
