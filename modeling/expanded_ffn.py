@@ -87,7 +87,8 @@ class ExpandedFFN(nn.Module):
         if alone is not None and alone >= len(self.experts):
             raise ValueError(f"Layer {self.layer_index} has no expert {alone}; give one of 0..{len(self.experts) - 1}.")
         text = self._text(hidden_states)
-        if alone is not None and self.control.capture is None:
+        if alone is not None and self.control.capture is None and not self.training:
+            # Not in training: a recomputation, which nothing captures, must save the tensors that the first pass saved.
             if self.classifier is not None and text is not None:
                 text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
             return run_alone(self.experts, alone, hidden_states, residual, self.training)

@@ -73,6 +73,7 @@ TESTED = {
     ("low_resource.md", "yaml"): "test_docs.py::test_the_guide_to_little_text",
     ("moe_lpr_layermoe.md", "bash"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
     ("moe_lpr_layermoe.md", "yaml"): "test_docs.py::test_the_moe_lpr_and_layermoe_guide",
+    ("nothing_lost.md", "bash"): "test_real_text_benchmarks.py::test_nothing_lost",
     ("packs.md", "bash"): "test_docs.py::test_the_guide_to_packs",
     ("packs.md", "yaml"): "test_docs.py::test_the_guide_to_packs",
     ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",

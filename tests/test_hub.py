@@ -377,7 +377,7 @@ PACKS = """
 from hf_moe_expand import Plan, expand_checkpoint
 for code, counts in (("el", [3, 1, 2]), ("hu", [2, 2, 1])):
     plan = Plan("layer-moe", counts, [0], old=["en"], new=[code])
-    expand_checkpoint("org/tiny", f"{folder}/tiny-{code}", plan, seed=counts[0])
+    expand_checkpoint("org/of-packs", f"{folder}/tiny-{code}", plan, seed=counts[0])
 """
 JOIN = """
 from hf_moe_expand import join_expansions
@@ -386,6 +386,7 @@ result = join_expansions(packs, out).packs
 
 
 def test_packs_of_the_hub_join_and_the_joined_model_is_published(server, client, base, tmp_path):
+    server.add("org/of-packs", {file.name: file.read_bytes() for file in base.iterdir()})
     client.run(PACKS, folder=str(tmp_path))
     for code in ("el", "hu"):
         assert "value" in client.push(tmp_path / f"tiny-{code}", f"me/tiny-{code}", expansion_only=True)
