@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..checkpoint.join import JoinReport, check_packs, joined_config, load_packs, write_joined
+from ..checkpoint.join import JoinReport, joined_config, load_packs, write_joined
+from ..checkpoint.pack_checks import check_packs
 from ..checkpoint.packs import Pack
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError

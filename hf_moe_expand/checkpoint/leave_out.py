@@ -76,14 +76,9 @@ def leave_out_pack(
 
 def _find(packs: Sequence[Pack], wanted: str) -> Pack:
     named = [pack for pack in packs if pack.name == wanted]
-    named = named or [
-        pack for pack in packs if any(wanted in record.new_languages for record in pack.history.expansions)
-    ]
+    named = named or [pack for pack in packs if wanted in pack.new_languages]
     if len(named) != 1:
-        known = "; ".join(
-            f"{pack.name} ({', '.join(code for one in pack.history.expansions for code in one.new_languages)})"
-            for pack in packs
-        )
+        known = "; ".join(f"{pack.name} ({', '.join(pack.new_languages)})" for pack in packs)
         said = "several packs have it" if named else "no pack has this name or language"
         raise InputError(f"{wanted!r}: {said}; the model joins {known}.")
     return named[0]

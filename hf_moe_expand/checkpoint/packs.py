@@ -69,6 +69,11 @@ class Pack:
         return len(self.history)
 
     @property
+    def new_languages(self) -> list[str]:
+        """The languages that it adds."""
+        return list(dict.fromkeys(code for one in self.history.expansions for code in one.new_languages))
+
+    @property
     def counts(self) -> list[list[int]]:
         """`num_experts_per_layer` after each of its expansions."""
         return [*(self.config.earlier_experts_per_layer or []), self.config.num_experts_per_layer]

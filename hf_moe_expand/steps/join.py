@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.calibration import check_calibrated, first_tokens, join_calibrated
-from ..checkpoint.join import check_packs, join_expansions, joined_config, load_packs, same_bytes
+from ..checkpoint.join import join_expansions, joined_config, load_packs
+from ..checkpoint.pack_checks import check_packs, same_bytes
 from ..checkpoint.packs import Pack
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import resolve_checkpoint
