@@ -237,6 +237,9 @@ class RoutingResult:
         names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")
         lists = {f"{name}.{code}": values for name in names for code, values in getattr(self, name).items()}
         _check_lengths(len(self.layers), lists | {"similarity": self.similarity})
+        for name in (*names, "perplexity"):
+            if missing := sorted(set(self.classes) - set(getattr(self, name))):
+                raise InputError(f"{name}: lacks {', '.join(missing)}, which classes names.")
         for index, layer in enumerate(self.layers):
             if len({len(layers[index]) for layers in self.top1_share.values()}) > 1:
                 raise InputError(f"top1_share: languages have different numbers of experts in layer {layer}.")

@@ -486,3 +486,12 @@ def test_the_command_says_that_there_is_no_choice(tmp_path):
     said = invoke("analyze", "routing", tmp_path / "moe", "--data", f"el={tmp_path / 'el.jsonl'}", *tokens)
     assert NO_CHOICE in said
     assert not RoutingResult.from_json(tmp_path / "routing.json").has_choice
+
+
+def test_a_result_that_lacks_a_language_is_refused():
+    one = {"en": [[0.5, 0.5]]}
+    with pytest.raises(InputError, match="classifier_accuracy: lacks el, which classes names"):
+        RoutingResult(
+            {"en": 0, "el": 1}, 10, [0], one | {"el": one["en"]}, one | {"el": one["en"]}, {"en": [0.5], "el": [0.5]},
+            {"en": [1], "el": [1]}, {"en": [None]}, [[[1.0] * 2] * 2], [], {"en": 2.0, "el": 2.0}, {}, [0],
+        )  # fmt: skip
