@@ -12,7 +12,7 @@ Finished parts are kept: run it again to continue.
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
@@ -232,13 +232,6 @@ def _pieces(texts: list[str], tokenizer: Any, length: int) -> list[list[int]]:
     return [ids[start : start + length] for start in range(0, 20 * length, length)]
 
 
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    if count:
-        torch.set_num_threads(count)
-    yield
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True)
@@ -253,13 +246,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, help="also write the tables here")
     options = parser.parse_args(arguments)
     study = Study(options)
-    with _threads(options.threads):
-        study.split()
-        table = study.render(dict(study.rows(options.seeds)))
-        shares = gate_accuracy(study, study.review(study.settings["gated"], options.seeds[0]), 64)
-        table += "\n\n" + gate_table(shares)
-        if options.figure:
-            draw_gates(shares, options.figure)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    study.split()
+    table = study.render(dict(study.rows(options.seeds)))
+    shares = gate_accuracy(study, study.review(study.settings["gated"], options.seeds[0]), 64)
+    table += "\n\n" + gate_table(shares)
+    if options.figure:
+        draw_gates(shares, options.figure)
     print(table)
     if options.table:
         options.table.write_text(table + "\n", "utf-8")

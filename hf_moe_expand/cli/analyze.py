@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,18 @@ from .options import (
 )
 
 
+def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The texts of `--old` and of `--new`, whose files are there."""
+    sources = text_sources(old), text_sources(new)
+    from ..data.sources import check_languages
+
+    check_languages(*sources)
+    for texts in sources:
+        for source in texts.values():
+            source.files()
+    return sources
+
+
 @analyze_app.command("similarity")
 def analyze_similarity(
     base: Model,
@@ -44,12 +56,7 @@ def analyze_similarity(
     """
     check_file(out, overwrite)
     check_checkpoints(base, revision=revision)
-    old_sources, new_sources = text_sources(old), text_sources(new)
-    from ..data.sources import check_languages
-
-    check_languages(old_sources, new_sources)
-    for source in [*old_sources.values(), *new_sources.values()]:
-        source.files()
+    old_sources, new_sources = _old_and_new(old, new)
     from ..analysis.similarity import measure_similarity
     from ..models import load_for_inference
 
@@ -90,12 +97,7 @@ def analyze_separability(
     check_file(out, overwrite)
     check_figure(figure, overwrite)
     check_checkpoints(base, revision=revision)
-    old_sources, new_sources = text_sources(old), text_sources(new)
-    from ..data.sources import check_languages
-
-    check_languages(old_sources, new_sources)
-    for source in [*old_sources.values(), *new_sources.values()]:
-        source.files()
+    old_sources, new_sources = _old_and_new(old, new)
     from ..analysis.separability import measure_separability
     from ..models import load_for_inference
 
