@@ -242,7 +242,7 @@ class _Row:
     def review(self, start: Path, codes: Sequence[str], steps: int) -> Path:
         """Review on text of all languages; it takes its own mix of documents."""
         models = self.models
-        text = {code: models.text.piece(code, steps * models.tokens_per_step) for code in codes}
+        text = {code: models.text.piece(code, 4 * steps * models.tokens_per_step) for code in codes}
         own = {"fewer_documents": True, **self.row["review"]}
         return self.train("review", start, text, steps, models.settings["review_rate"], own)
 
