@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo demo-real test oldest lint format clean
+.PHONY: demo demo-real test study study-quick oldest lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
@@ -23,6 +23,30 @@ test: $(VENV)/.installed-dev lint
 # Runs the suite with the oldest transformers that passes it, the lower bound in pyproject.toml.
 oldest: $(VENV)-oldest/.installed
 	$(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
+
+# Every method against the plain alternatives (docs/study.md): hours; run it again to continue. DATA is a folder with
+# help, flores and minimal_pairs. ACCEPT_GEMMA_TERMS=1 adds Gemma-3-270M.
+STUDY := $(BIN)/python benchmarks/study.py
+study: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[gguf]'
+	$(STUDY) base --data $(DATA) --out runs/study/small
+	$(BIN)/python benchmarks/study_bases.py --out runs/study/bases $(if $(ACCEPT_GEMMA_TERMS),--accept-gemma-terms)
+	$(STUDY) run --data $(DATA) --out runs/study/small
+	$(STUDY) speed --data $(DATA) --out runs/study/small
+	$(STUDY) report --out runs/study/small --table runs/study/small.md --json runs/study/small.json --figures runs/study
+	for base in smollm2 gemma3; do \
+	  test -d runs/study/bases/$$base || { echo "$$base: no base, its rows are skipped"; continue; }; \
+	  options="--settings benchmarks/studies/study_$$base.yaml --out runs/study/$$base"; \
+	  $(STUDY) run $$options --data $(DATA) --base runs/study/bases/$$base --seeds 0 || exit 1; \
+	  $(STUDY) speed $$options --data $(DATA) --base runs/study/bases/$$base || exit 1; \
+	  $(STUDY) report $$options --name study_$$base --table runs/study/$$base.md --json runs/study/$$base.json \
+	    --figures runs/study || exit 1; \
+	done
+
+study-quick: $(VENV)/.installed-dev
+	$(STUDY) base --data $(DATA) --out runs/study/quick --steps 60
+	$(STUDY) run --data $(DATA) --out runs/study/quick --settings benchmarks/studies/study_quick.yaml --seeds 0
+	$(STUDY) report --out runs/study/quick --settings benchmarks/studies/study_quick.yaml --figures runs/study/quick
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

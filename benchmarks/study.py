@@ -28,12 +28,12 @@ from small_base import make_small_base
 from study_models import Models
 from study_report import file_name, write_report
 from study_scores import MinimalPairs, bits_per_byte, generation_speed, parameters, read_texts
+from study_settings import read_settings
 from tqdm.auto import tqdm
 
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.models import load_for_inference
-from hf_moe_expand.yamlfile import read_yaml
 
 SETTINGS = Path(__file__).with_name("studies") / "study.yaml"
 
@@ -42,7 +42,7 @@ class Study:
     """The rows of a settings file on one base, and their results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.settings, self.out, self.data = read_yaml(options.settings), options.out, options.data
+        self.settings, self.out, self.data = read_settings(options.settings), options.out, options.data
         self.base = options.base or self.out / "base"
         self.models = Models(self.settings, self.base, self.data / "help", self.out)
         self.old = [code for codes in self.settings["old"].values() for code in codes]
@@ -53,6 +53,8 @@ class Study:
         kept = self.out / "sweep" / f"{file_name(name)}.json"
         if not self.settings["rows"][name]:
             return 0.0
+        if len(self.settings["rates"]) == 1:
+            return self.settings["rates"][0]
         if not kept.exists():
             scores = {}
             for rate in self.settings["rates"]:

@@ -150,36 +150,35 @@ class Models:
         return DeviationResult.from_json(path)
 
     def step(self, name: str, about: Mapping[str, Any], work: Callable[[Path], Mapping[str, Any] | None]) -> Path:
-        """A step's folder: `model/`, and `facts.json` with its processor time and what `work` returns.
+        """A step's model, and beside it a `.json` with its processor time and what `work` returns.
 
         Args:
             about: all that decides the step's result.
             work: makes the model.
         """
         digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:12]
-        folder = self.out / "steps" / f"{name}-{digest}"
-        with FileLock(f"{self._locked(folder)}.lock"):
-            if not (folder / "model").exists():
+        model = self.out / "steps" / f"{name}-{digest}"
+        with FileLock(f"{self._locked(model)}.lock"):
+            if not (model.exists() and facts_of(model).exists()):
+                shutil.rmtree(model, ignore_errors=True)
                 begun = time.process_time()
-                facts = work(folder / "model") or {}
+                facts = work(model) or {}
                 seconds = time.process_time() - begun
-                write_json(
-                    folder / "facts.json",
-                    {"about": json.loads(json.dumps(about, default=str)), "seconds": seconds, **facts},
-                )
-            (folder / "facts.json").touch()
-        return folder
+                told = json.loads(json.dumps(about, default=str))
+                write_json(facts_of(model), {"about": told, "seconds": seconds, **facts})
+            facts_of(model).touch()
+        return model
 
     def prune(self, keep: Sequence[Path]) -> None:
         """Removes the models that were used longest ago, but for `keep`, until the others fit into the limit."""
         limit, held = self.settings["keep_gigabytes"] * 1e9, 0.0
-        folders = sorted((self.out / "steps").glob("*/facts.json"), key=lambda path: -path.stat().st_mtime)
-        for folder in (path.parent / "model" for path in folders):
-            if folder in keep or not folder.exists():
+        last_used = sorted((self.out / "steps").glob("*.json"), key=lambda path: -path.stat().st_mtime)
+        for model in (path.with_suffix("") for path in last_used):
+            if model in keep or not model.exists():
                 continue
-            held += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            held += sum(file.stat().st_size for file in model.rglob("*") if file.is_file())
             if held > limit:
-                shutil.rmtree(folder)
+                shutil.rmtree(model)
 
     @staticmethod
     def _locked(path: Path) -> Path:
@@ -194,7 +193,7 @@ class _Row:
         self.models, self.row, self.seed, self.rate = models, row, seed, rate
         self.steps = round(models.settings["steps"] * share)
         self.review_steps = round(models.settings["review_steps"] * share)
-        self.taken: list[Path] = []  # the folders of its steps
+        self.taken: list[Path] = []  # the models of its steps
 
     def made(self) -> Made:
         row, models = self.row, self.models
@@ -212,7 +211,7 @@ class _Row:
             path = self.dmoe()
         else:
             path = self.expansion(models.new, self.steps, self.review_steps, row["plan"])
-        facts = [read_json(folder / "facts.json", "facts") for folder in self.taken]
+        facts = [read_json(facts_of(model), "facts") for model in self.taken]
         main = max(facts, key=lambda found: found.get("trained", 0))
         return Made(path, main["trained"], sum(found["seconds"] for found in facts), main["losses"])
 
@@ -242,7 +241,8 @@ class _Row:
     def review(self, start: Path, codes: Sequence[str], steps: int) -> Path:
         """Review on text of all languages; it takes its own mix of documents."""
         models = self.models
-        text = {code: models.text.piece(code, 4 * steps * models.tokens_per_step) for code in codes}
+        tokens = max(4 * steps * models.tokens_per_step, 5000)  # enough documents for its mix
+        text = {code: models.text.piece(code, tokens) for code in codes}
         own = {"fewer_documents": True, **self.row["review"]}
         return self.train("review", start, text, steps, models.settings["review_rate"], own)
 
@@ -284,7 +284,7 @@ class _Row:
         ]
         codes = [*models.reviewed, *models.new]
         plan = Plan("dmoe", [len(groups)] * models.layers, new=codes, groups=groups)
-        about = {"branches": [_name(branch) for branch in branches], "seed": self.seed}
+        about = {"branches": [branch.name for branch in branches], "seed": self.seed}
         start = self.step("mixed", about, lambda out: expand_branches(branches, out, plan, seed=self.seed) and None)
         text = self.equal(codes, self.review_steps)
         return self.train("joint", start, text, self.review_steps, self.rate, self.row["joint"])
@@ -295,7 +295,7 @@ class _Row:
         shares = [part // len(models.new) for part in (self.steps, self.review_steps)]
         packs = [self.expansion([code], *shares, self.row["plan"]) for code in models.new]
         texts = {code: models.text.documents(code) for code in (*models.reviewed, *models.new)}
-        about = {"packs": [_name(pack) for pack in packs], "tokens": tokens}
+        about = {"packs": [pack.name for pack in packs], "tokens": tokens}
 
         def work(out: Path) -> None:
             join_calibrated(packs, out, texts, tokens=tokens, gates=True)
@@ -315,7 +315,7 @@ class _Row:
                 grown = [count + further for count in counts]
                 plan = Plan(row_plan["method"], grown, old=known, new=group, grows_from=counts)
                 model, counts = path, grown
-                about = {"grown": _name(model), "plan": row_plan, "new": group, "seed": self.seed}
+                about = {"grown": model.name, "plan": row_plan, "new": group, "seed": self.seed}
                 start = self.step(
                     "grown", about, lambda out, m=model, p=plan: grow_checkpoint(m, out, p, seed=self.seed) and None
                 )
@@ -346,10 +346,10 @@ class _Row:
             "max_steps": steps, "learning_rate": rate, "warmup_steps": max(1, steps // 10), **settings["training"],
             **own,
         }  # fmt: skip
-        about = {"stage": key, "start": _name(start), "text": {c: Path(t.source).name for c, t in text.items()}}
+        about = {"stage": key, "start": start.name, "text": {c: Path(t.source).name for c, t in text.items()}}
 
         def work(out: Path) -> dict[str, Any]:
-            config = CONFIGS[key](str(out.with_name("training")), **arguments)
+            config = CONFIGS[key](str(out.with_name(f"{out.name}.work")), **arguments)
             trained = trained_parameters(start, config)
             train_stage(start, out, text, config, self.seed)
             state = json.loads((out / "trainer_state.json").read_text("utf-8"))
@@ -360,14 +360,13 @@ class _Row:
         return self.step(key, {**about, "arguments": arguments, "seed": self.seed}, work)
 
     def step(self, name: str, about: Mapping[str, Any], work: Callable[[Path], Mapping[str, Any] | None]) -> Path:
-        folder = self.models.step(name, about, work)
-        self.taken.append(folder)
-        return folder / "model"
+        self.taken.append(self.models.step(name, about, work))
+        return self.taken[-1]
 
 
-def _name(path: Path) -> str:
-    """What identifies a model among the steps: the name of its step's folder."""
-    return path.parent.name if path.name == "model" else path.name
+def facts_of(model: Path) -> Path:
+    """The file with the facts about a step."""
+    return model.with_name(f"{model.name}.json")
 
 
 def trained_parameters(start: Path, config: StageConfig) -> int:

@@ -7,10 +7,10 @@ from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
+from study_settings import read_settings
 from tables import markdown_table
 
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
-from hf_moe_expand.yamlfile import read_yaml
 
 Results = dict[str, list[dict[str, Any]]]  # of each row, one a seed
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
@@ -18,7 +18,7 @@ _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 def write_report(options: argparse.Namespace) -> None:
     """Prints the tables of the finished rows, and writes what the options name."""
-    settings = read_yaml(options.settings)
+    settings = read_settings(options.settings)
     results = read_results(settings, options.out)
     speeds = read_json(options.out / "speed.json", "speeds") if (options.out / "speed.json").exists() else {}
     tables = "\n\n".join([quality_table(settings, results), cost_table(results, speeds)])

@@ -91,12 +91,13 @@ def generation_speed(models: Mapping[str, Any], texts: list[str], settings: Mapp
     for name, (model, tokenizer) in models.items():
         ids = tokenizer("\n".join(texts), verbose=False).input_ids
         size = settings["batch"] * settings["prompt"]
-        prompts = torch.tensor(ids[:size]).view(settings["batch"], -1)
+        prompts = torch.tensor(ids[:size], device=model.device).view(settings["batch"], -1)
         options = {
             "attention_mask": torch.ones_like(prompts), "do_sample": False, "use_cache": True,
             "max_new_tokens": settings["tokens"], "min_new_tokens": settings["tokens"],
         }  # fmt: skip
         calls[name] = lambda model=model, prompts=prompts, options=options: model.generate(prompts, **options)
     made = settings["batch"] * settings["tokens"]
-    times = time_in_turn(calls, settings["repeats"], torch.device("cpu"))
+    device = next(iter(models.values()))[0].device.type
+    times = time_in_turn(calls, settings["repeats"], device)
     return {name: made / median(found) for name, found in times.items()}

@@ -196,3 +196,85 @@ def test_packs(tiny_study):
     ]  # fmt: skip
     assert found["one joint expansion"][-1] == "100.0 %"
     assert found["joined"] != found["joined, reviewed"]
+
+
+@pytest.fixture
+def quick_study(tmp_path, help_text, monkeypatch):
+    """`quick_study("run")` runs a command of the study with its settings cut down; returns the settings."""
+    save_dense(tmp_path / "base", max_position_embeddings=512)
+    for folder, split in (("help", "train"), ("help", "test"), ("flores", "dev")):
+        (tmp_path / "data" / folder).mkdir(parents=True, exist_ok=True)
+        for code in LANGUAGES[:6]:
+            texts = [text[:600] for text in help_text(code, "train" if split == "train" else "test", 30)]
+            write_texts(tmp_path / "data" / folder / f"{code}.{split}.jsonl", texts)
+    (tmp_path / "data" / "minimal_pairs").mkdir()
+    pair = json.dumps({"good": "The cats sleep.", "bad": "The cats sleeps."})
+    (tmp_path / "data" / "minimal_pairs" / "en.jsonl").write_text(f"{pair}\n" * 4, "utf-8")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    settings = {
+        "inherits": str(BENCHMARKS / "studies" / "study.yaml"), "tuning_documents": 3, "block_size": 32,
+        "batch_size": 2, "steps": 6, "review_steps": 3, "rates": [1e-3],
+        "analysis": {"tokens": 200, "block_size": 32, "batch_size": 4},
+        "deviation": {"steps": 1, "batch_size": 2, "micro_batch_size": 2, "block_size": 32},
+        "evaluation": {"block_size": 32, "batch_size": 4, "max_tokens": 200}, "pairs": 4,
+        "generation": {"batch": 2, "prompt": 4, "tokens": 2, "repeats": 1},
+    }  # fmt: skip
+
+    def run(*words, **changes):
+        (tmp_path / "study.yaml").write_text(yaml.safe_dump(settings | changes, sort_keys=False), "utf-8")
+        given = ["--out", str(tmp_path / "out"), "--settings", str(tmp_path / "study.yaml")]
+        if words[0] != "report":
+            given += ["--data", str(tmp_path / "data"), "--base", str(tmp_path / "base")]
+        importlib.import_module("study").main([*words, *given])
+        return importlib.import_module("study_settings").read_settings(tmp_path / "study.yaml")
+
+    return run
+
+
+def test_study(quick_study, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    names = [
+        "base", "25 % replay", "LoRA", "MoE-LPR, 3 experts", "MoE-LPR, without LPR", "DMoE, 3 groups",
+        "Branch-Train-Mix", "packs, joined with gates", "lifelong: tr, el hu",
+    ]  # fmt: skip
+    made = {"rows": names, "curves": ["LoRA"]}
+    quick_study("row", "LoRA", rates=[1e-3, 1e-2])  # the others take the only rate, without a sweep
+    quick_study("run", "--seeds", "0", "--part", "1/2", **made)
+    quick_study("run", "--seeds", "0", **made)
+    quick_study("speed", **made)
+    capsys.readouterr()
+    quick_study("report", "--json", str(tmp_path / "study.json"), "--figures", str(tmp_path), **made)
+    quality, costs = (rows(table) for table in capsys.readouterr().out.split("\n\n"))
+    assert [values[0] for values in quality.values()] == [values[0] for values in costs.values()] == names
+    found = json.loads((tmp_path / "study.json").read_text("utf-8"))["rows"]
+    sweep = found["LoRA"]["sweep"]
+    assert set(sweep) == {"0.001", "0.01"}
+    assert found["LoRA"]["seeds"][0]["rate"] == float(min(sweep, key=sweep.get))  # the lower loss wins
+    trained, total, active = (
+        {name: row["seeds"][0][key] for name, row in found.items()} for key in ("trained", "total", "active")
+    )
+    assert trained["LoRA"] < trained["25 % replay"] == total["25 % replay"] == total["base"]
+    assert active["MoE-LPR, 3 experts"] < total["MoE-LPR, 3 experts"]
+    # Rows that begin alike share their beginning.
+    begun = [
+        json.loads(path.read_text())["about"] for path in (tmp_path / "out" / "steps").glob("post_pretrain-*.json")
+    ]
+    alike = [one for one in begun if set(one["text"]) == {"el", "hu", "tr"} and one["seed"] == 0]
+    assert len({json.dumps(one, sort_keys=True) for one in alike}) == len(alike)
+    assert all("<svg" in (tmp_path / f"study_small_{name}.svg").read_text() for name in ("pareto", "loss"))
+    assert all(row["tokens_per_second"] > 0 for row in found.values())
+    assert "path" not in found["LoRA"]["seeds"][0]
+
+
+def test_no_point_of_the_pareto_front_is_beaten(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pareto = importlib.import_module("study_report").pareto
+    points = {"base": (0, 0), "a": (10, -1), "b": (9, -2), "c": (20, -9), "d": (20, -10)}
+    assert pareto(points) == ["base", "a", "c"]
+
+
+def test_a_study_names_only_rows_that_it_inherits(quick_study):
+    from hf_moe_expand.errors import InputError
+
+    with pytest.raises(InputError, match="'LoRa' is not a row"):
+        quick_study("run", rows=["base", "LoRa"])
