@@ -10,19 +10,19 @@ Finished parts are kept: run it again to continue.
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 
 import torch
 from datasets import Dataset
+from small_base import BASE, NEW, OLD, make_small_base
 from tables import markdown_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.demo.base import BaseSettings, collate_without_languages, make_base, small_run_arguments
+from hf_moe_expand.demo.base import collate_without_languages, small_run_arguments
 from hf_moe_expand.evaluation.perplexity import LanguageScore, evaluate_model
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.models import load_for_inference
@@ -31,10 +31,6 @@ from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.schema import changed
 
-OLD, NEW = ("en", "es", "zh"), ("el", "hu", "tr")
-# Like real bases, this base has seen a little text in the new languages: 3 % of its tokens.
-SHARES = {**dict.fromkeys(OLD, 0.97 / 3), **dict.fromkeys(NEW, 0.01)}
-BASE = BaseSettings(learning_rate=3e-3)
 PLANS = {
     "MoE-LPR": PlanSettings("moe-lpr", experts=3),
     "LayerMoE": PlanSettings("layer-moe", total_experts=18, classifier_layers=3),
@@ -51,9 +47,7 @@ def main() -> None:
     options = arguments.parse_args()
     out = options.out
     base = out / "base"
-    if not base.exists():
-        texts = {code: load(options.data, code, "train") for code in (*OLD, *NEW)}
-        make_base(base, texts, SHARES, replace(BASE, steps=options.base_steps), seed=0)
+    make_small_base(options.data, base, options.base_steps)
     os.environ |= {"DATA": str(options.data), "BASE": str(base), "OUT": str(out)}
     recipe = Recipe.load(Path(__file__).with_suffix(".yaml"))
     tests = {code: load(options.data, code, "test")["text"] for code in (*OLD, *NEW)}

@@ -173,7 +173,7 @@ def draw_losses(settings: Mapping[str, Any], results: Results, path: Path) -> No
     """Training loss of the main stage by tokens, seed 0."""
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
-    shown = [name for name in settings["curves"] if name in results]
+    shown = [name for name in settings["curves"] if name in results and results[name][0]["losses"]]
     for name, dashes in zip(shown, _DASHES, strict=False):
         tokens, losses = zip(*results[name][0]["losses"], strict=True)
         axes.plot([count / 1000 for count in tokens], losses, linestyle=dashes, label=name, color="black")

@@ -117,7 +117,8 @@ def test_lifelong(place):
 def test_real_text_and_perfect_classifiers(place, tmp_path, monkeypatch, capsys):
     script = importlib.import_module("real_text")
     tiny = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 6, "block_size": 32}
-    monkeypatch.setattr(script, "BASE", replace(script.BASE, **tiny, blocks_per_step=2, logging_steps=1))
+    base = importlib.import_module("small_base")
+    monkeypatch.setattr(base, "BASE", replace(base.BASE, **tiny, blocks_per_step=2, logging_steps=1))
     found = rows(place("real_text", "--seeds", "0", "1", "--base-steps", "1"))
     stages = ("post-pretrained", "reviewed")
     trained = {f"{name}, {stage}, seed {seed}" for name in script.PLANS for stage in stages for seed in (0, 1)}
@@ -214,6 +215,7 @@ def quick_study(tmp_path, help_text, monkeypatch):
     settings = {
         "inherits": str(BENCHMARKS / "studies" / "study.yaml"), "tuning_documents": 3, "block_size": 32,
         "batch_size": 2, "steps": 6, "review_steps": 3, "rates": [1e-3],
+        "training": {"lr_scheduler_type": "cosine", "logging_steps": 1, "save_strategy": "no"},
         "analysis": {"tokens": 200, "block_size": 32, "batch_size": 4},
         "deviation": {"steps": 1, "batch_size": 2, "micro_batch_size": 2, "block_size": 32},
         "evaluation": {"block_size": 32, "batch_size": 4, "max_tokens": 200}, "pairs": 4,
@@ -234,7 +236,7 @@ def quick_study(tmp_path, help_text, monkeypatch):
 def test_study(quick_study, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     names = [
-        "base", "25 % replay", "LoRA", "MoE-LPR, 3 experts", "MoE-LPR, without LPR", "DMoE, 3 groups",
+        "base", "25 % replay", "LoRA", "MoE-LPR, 3 experts", "MoE-LPR, without LPR", "DMoE, 2 groups",
         "Branch-Train-Mix", "packs, joined with gates", "lifelong: tr, el hu",
     ]  # fmt: skip
     made = {"rows": names, "curves": ["LoRA"]}
