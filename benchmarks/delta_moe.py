@@ -1,9 +1,9 @@
 """DeltaMoE on real text: grafts the change of an instruction-tuned small base onto its expansion with new languages.
 
-    python benchmarks/delta_moe.py --data DIR --base runs/real_text/base --out runs/delta_moe --table table.md
+    python benchmarks/delta_moe.py --data DIR --base runs/study/small/base --out runs/delta_moe --table table.md
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr; benchmarks/real_text.py makes the base,
-and benchmarks/real_text.yaml sets data and settings. The instructions (benchmarks/instructions.py) are in English,
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr; `study.py base` makes the base, and
+benchmarks/delta_moe.yaml has the settings. The instructions (benchmarks/instructions.py) are in English,
 about English text; they are tested on text of the new languages too. The paper's comparisons run as well, all with the
 same number of steps on the same new-language text. Finished parts are kept: run it again to continue.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from instructions import CHAT_TEMPLATE, FORMATS, Example, check, make_examples, messages
-from real_text import NEW, OLD, PLANS, load
+from small_base import NEW, OLD, load
 from tables import markdown_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--test-tokens", type=int, default=30_000, help="tokens to score in each language's test split")
     options = parser.parse_args(arguments)
     os.environ |= {"DATA": str(options.data), "BASE": str(options.base), "OUT": str(options.out)}
-    recipe = Recipe.load(Path(__file__).with_name("real_text.yaml"))
-    recipe = changed(recipe, plan=PLANS["MoE-LPR"], test={}, seed=options.seed)
+    recipe = Recipe.load(Path(__file__).with_suffix(".yaml"))
+    recipe = changed(recipe, seed=options.seed)
     table = render(Work(options, recipe).results(), options, recipe.post_pretrain)
     print(table)
     if options.table:

@@ -1,8 +1,8 @@
 """DMoE on real text against continued pre-training with the same number of tokens, and both adapted to Hindi.
 
-    python benchmarks/dmoe.py --data DIR --base runs/real_text/base --out runs/dmoe --table docs/dmoe_table.md
+    python benchmarks/dmoe.py --data DIR --base runs/study/small/base --out runs/dmoe --table docs/dmoe_table.md
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr hi; benchmarks/real_text.py makes the
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for en es zh el hu tr hi; `study.py base` makes the
 base, and benchmarks/dmoe.yaml has the settings. Finished parts are kept: run it again to continue.
 """
 

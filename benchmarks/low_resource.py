@@ -1,9 +1,9 @@
 """Over-fitting on a language with little text, and its remedies: Elbayad et al.'s regularisers and curriculum.
 
-    python benchmarks/low_resource.py --data DIR --base runs/real_text/base --out runs/low_resource \
+    python benchmarks/low_resource.py --data DIR --base runs/study/small/base --out runs/low_resource \
         --table table.md --figure low_resource.svg
 
-DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for el and hi; benchmarks/real_text.py makes the base. Stage 1
+DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl for el and hi; `study.py base` makes the base. Stage 1
 trains on equal shares of Greek and a little Hindi (its first `--low-bytes`): many epochs of Hindi, one or two of Greek.
 Every run has the same steps, and is scored on held-out text during training. Masking rates are the paper's best ones;
 the curriculum is derived from the plain run. Finished parts are kept: run it again to continue.

@@ -1,6 +1,6 @@
 """Reviews that should lose nothing: the LPR loss, self-distillation, text that the base writes, prefix gates.
 
-    python benchmarks/nothing_lost.py --base runs/real_text/base --help-pages DIR --flores DIR --seeds 0 1 2
+    python benchmarks/nothing_lost.py --base runs/study/small/base --help-pages DIR --flores DIR --seeds 0 1 2
 
 DIR of the help pages holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl, DIR of FLORES LANGUAGE.dev.jsonl (objects with
 `text`). `studies/nothing_lost.yaml` has the languages, the stages and the reviews; `--settings` takes another file,

@@ -1,6 +1,6 @@
 """Language packs made apart and joined, against one expansion for all languages and one after the other.
 
-    python benchmarks/packs.py --base runs/real_text/base --help-pages DIR --out runs/packs --seeds 0 1 2
+    python benchmarks/packs.py --base runs/study/small/base --help-pages DIR --out runs/packs --seeds 0 1 2
 
 DIR holds LANGUAGE.train.jsonl and LANGUAGE.test.jsonl (objects with `text`). `studies/packs.yaml` has the languages and
 the stages; `--settings` takes another file. Every way ends with the same number of experts, trains each new

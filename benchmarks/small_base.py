@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from datasets import Dataset
+
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.demo.base import BaseSettings, make_base
 
@@ -19,5 +21,10 @@ def make_small_base(pages: Path, out: Path, steps: int = 700) -> None:
         steps: steps of 4096 tokens.
     """
     if not out.exists():
-        texts = {code: LanguageText(code, str(pages / f"{code}.train.jsonl")).load() for code in (*OLD, *NEW)}
+        texts = {code: load(pages, code, "train") for code in (*OLD, *NEW)}
         make_base(out, texts, SHARES, replace(BASE, steps=steps), seed=0)
+
+
+def load(folder: Path, code: str, split: str) -> Dataset:
+    """The documents of `CODE.SPLIT.jsonl`."""
+    return LanguageText(code, str(folder / f"{code}.{split}.jsonl")).load()
