@@ -132,8 +132,8 @@ class Study:
         found = {"base": self.score(self.base)}
         found |= {f"pack {code}": self.score(self.pack(code)) for code in self.new}
         found["joined"] = self.score(self.joined())
-        found["joined, factors"] = self.score(self.calibrated(gates=False))
-        found["joined, gates"] = self.score(self.calibrated(gates=True))
+        for way in self.settings["calibrations"]:
+            found[f"joined, {way}"] = self.score(self.calibrated(gates=way == "gates"))
         found["joined, reviewed"] = self.score(self.review(self.joined(), "joined-reviewed", self.old, self.new))
         found["one joint expansion"] = self.score(self.joint())
         found["lifelong"] = self.score(self.lifelong())
