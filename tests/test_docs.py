@@ -76,6 +76,7 @@ TESTED = {
     ("nothing_lost.md", "bash"): "test_real_text_benchmarks.py::test_nothing_lost",
     ("packs.md", "bash"): "test_docs.py::test_the_guide_to_packs",
     ("packs.md", "yaml"): "test_docs.py::test_the_guide_to_packs",
+    ("peers.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
     ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
@@ -243,9 +244,11 @@ def test_the_guide_to_a_real_model(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf, "checkpoint_from_gguf", lambda file, out, overwrite: 7)
     recipe = re.sub(r"max_steps: \d+", "max_steps: 1", real.RECIPE).replace("block_size: 256", "block_size: 32")
     monkeypatch.setattr(real, "RECIPE", recipe.replace("max_tokens: 5000", "max_tokens: 9000"))
+    save_dense(tmp_path / "runs" / "bases" / "gemma3", "gemma3_text")  # as study_bases.py makes it
     said = run("real_model.md")
     assert "after: " in said["demo --real"]
-    assert "review, 1 steps" in said["inspect runs/demo-real/run/review"]
+    for name in ("real", "gemma"):
+        assert "review, 1 steps" in said[f"inspect runs/demo-{name}/run/review"]
     assert "Routing" in Path("runs/demo-real/run/report.html").read_text("utf-8")
     assert said["validate runs/demo-real/recipe.yaml"].endswith("recipe.yaml: ok\n")
     assert said["run runs/demo-real/recipe.yaml"].count("done already") == 5
