@@ -102,13 +102,14 @@ def parser(description: str | None, repeats: int, on_device: bool = True) -> arg
 
 def report(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], options: argparse.Namespace) -> None:
     """Prints the header line and the table, and writes them to `--out`."""
-    text = "\n".join([_header(title, options), "", markdown_table(head, rows)])
+    text = "\n".join([header(title, options), "", markdown_table(head, rows)])
     print(text)
     if options.out:
         options.out.write_text(text + "\n", "utf-8")
 
 
-def _header(title: str, options: argparse.Namespace) -> str:
+def header(title: str, options: argparse.Namespace) -> str:
+    """The line above a table: what ran, with which versions and settings."""
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"cpu ({platform.machine()})"
     parts = [
         f"torch {torch.__version__}",

@@ -76,10 +76,12 @@ TESTED = {
     ("nothing_lost.md", "bash"): "test_real_text_benchmarks.py::test_nothing_lost",
     ("packs.md", "bash"): "test_docs.py::test_the_guide_to_packs",
     ("packs.md", "yaml"): "test_docs.py::test_the_guide_to_packs",
+    ("peers.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
     ("planning.md", "bash"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("real_model.md", "bash"): "test_docs.py::test_the_guide_to_a_real_model",
+    ("real_model.md", "yaml"): "test_docs.py::test_the_guide_to_a_real_model",
     ("real_text.md", "bash"): "test_docs.py::test_the_commands_of_the_results",
     ("recipes.md", "bash"): "test_docs.py::test_the_recipes_guide",
     ("recipes.md", "yaml"): "test_docs.py::test_the_recipes_guide",
@@ -243,9 +245,13 @@ def test_the_guide_to_a_real_model(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf, "checkpoint_from_gguf", lambda file, out, overwrite: 7)
     recipe = re.sub(r"max_steps: \d+", "max_steps: 1", real.RECIPE).replace("block_size: 256", "block_size: 32")
     monkeypatch.setattr(real, "RECIPE", recipe.replace("max_tokens: 5000", "max_tokens: 9000"))
+    save_dense(tmp_path / "runs" / "bases" / "gemma3", "gemma3_text")  # as study_bases.py makes it
+    (text,) = blocks("real_model.md", "yaml")
+    Path("gemma.yaml").write_text(yaml.safe_dump(small_file(text)), "utf-8")
     said = run("real_model.md")
     assert "after: " in said["demo --real"]
-    assert "review, 1 steps" in said["inspect runs/demo-real/run/review"]
+    for folder in ("demo-real/run", "gemma"):
+        assert "review, 1 steps" in said[f"inspect runs/{folder}/review"]
     assert "Routing" in Path("runs/demo-real/run/report.html").read_text("utf-8")
     assert said["validate runs/demo-real/recipe.yaml"].endswith("recipe.yaml: ok\n")
     assert said["run runs/demo-real/recipe.yaml"].count("done already") == 5

