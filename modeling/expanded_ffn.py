@@ -4,12 +4,14 @@ Shape suffixes as in `routing.py`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from .conditional_routing import ConditionalGate, beside_shared, with_shared_expert
 from .dispatch import dispatch, run_alone
+from .expert_block import ExpertBlock
 from .ffn_expert import copy_ffn
 from .prefix_gate import PrefixRule, RunningText, TextMarks
 from .routing import (
@@ -41,6 +43,7 @@ class ExpandedFFN(nn.Module):
         new_expert: function that makes a further expert from `ffn` and the expert's number; a copy by default.
         prefix_rule: how the model's prefix gates judge; None if classifiers judge single tokens.
         packs: number of expansions of each language pack.
+        config: the model's configuration, whose `experts_implementation` says how the experts run.
 
     Attributes:
         experts_of_class: number of experts before any expansion (1), and after each expansion.
@@ -61,11 +64,13 @@ class ExpandedFFN(nn.Module):
         new_expert: Callable[[nn.Module, int], nn.Module] | None = None,
         prefix_rule: PrefixRule | None = None,
         packs: Sequence[int] = (),
+        config: Any = None,
     ) -> None:
         super().__init__()
         others = range(1, num_experts)
         new = [copy_ffn(ffn) if new_expert is None else new_expert(ffn, number) for number in others]
         self.experts = nn.ModuleList([ffn, *new])
+        self.block = ExpertBlock.of(ffn)
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.experts_of_classes = experts_of_classes(self.experts_of_class, packs)
@@ -75,6 +80,11 @@ class ExpandedFFN(nn.Module):
         self.top_k = min(top_k, num_experts - conditional)
         self.layer_index = layer_index
         self.control = control
+        self.config = config
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.block.release()  # a copy of the weights elsewhere leaves the block unused
+        return super()._apply(*args, **kwargs)
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once.
@@ -101,7 +111,10 @@ class ExpandedFFN(nn.Module):
         index_TK = routing.experts
         if home_T is not None:
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
-        y_Th = dispatch(self.experts, x_Th, routing.weights, index_TK, residual is not None, self.training)
+        y_Th = dispatch(
+            self.experts, x_Th, routing.weights, index_TK, residual is not None, self.training, self.block,
+            None if self.config is None else self.config._experts_implementation,
+        )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
         if home_T is None:
