@@ -13,6 +13,7 @@ from .conditional_routing import ConditionalGate, beside_shared, with_shared_exp
 from .dispatch import dispatch, run_alone
 from .expert_block import ExpertBlock
 from .ffn_expert import copy_ffn
+from .grouped_experts import knows_routing
 from .prefix_gate import PrefixRule, RunningText, TextMarks
 from .routing import (
     Choice,
@@ -102,9 +103,14 @@ class ExpandedFFN(nn.Module):
             if self.classifier is not None and text is not None:
                 text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
             return run_alone(self.experts, alone, hidden_states, residual, self.training)
-        routing = self.route(x_Th, text)
+        class_T, logits_TC = self._classify(x_Th, text)
+        is_home = self._is_all_home(class_T)
+        if is_home and self.control.capture is None:
+            return run_alone(self.experts, 0, hidden_states, residual, training=False)
+        routing = self._route(x_Th, class_T, logits_TC)
         if self.control.capture is not None:
             self.control.capture.layers[self.layer_index] = routing
+        alone = 0 if is_home else alone
         if alone is not None:
             return run_alone(self.experts, alone, hidden_states, residual, self.training)
         home_T = self._said_home(x_Th)
@@ -129,16 +135,35 @@ class ExpandedFFN(nn.Module):
         Args:
             text: the texts of the tokens, for a prefix gate; not in training, where its loss adds up the evidence.
         """
+        return self._route(x_Th, *self._classify(x_Th, text))
+
+    def _classify(
+        self, x_Th: torch.Tensor, text: RunningText | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The class of each token `[T]`, by the user or the layer's classifier, and the classifier's logits `[T, C]`;
+        None where there is none, in training no classes."""
+        logits_TC = None if self.classifier is None else self.classifier(x_Th)
+        if logits_TC is not None and text is not None:
+            logits_TC = text.judge(self.layer_index, logits_TC)
+        class_T = None if self.training else self._class_of_tokens(logits_TC, text)
+        if self.control.change_logits is not None:
+            logits_TC = class_T = None
+        return self._said(x_Th, class_T), logits_TC
+
+    def _is_all_home(self, class_T: torch.Tensor | None) -> bool:
+        """Whether expert 0 alone runs for all tokens, as far as the host knows without waiting for a device."""
+        if class_T is None or self.training or self.control.only_expert is not None or not knows_routing(class_T):
+            return False
+        return not class_T.any()
+
+    def _route(
+        self, x_Th: torch.Tensor, class_T: torch.Tensor | None, classifier_logits_TC: torch.Tensor | None
+    ) -> LayerRouting:
         logits_TN = self.router(x_Th)
-        classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        if classifier_logits_TC is not None and text is not None:
-            classifier_logits_TC = text.judge(self.layer_index, classifier_logits_TC)
         conditional = self.conditional_gate is not None
-        class_T = None if self.training else self._class_of_tokens(classifier_logits_TC, text)
         if self.control.change_logits is not None:
             shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
             logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
-            classifier_logits_TC = class_T = None
         if self.conditional_gate is not None:
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
         if self.control.only_expert is not None:
@@ -146,7 +171,7 @@ class ExpandedFFN(nn.Module):
             allowed_TN, weights_TK = None, ones_T1
             index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
         else:
-            allowed_TN = self._allowed(logits_TN, self._said(x_Th, class_T))
+            allowed_TN = self._allowed(logits_TN, class_T)
             weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
         rule = self.prefix_rule if self.training and self.classifier is not None else None
         return LayerRouting(

@@ -11,6 +11,7 @@ the end of a block of gradients, and are left out.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,9 +35,10 @@ class ExpertWeights:
     """The parameters of one `Linears` of all experts, last expert first.
 
     Attributes:
-        weights: one for each expert and name: `[expert 0's gate, its up, ...]` come last.
+        weights: one for each expert and name; `[expert 0's gate, its up]` come last.
         biases: likewise; None without a bias.
-        block: `[N, sum of out, in]` (`[N, in, out]` of `Conv1D`), of which the weights are slices; None if they are not.
+        block: `[N, sum of out, in]` (`[N, in, out]` of `Conv1D`), of which the weights are slices; None if it is not
+            laid out.
     """
 
     weights: tuple[nn.Parameter, ...]
@@ -69,12 +71,15 @@ class ExpertBlock:
         """Forgets the blocks; the weights keep the memory that they lie in."""
         self._form: FFNForm | None = None
         self._found: list[ExpertWeights] = []
+        self._number = 0
         self._modules: list[nn.Module] = []
         self._kinds: list[type] = []
         self._hooks: list[Any] = []
-        self._places: list[tuple[Any, str, Any]] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._places: list[tuple[Any, str]] = []
+        self._children: list[Any] = []
         self._parameters: list[nn.Parameter] = []
-        self._state: list[tuple] = []
+        self._state: tuple[list, ...] = ()
 
     def __deepcopy__(self, memo: dict) -> "ExpertBlock":
         return ExpertBlock(self.forms)
@@ -101,37 +106,38 @@ class ExpertBlock:
         """Whether what the last call found is still so. Runs in every forward pass, and so costs microseconds."""
         return (
             form is self._form
-            and len(experts) == len(experts._modules)
+            and len(experts._modules) == self._number
             and not any(_GLOBAL_HOOKS)
             and not any(self._hooks)
             and list(map(type, self._modules)) == self._kinds
-            and not any("forward" in vars(module) for module in self._modules)
-            and all(owner.get(name) is found for owner, name, found in self._places)
-            and list(map(_state_of, self._parameters)) == self._state
+            and not [None for attributes in self._attributes if "forward" in attributes]
+            and all(map(is_, [owner.get(name) for owner, name in self._places], self._children))
+            and _state_of(self._parameters) == self._state
         )
 
     def _remember(self, experts: nn.ModuleList, form: FFNForm, found: list[ExpertWeights]) -> None:
         self.release()
-        self._form, self._found = form, found
-        owners: list[Any] = [(experts._modules, str(number), expert) for number, expert in enumerate(experts)]
-        layers = [expert.get_submodule(name) for expert in experts for call in form.linears for name in call.names]
+        self._form, self._found, self._number = form, found, len(experts)
+        names = [name for call in form.linears for name in call.names]
+        layers = [expert.get_submodule(name) for expert in experts for name in names]
+        owners: list[tuple[Any, str]] = [(experts._modules, str(number)) for number in range(len(experts))]
         for expert in experts:
-            for call in form.linears:
-                for name in call.names:
-                    parent, _, attribute = name.rpartition(".")
-                    layer = expert.get_submodule(name)
-                    owners.append((expert.get_submodule(parent)._modules, attribute, layer))
-                    owners += [(layer._parameters, kind, layer._parameters[kind]) for kind in layer._parameters]
-        self._places = owners
+            for name in names:
+                parent, _, attribute = name.rpartition(".")
+                owners.append((expert.get_submodule(parent)._modules, attribute))
+        owners += [(layer._parameters, kind) for layer in layers for kind in layer._parameters]
+        self._places, self._children = owners, [owner[name] for owner, name in owners]
         self._modules = [*experts, *layers]
         self._kinds = list(map(type, self._modules))
         self._hooks = [getattr(module, name) for module in self._modules for name in _HOOKS]
+        self._attributes = list(map(vars, self._modules))
         self._parameters = [p for layer in layers for p in layer.parameters(recurse=False)]
-        self._state = list(map(_state_of, self._parameters))
+        self._state = _state_of(self._parameters)
 
 
-def _state_of(parameter: nn.Parameter) -> tuple:
-    return parameter.data_ptr(), parameter.dtype, parameter.shape
+def _state_of(parameters: list[nn.Parameter]) -> tuple[list, ...]:
+    address, elements = torch.Tensor.data_ptr, torch.Tensor.numel
+    return list(map(address, parameters)), list(map(elements, parameters)), [p.dtype for p in parameters]
 
 
 def _collect(experts: nn.ModuleList, form: FFNForm) -> list[ExpertWeights] | None:

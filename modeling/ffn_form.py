@@ -89,14 +89,12 @@ class FFNForm:
     Attributes:
         steps: its steps, in order.
         output: the number of the value that it returns.
+        linears: the steps that are linear layers.
     """
 
     steps: tuple[Step, ...]
     output: int
-
-    @property
-    def linears(self) -> tuple[Linears, ...]:
-        return tuple(step.call for step in self.steps if isinstance(step.call, Linears))
+    linears: tuple[Linears, ...]
 
     def run(
         self, ffn: nn.Module, x: torch.Tensor, product: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]]
@@ -142,14 +140,14 @@ def form_of(ffn: nn.Module) -> FFNForm | None:
     if output is None:
         return None
     steps = _joined(steps)
-    linears = [step.call for step in steps if isinstance(step.call, Linears)]
+    linears = tuple(step.call for step in steps if isinstance(step.call, Linears))
     known = {
         f"{name}.{kind}" for call in linears for name, bias in zip(call.names, call.has_bias, strict=True)
         for kind in ("weight", *(["bias"] if bias else []))
     }  # fmt: skip
     if not linears or known != {name for name, _ in ffn.named_parameters()} or any(True for _ in ffn.buffers()):
         return None
-    return FFNForm(_with_last_uses(steps, output), output)
+    return FFNForm(_with_last_uses(steps, output), output, linears)
 
 
 def _read(ffn: nn.Module, nodes: list[fx.Node]) -> tuple[list[Step], int | None]:
@@ -206,6 +204,8 @@ def _linear(name: str, module: Any) -> Linears:
 
 def _is_row_wise(module: nn.Module) -> bool:
     """Whether a module without weights treats each element by itself."""
+    if getattr(module, "inplace", False):
+        return False
     if isinstance(module, nn.Dropout):
         return module.p == 0 or not module.training
     of_library = type(module).__module__ in _ACTIVATIONS and not isinstance(

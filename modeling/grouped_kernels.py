@@ -16,9 +16,13 @@ from .expert_block import block_of
 
 
 def has_grouped_mm(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a device multiplies groups of rows by matrices of these sizes in one call, or needs no such call."""
-    if device.type == "cpu":
-        return True
+    """Whether a device multiplies groups of rows by matrices of these sizes without a value on the host, or needs no
+    such call."""
+    return device.type == "cpu" or can_group(device, sizes, dtype)
+
+
+def can_group(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether torch's `grouped_mm` takes matrices of these sizes."""
     if not hasattr(F, "grouped_mm") or any(size * dtype.itemsize % 16 for size in sizes):
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -71,6 +75,12 @@ def grouped_linear_weight(
     return F.grouped_mm(first.t(), second, offs=ends_N)
 
 
+def trained_experts(trained: Sequence[bool], parts: int) -> int:
+    """The number of the first experts among which are all that train, of each expert's weights in order. Frozen experts
+    come last: neither time nor memory goes into their gradients."""
+    return max(number for number, wanted in enumerate(trained) if wanted) // parts + 1
+
+
 def _multiplied(
     x_Ai: torch.Tensor, block_Nio: torch.Tensor, ends_N: torch.Tensor, place_A: torch.Tensor, batched: bool
 ) -> torch.Tensor:
@@ -119,8 +129,7 @@ def _backward(ctx: Any, dy_Ao: torch.Tensor) -> tuple:
         dx_Ai = ops.grouped_linear_input(dy_Ao, weights, ends_N, place_A, parts, ctx.batched, ctx.transposed)
     grads: list[torch.Tensor | None] = [None] * len(weights)
     if any(trained):
-        # Frozen experts come last: neither time nor memory goes into their gradients.
-        experts = max(number for number, wanted in enumerate(trained) if wanted) // parts + 1
+        experts = trained_experts(trained, parts)
         found = ops.grouped_linear_weight(x_Ai, dy_Ao, ends_N[:experts], ctx.transposed)
         for number, wanted in enumerate(trained[: experts * parts]):
             if wanted:

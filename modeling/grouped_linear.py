@@ -1,9 +1,9 @@
 """Linear layers of all experts at once, on tokens that are sorted by expert: `y_a = x_a W_e(a)^T + b_e(a)`.
 
-On a CPU, where the host knows the routing, each expert's rows are multiplied in turn, straight into one output.
-Elsewhere, and while a graph is traced, the product is one operator that reads no value on the host; it runs torch's
-`grouped_mm` on the experts' block or, with few rows, `bmm` on copies of the selected experts' weights, as the experts
-`grouped_mm` and `batched_mm` of transformers do.
+On a CPU, where the host knows the routing, each expert's rows are multiplied in turn, straight into one output; with
+few rows, where calls take the time, by one call of torch's `grouped_mm` on the experts' block. Elsewhere, and while a
+graph is traced, the product is one operator that reads no value on the host; it runs `grouped_mm` too or, with few
+rows, `bmm` on copies of the selected experts' weights, as the experts `grouped_mm` and `batched_mm` of transformers do.
 
 Shape suffixes as in `routing.py`; experts are numbered by their place in the block, last expert first.
 """
@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from . import grouped_kernels as kernels
 from .expert_block import ExpertWeights
 from .ffn_form import Linears
+
+# On a CPU, at most this many rows are multiplied in one call; more run at the same speed one expert at a time, and gate
+# and up then have outputs of their own, which later steps read faster.
+ROWS_OF_ONE_CALL = 1024
 
 
 @dataclass(frozen=True)
@@ -26,13 +31,13 @@ class Groups:
 
     Attributes:
         counts: number of each expert's rows, which are all rows; None where the host does not know it.
-        ends_N: int32, the end of each expert's rows; None where `counts` says it.
-        place_A: each row's place in the block, N behind the last expert's rows; None likewise.
+        ends_N: int32, the end of each expert's rows.
+        place_A: each row's place in the block, N behind the last expert's rows; None where `counts` says it.
         batched: whether each row is multiplied by a copy of its expert's weight.
     """
 
+    ends_N: torch.Tensor
     counts: tuple[int, ...] | None = None
-    ends_N: torch.Tensor | None = None
     place_A: torch.Tensor | None = None
     batched: bool = False
 
@@ -52,9 +57,27 @@ def grouped_linear(
         outputs = y_Ao.split(call.outputs, dim=1)
         return tuple(_with_bias(y, found, groups, place, call) for place, y in enumerate(outputs))
     parameters = (*found.weights, *(bias for bias in found.biases if bias is not None))
-    if torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters)):
-        return _OnCPU.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
+    wanted = torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters))
+    if _in_one_call(x_Ai, call, found, groups.counts, dtype):
+        if wanted:
+            return _OneCall.apply(x_Ai, call, groups.ends_N, found.block, *found.weights)
+        return F.grouped_mm(x_Ai, _in_out(found.block.to(dtype), call), offs=groups.ends_N).split(call.outputs, 1)  # type: ignore[union-attr]
+    if wanted:
+        return _InTurn.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
     return _products(x_Ai, call, groups.counts, _cast(found.weights, call, groups.counts, dtype), found.biases)
+
+
+def _in_one_call(
+    x_Ai: torch.Tensor, call: Linears, found: ExpertWeights, counts: tuple[int, ...], dtype: torch.dtype
+) -> bool:
+    block = found.block
+    return (
+        block is not None
+        and x_Ai.shape[0] <= ROWS_OF_ONE_CALL
+        and not any(call.has_bias)
+        and (block.dtype == dtype or all(counts))  # the conversion is of the whole block
+        and kernels.can_group(x_Ai.device, (call.inputs, *call.outputs), dtype)
+    )
 
 
 def _with_bias(y_Ao: torch.Tensor, found: ExpertWeights, groups: Groups, place: int, call: Linears) -> torch.Tensor:
@@ -65,8 +88,8 @@ def _with_bias(y_Ao: torch.Tensor, found: ExpertWeights, groups: Groups, place: 
     return y_Ao + torch.cat([torch.stack(biases).to(y_Ao.dtype), none_1o]).index_select(0, groups.place_A)  # type: ignore[arg-type]
 
 
-class _OnCPU(torch.autograd.Function):
-    """The products on a CPU. Frozen weights cost neither a gradient nor a copy of the input."""
+class _InTurn(torch.autograd.Function):
+    """The products of one expert after the other. Frozen weights cost neither a gradient nor a copy of the input."""
 
     @staticmethod
     def forward(ctx: Any, x_Ai: torch.Tensor, call: Linears, counts: tuple[int, ...], *parameters: Any) -> Any:
@@ -111,9 +134,46 @@ class _OnCPU(torch.autograd.Function):
         return dx_Ai, None, None, *of_parameters
 
 
-def _of_weight(
-    x_Ai: torch.Tensor, dy_Ao: torch.Tensor, call: Linears, part: int, dtype: torch.dtype
-) -> torch.Tensor:
+class _OneCall(torch.autograd.Function):
+    """The products of all experts in one call, whose gradients are slices of one block too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_Ai: torch.Tensor, call: Linears, ends_N: torch.Tensor, block: torch.Tensor, *weights: Any
+    ) -> tuple[torch.Tensor, ...]:
+        cast = block.to(x_Ai.dtype)
+        ctx.call, ctx.ends_N, ctx.dtype = call, ends_N, block.dtype
+        # The block stays in memory in any case. Its slices are saved so that torch notices if they change.
+        ctx.block = block if cast is block else None
+        saved = weights if cast is block else (cast,)
+        ctx.save_for_backward(
+            x_Ai if any(ctx.needs_input_grad[4:]) else None, *(saved if ctx.needs_input_grad[0] else ())
+        )
+        return F.grouped_mm(x_Ai, _in_out(cast, call), offs=ends_N).split(call.outputs, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x_Ai, *saved = ctx.saved_tensors
+        call: Linears = ctx.call
+        dy_Ao = grads[0].contiguous() if len(grads) == 1 else torch.cat(grads, 1)
+        dx_Ai = None
+        if ctx.needs_input_grad[0]:
+            cast = saved[0] if ctx.block is None else ctx.block
+            dx_Ai = F.grouped_mm(dy_Ao, _in_out(cast, call).transpose(1, 2), offs=ctx.ends_N)
+        trained = ctx.needs_input_grad[4:]
+        found: list[torch.Tensor | None] = [None] * len(trained)
+        if x_Ai is not None:
+            experts = kernels.trained_experts(trained, len(grads))
+            first, second = (x_Ai, dy_Ao) if call.is_transposed else (dy_Ao, x_Ai)
+            block = F.grouped_mm(first.t(), second, offs=ctx.ends_N[:experts]).to(ctx.dtype)
+            for part, slices in enumerate(block.split(call.outputs, 1 + call.is_transposed)):
+                found[part : experts * len(grads) : len(grads)] = slices.unbind()
+            found = [grad if wanted else None for grad, wanted in zip(found, trained, strict=True)]
+        return dx_Ai, None, None, None, *found
+
+
+def _of_weight(x_Ai: torch.Tensor, dy_Ao: torch.Tensor, call: Linears, part: int, dtype: torch.dtype) -> torch.Tensor:
     """The gradient of one expert's weight."""
     if not x_Ai.shape[0]:
         return torch.zeros(call.shape(part), dtype=dtype, device=x_Ai.device)
@@ -145,6 +205,11 @@ def _cast(weights: Sequence[Any], call: Linears, counts: Sequence[int], dtype: t
     if weights[0].dtype == dtype:
         return weights
     return [w.to(dtype) if counts[number // len(call.names)] else None for number, w in enumerate(weights)]
+
+
+def _in_out(block: torch.Tensor, call: Linears) -> torch.Tensor:
+    """`[N, in, out]`."""
+    return block if call.is_transposed else block.transpose(1, 2)
 
 
 def _out_in(weight: torch.Tensor, call: Linears) -> torch.Tensor:
