@@ -75,12 +75,6 @@ def grouped_linear_weight(
     return F.grouped_mm(first.t(), second, offs=ends_N)
 
 
-def trained_experts(trained: Sequence[bool], parts: int) -> int:
-    """The number of the first experts among which are all that train, of each expert's weights in order. Frozen experts
-    come last: neither time nor memory goes into their gradients."""
-    return max(number for number, wanted in enumerate(trained) if wanted) // parts + 1
-
-
 def _multiplied(
     x_Ai: torch.Tensor, block_Nio: torch.Tensor, ends_N: torch.Tensor, place_A: torch.Tensor, batched: bool
 ) -> torch.Tensor:
@@ -129,7 +123,8 @@ def _backward(ctx: Any, dy_Ao: torch.Tensor) -> tuple:
         dx_Ai = ops.grouped_linear_input(dy_Ao, weights, ends_N, place_A, parts, ctx.batched, ctx.transposed)
     grads: list[torch.Tensor | None] = [None] * len(weights)
     if any(trained):
-        experts = trained_experts(trained, parts)
+        # Frozen experts come last: neither time nor memory goes into their gradients.
+        experts = max(number for number, wanted in enumerate(trained) if wanted) // parts + 1
         found = ops.grouped_linear_weight(x_Ai, dy_Ao, ends_N[:experts], ctx.transposed)
         for number, wanted in enumerate(trained[: experts * parts]):
             if wanted:

@@ -58,24 +58,22 @@ def grouped_linear(
         return tuple(_with_bias(y, found, groups, place, call) for place, y in enumerate(outputs))
     parameters = (*found.weights, *(bias for bias in found.biases if bias is not None))
     wanted = torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters))
-    if _in_one_call(x_Ai, call, found, groups.counts, dtype):
+    if _in_one_call(x_Ai, call, found, dtype):
         if wanted:
-            return _OneCall.apply(x_Ai, call, groups.ends_N, found.block, *found.weights)
-        return F.grouped_mm(x_Ai, _in_out(found.block.to(dtype), call), offs=groups.ends_N).split(call.outputs, 1)  # type: ignore[union-attr]
+            return _OneCall.apply(x_Ai, call, groups, found.block, *found.weights)
+        return F.grouped_mm(x_Ai, _in_out(found.block, call), offs=groups.ends_N).split(call.outputs, 1)
     if wanted:
         return _InTurn.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
     return _products(x_Ai, call, groups.counts, _cast(found.weights, call, groups.counts, dtype), found.biases)
 
 
-def _in_one_call(
-    x_Ai: torch.Tensor, call: Linears, found: ExpertWeights, counts: tuple[int, ...], dtype: torch.dtype
-) -> bool:
+def _in_one_call(x_Ai: torch.Tensor, call: Linears, found: ExpertWeights, dtype: torch.dtype) -> bool:
     block = found.block
     return (
         block is not None
+        and block.dtype == dtype  # a converted block would be large, and the host gives large memory slowly
         and x_Ai.shape[0] <= ROWS_OF_ONE_CALL
         and not any(call.has_bias)
-        and (block.dtype == dtype or all(counts))  # the conversion is of the whole block
         and kernels.can_group(x_Ai.device, (call.inputs, *call.outputs), dtype)
     )
 
@@ -119,58 +117,59 @@ class _InTurn(torch.autograd.Function):
                         torch.mm(dy[part][expert], weight_oi, out=rows)
                     else:
                         rows.addmm_(dy[part][expert], weight_oi)
-        x = None if x_Ai is None else x_Ai.split(counts)
-        of_parameters: list[torch.Tensor | None] = [None] * len(ctx.types)
-        for number, dtype in enumerate(ctx.types):
-            if not ctx.needs_input_grad[3 + number]:
-                continue
-            expert, part = divmod(number % ctx.number, parts)
-            if number >= ctx.number:
-                grad = dy[part][expert].sum(0).to(dtype)
-            else:
-                assert x is not None
-                grad = _of_weight(x[expert], dy[part][expert], call, part, dtype)
-            of_parameters[number] = grad
-        return dx_Ai, None, None, *of_parameters
+        needed = ctx.needs_input_grad[3:]
+        of_weights = _of_weights(x_Ai, grads, call, counts, needed[: ctx.number], ctx.types[0])
+        of_biases = [
+            dy[number % parts][number // parts].sum(0).to(ctx.types[ctx.number + number]) if wanted else None
+            for number, wanted in enumerate(needed[ctx.number :])
+        ]
+        return dx_Ai, None, None, *of_weights, *of_biases
 
 
 class _OneCall(torch.autograd.Function):
-    """The products of all experts in one call, whose gradients are slices of one block too."""
+    """The products of all experts in one call; gradients of weights are memory of their own, one expert at a time."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_Ai: torch.Tensor, call: Linears, ends_N: torch.Tensor, block: torch.Tensor, *weights: Any
+        ctx: Any, x_Ai: torch.Tensor, call: Linears, groups: Groups, block: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        cast = block.to(x_Ai.dtype)
-        ctx.call, ctx.ends_N, ctx.dtype = call, ends_N, block.dtype
-        # The block stays in memory in any case. Its slices are saved so that torch notices if they change.
-        ctx.block = block if cast is block else None
-        saved = weights if cast is block else (cast,)
+        ctx.call, ctx.groups, ctx.block = call, groups, block
+        # The slices of the block are saved too, so that torch notices if they change.
         ctx.save_for_backward(
-            x_Ai if any(ctx.needs_input_grad[4:]) else None, *(saved if ctx.needs_input_grad[0] else ())
+            x_Ai if any(ctx.needs_input_grad[4:]) else None, *(weights if ctx.needs_input_grad[0] else ())
         )
-        return F.grouped_mm(x_Ai, _in_out(cast, call), offs=ends_N).split(call.outputs, 1)
+        return F.grouped_mm(x_Ai, _in_out(block, call), offs=groups.ends_N).split(call.outputs, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x_Ai, *saved = ctx.saved_tensors
-        call: Linears = ctx.call
-        dy_Ao = grads[0].contiguous() if len(grads) == 1 else torch.cat(grads, 1)
+        x_Ai, *_ = ctx.saved_tensors
+        call, groups, block = ctx.call, ctx.groups, ctx.block
         dx_Ai = None
         if ctx.needs_input_grad[0]:
-            cast = saved[0] if ctx.block is None else ctx.block
-            dx_Ai = F.grouped_mm(dy_Ao, _in_out(cast, call).transpose(1, 2), offs=ctx.ends_N)
+            dy_Ao = grads[0].contiguous() if len(grads) == 1 else torch.cat(grads, 1)
+            dx_Ai = F.grouped_mm(dy_Ao, _in_out(block, call).transpose(1, 2), offs=groups.ends_N)
         trained = ctx.needs_input_grad[4:]
-        found: list[torch.Tensor | None] = [None] * len(trained)
-        if x_Ai is not None:
-            experts = kernels.trained_experts(trained, len(grads))
-            first, second = (x_Ai, dy_Ao) if call.is_transposed else (dy_Ao, x_Ai)
-            block = F.grouped_mm(first.t(), second, offs=ctx.ends_N[:experts]).to(ctx.dtype)
-            for part, slices in enumerate(block.split(call.outputs, 1 + call.is_transposed)):
-                found[part : experts * len(grads) : len(grads)] = slices.unbind()
-            found = [grad if wanted else None for grad, wanted in zip(found, trained, strict=True)]
-        return dx_Ai, None, None, None, *found
+        return dx_Ai, None, None, None, *_of_weights(x_Ai, grads, call, groups.counts, trained, block.dtype)
+
+
+def _of_weights(
+    x_Ai: torch.Tensor | None,
+    grads: Sequence[torch.Tensor],
+    call: Linears,
+    counts: Sequence[int],
+    trained: Sequence[bool],
+    dtype: torch.dtype,
+) -> list[torch.Tensor | None]:
+    """The gradients of the experts' weights that train."""
+    if x_Ai is None:
+        return [None] * len(trained)
+    x, dy = x_Ai.split(counts), [grad.split(counts) for grad in grads]
+    found: list[torch.Tensor | None] = []
+    for number, wanted in enumerate(trained):
+        expert, part = divmod(number, len(grads))
+        found.append(_of_weight(x[expert], dy[part][expert], call, part, dtype) if wanted else None)
+    return found
 
 
 def _of_weight(x_Ai: torch.Tensor, dy_Ao: torch.Tensor, call: Linears, part: int, dtype: torch.dtype) -> torch.Tensor:
