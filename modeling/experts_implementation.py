@@ -18,7 +18,7 @@ class ExpertsImplementationMixin:
     def _can_set_experts_implementation(cls) -> bool:
         return True  # the library looks for a decorator in the source of the class
 
-    def get_correct_experts_implementation(self, requested_experts: str | None) -> str | None:
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> Any:
         """The implementation to use for a request.
 
         Raises:
@@ -26,8 +26,8 @@ class ExpertsImplementationMixin:
         """
         if requested_experts is not None and requested_experts not in IMPLEMENTATIONS:
             raise ValueError(
-                f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out for "
-                "the fastest."
+                f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out "
+                "for the fastest."
             )
         if hasattr(self, "routing_control"):
             return requested_experts

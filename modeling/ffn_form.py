@@ -175,6 +175,7 @@ def _read(ffn: nn.Module, nodes: list[fx.Node]) -> tuple[list[Step], int | None]
 
 def _call_of(ffn: nn.Module, node: fx.Node, arguments: int) -> Linears | str | Callable[..., Any] | None:
     target: Any = node.target
+    known: Any
     if node.op == "call_module":
         module = ffn.get_submodule(target)
         if arguments != 1 or node.kwargs:

@@ -23,7 +23,7 @@ def has_grouped_mm(device: torch.device, sizes: Sequence[int], dtype: torch.dtyp
 
 def can_group(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether torch's `grouped_mm` takes matrices of these sizes."""
-    if not hasattr(F, "grouped_mm") or any(size * dtype.itemsize % 16 for size in sizes):
+    if not hasattr(F, "grouped_mm") or dtype == torch.float64 or any(size * dtype.itemsize % 16 for size in sizes):
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -138,7 +138,7 @@ def register() -> None:
     """Makes the operators known to torch, once in a process: a checkpoint may bring a copy of this file."""
     if hasattr(torch.ops.hf_moe_expand, "grouped_linear"):
         return
-    schemas = {
+    schemas: dict[Any, tuple[str, Any]] = {
         grouped_linear: (
             "(Tensor x, Tensor[] weights, Tensor ends, Tensor place, int[] outputs, bool batched, bool transposed)"
             " -> Tensor",

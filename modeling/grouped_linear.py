@@ -58,20 +58,19 @@ def grouped_linear(
         return tuple(_with_bias(y, found, groups, place, call) for place, y in enumerate(outputs))
     parameters = (*found.weights, *(bias for bias in found.biases if bias is not None))
     wanted = torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters))
-    if _in_one_call(x_Ai, call, found, dtype):
+    block = found.block
+    if block is not None and _in_one_call(x_Ai, call, block, dtype):
         if wanted:
-            return _OneCall.apply(x_Ai, call, groups, found.block, *found.weights)
-        return F.grouped_mm(x_Ai, _in_out(found.block, call), offs=groups.ends_N).split(call.outputs, 1)
+            return _OneCall.apply(x_Ai, call, groups, block, *found.weights)
+        return F.grouped_mm(x_Ai, _in_out(block, call), offs=groups.ends_N).split(call.outputs, 1)
     if wanted:
         return _InTurn.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
     return _products(x_Ai, call, groups.counts, _cast(found.weights, call, groups.counts, dtype), found.biases)
 
 
-def _in_one_call(x_Ai: torch.Tensor, call: Linears, found: ExpertWeights, dtype: torch.dtype) -> bool:
-    block = found.block
+def _in_one_call(x_Ai: torch.Tensor, call: Linears, block: torch.Tensor, dtype: torch.dtype) -> bool:
     return (
-        block is not None
-        and block.dtype == dtype  # a converted block would be large, and the host gives large memory slowly
+        block.dtype == dtype  # a converted block would be large, and the host gives large memory slowly
         and x_Ai.shape[0] <= ROWS_OF_ONE_CALL
         and not any(call.has_bias)
         and kernels.can_group(x_Ai.device, (call.inputs, *call.outputs), dtype)
