@@ -93,7 +93,7 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
             nn.init.normal_(parameter, std=0.02)
         ours.router.weight.copy_(torch.eye(experts, hidden))
     eager = copy.copy(ours.to(device, dtype))  # the same experts and router
-    eager.config = _implementation("eager")
+    eager.model_config = _implementation("eager")
     found = {OURS: ours, EAGER: eager}
     shared = None
     for name, implementation in MIXTRAL.items():

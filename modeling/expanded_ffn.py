@@ -81,7 +81,7 @@ class ExpandedFFN(nn.Module):
         self.top_k = min(top_k, num_experts - conditional)
         self.layer_index = layer_index
         self.control = control
-        self.config = config
+        self.model_config = config
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.block.release()  # a copy of the weights elsewhere leaves the block unused
@@ -119,7 +119,7 @@ class ExpandedFFN(nn.Module):
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
         y_Th = dispatch(
             self.experts, x_Th, routing.weights, index_TK, residual is not None, self.training, self.block,
-            None if self.config is None else self.config._experts_implementation,
+            None if self.model_config is None else self.model_config._experts_implementation,
         )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
@@ -152,9 +152,11 @@ class ExpandedFFN(nn.Module):
 
     def _is_all_home(self, class_T: torch.Tensor | None) -> bool:
         """Whether expert 0 alone runs for all tokens, as far as the host knows without waiting for a device."""
-        if class_T is None or self.training or self.control.only_expert is not None or not knows_routing(class_T):
+        if self.training or self.control.only_expert is not None:
             return False
-        return not class_T.any()
+        if self.control.expansion == 0:
+            return True
+        return class_T is not None and knows_routing(class_T) and not class_T.any()
 
     def _route(
         self, x_Th: torch.Tensor, class_T: torch.Tensor | None, classifier_logits_TC: torch.Tensor | None

@@ -62,7 +62,7 @@ def grouped_linear(
     if block is not None and _in_one_call(x_Ai, call, block, dtype):
         if wanted:
             return _OneCall.apply(x_Ai, call, groups, block, *found.weights)
-        return F.grouped_mm(x_Ai, _in_out(block, call), offs=groups.ends_N).split(call.outputs, 1)
+        return tuple(F.grouped_mm(x_Ai, part_Nio, offs=groups.ends_N) for part_Nio in _parts(block, call))
     if wanted:
         return _InTurn.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
     return _products(x_Ai, call, groups.counts, _cast(found.weights, call, groups.counts, dtype), found.biases)
@@ -115,7 +115,7 @@ class _InTurn(torch.autograd.Function):
                     if part == 0:
                         torch.mm(dy[part][expert], weight_oi, out=rows)
                     else:
-                        rows.addmm_(dy[part][expert], weight_oi)
+                        rows.add_(torch.mm(dy[part][expert], weight_oi, out=torch.empty_like(rows)))
         needed = ctx.needs_input_grad[3:]
         of_weights = _of_weights(x_Ai, grads, call, counts, needed[: ctx.number], ctx.types[0])
         of_biases = [
@@ -137,7 +137,7 @@ class _OneCall(torch.autograd.Function):
         ctx.save_for_backward(
             x_Ai if any(ctx.needs_input_grad[4:]) else None, *(weights if ctx.needs_input_grad[0] else ())
         )
-        return F.grouped_mm(x_Ai, _in_out(block, call), offs=groups.ends_N).split(call.outputs, 1)
+        return tuple(F.grouped_mm(x_Ai, part_Nio, offs=groups.ends_N) for part_Nio in _parts(block, call))
 
     @staticmethod
     @once_differentiable
@@ -146,8 +146,9 @@ class _OneCall(torch.autograd.Function):
         call, groups, block = ctx.call, ctx.groups, ctx.block
         dx_Ai = None
         if ctx.needs_input_grad[0]:
-            dy_Ao = grads[0].contiguous() if len(grads) == 1 else torch.cat(grads, 1)
-            dx_Ai = F.grouped_mm(dy_Ao, _in_out(block, call).transpose(1, 2), offs=groups.ends_N)
+            for grad, part_Nio in zip(grads, _parts(block, call), strict=True):
+                of_part_Ai = F.grouped_mm(grad.contiguous(), part_Nio.transpose(1, 2), offs=groups.ends_N)
+                dx_Ai = of_part_Ai if dx_Ai is None else dx_Ai.add_(of_part_Ai)
         trained = ctx.needs_input_grad[4:]
         return dx_Ai, None, None, None, *_of_weights(x_Ai, grads, call, groups.counts, trained, block.dtype)
 
@@ -205,9 +206,10 @@ def _cast(weights: Sequence[Any], call: Linears, counts: Sequence[int], dtype: t
     return [w.to(dtype) if counts[number // len(call.names)] else None for number, w in enumerate(weights)]
 
 
-def _in_out(block: torch.Tensor, call: Linears) -> torch.Tensor:
-    """`[N, in, out]`."""
-    return block if call.is_transposed else block.transpose(1, 2)
+def _parts(block: torch.Tensor, call: Linears) -> list[torch.Tensor]:
+    """`[N, in, out]` of each layer that `call` names. One product for each rounds as the products in turn do."""
+    parts = block.split(call.outputs, 1 + call.is_transposed)
+    return list(parts) if call.is_transposed else [part.transpose(1, 2) for part in parts]
 
 
 def _out_in(weight: torch.Tensor, call: Linears) -> torch.Tensor:

@@ -73,7 +73,7 @@ def build(
 
 def results(layer, x, implementation, autocast=False):
     """The output, then the gradients of the input and of all that trains."""
-    layer.config._experts_implementation = implementation
+    layer.model_config._experts_implementation = implementation
     x = x.detach().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x)
@@ -156,10 +156,10 @@ def test_sequences_that_the_user_sends_home_in_a_mixed_batch():
     layer = build().eval()
     layer.control.classes = [0, None]
     x = torch.randn(2, 9, 16)
-    layer.config._experts_implementation = "grouped_mm"
+    layer.model_config._experts_implementation = "grouped_mm"
     y = layer(x)
     assert torch.equal(y[0], layer.experts[0](x)[0])
-    layer.config._experts_implementation = "eager"
+    layer.model_config._experts_implementation = "eager"
     torch.testing.assert_close(y, layer(x))
 
 
@@ -171,7 +171,7 @@ def test_frozen_experts_get_no_gradient(tokens, frozen):
         expert.requires_grad_(False)
     x = torch.randn(1, tokens, 16)
     assert_agree(layer, x, "grouped_mm")
-    layer.config._experts_implementation = "grouped_mm"
+    layer.model_config._experts_implementation = "grouped_mm"
     layer(x).sum().backward()
     assert all((p.grad is None) == (n < frozen) for n, e in enumerate(layer.experts) for p in e.parameters())
 
@@ -223,7 +223,7 @@ def test_active_dropout_runs_as_a_module_in_training_alone():
 def test_nothing_is_read_on_the_host(mode, implementation):
     layer = getattr(build(has_classifier=True), mode)()
     layer.experts[0].requires_grad_(False)
-    layer.config._experts_implementation = implementation
+    layer.model_config._experts_implementation = implementation
     fake = FakeTensorMode()
     for module in layer.modules():
         for name, parameter in module._parameters.items():
