@@ -78,14 +78,14 @@ def _run_counted(
         row_TK = torch.where(mask_TK, row_TK, row_TK[:, :1]).clamp_(max=max(0, T * K - unassigned - 1))
         order_A = order_A[: T * K - unassigned]
         weights_TK = weights_TK * mask_TK
-        if not len(order_A):
-            return x_Th.new_zeros(x_Th.shape, dtype=result)
     x_Th, token_A = x_Th.to(dtype), order_A // K
     groups = Groups(torch.tensor(counts).cumsum(0, dtype=torch.int32), tuple(counts))
-    few = T * K <= ROWS_OF_ONE_CALL  # for which a call costs more than memory
+    few = len(order_A) == 0 or T * K <= ROWS_OF_ONE_CALL  # for which a call costs more than memory
     needs_grad = torch.is_grad_enabled() and not few
     x_Ah = _Gather.apply(x_Th, token_A, row_TK, mask_TK) if needs_grad else x_Th.index_select(0, token_A)
     y_Ah = form.run(ffn, x_Ah, lambda x, n: grouped_linear(x, form.linears[n], found[n], groups, dtype))
+    if len(order_A) == 0:  # the experts stay in the graph, with zero gradients
+        return (x_Th.new_zeros(x_Th.shape) + (y_Ah.sum() + 0 * weights_TK.sum())).to(result)
     if few:
         return _sum_of_copies(y_Ah, weights_TK, row_TK, result)
     if needs_grad:

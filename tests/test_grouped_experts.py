@@ -1,6 +1,7 @@
 """All experts at once against one after the other: outputs, gradients, awkward shapes, traced graphs."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +162,18 @@ def test_sequences_that_the_user_sends_home_in_a_mixed_batch():
     assert torch.equal(y[0], layer.experts[0](x)[0])
     layer.model_config._experts_implementation = "eager"
     torch.testing.assert_close(y, layer(x))
+
+
+@pytest.mark.parametrize("tokens", [6, 900])
+def test_tokens_without_any_expert_keep_the_experts_in_the_graph(tokens):
+    layer = build().train()
+    x = torch.randn(1, tokens, 16, requires_grad=True)
+    layer.control.change_choice = lambda _, choice: replace(choice, experts=torch.full_like(choice.experts, 4))
+    y = layer(x)
+    assert not y.any()
+    y.sum().backward()
+    assert not x.grad.any()
+    assert all(not parameter.grad.any() for parameter in layer.experts.parameters())
 
 
 @pytest.mark.parametrize("tokens", [6, 900])
