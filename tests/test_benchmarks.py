@@ -123,6 +123,8 @@ def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
     assert review["trained"] == f"{routers + classifiers:,}"
     for row in rows:
         assert min(float(row[name].replace(",", "")) for name in ("ms", "time", "peak MiB", "memory")) > 0
+    assert base["FLOPs"] == "1.00"
+    assert float(review["FLOPs"]) < float(post_pretrain["FLOPs"])  # no gradients of weights
     options = SimpleNamespace(hidden=32, vocabulary=64, layers=3, experts=3, seed=0)
     ids = torch.arange(24).view(2, 12)
     dense, expanded = (module.make_model(case, options)(ids).logits for case in (module.BASE, "review"))
@@ -135,6 +137,7 @@ def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
     names = [module.BASE, module.WIDE, module.EXPANDED, module.NEW, module.OLD, module.WORD]
     assert [(row["batch"], row["model"]) for row in rows] == list(product(("1", "3"), names))
     assert all(float(row["tokens/s"].replace(",", "")) > 0 and float(row["speed"]) > 0 for row in rows)
+    assert {row["of limit"] for row in rows if row["model"] == module.WIDE} == {"1.00"}
     options = SimpleNamespace(
         hidden=32, vocabulary=64, layers=3, experts=3, classifiers=2, seed=0, prompt=4, dtype="fp32", device="cpu"
     )
