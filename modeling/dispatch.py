@@ -45,8 +45,7 @@ def dispatch(
         found = block.weights(experts, form, x_Th)  # type: ignore[union-attr]
         if found is not None and _fits(x_Th, found[0].weights[0]):
             batched = _is_batched(implementation, x_Th, index_TK, len(experts))
-            sizes = [size for call in form.linears for size in (call.inputs, *call.outputs)]
-            if batched or has_grouped_mm(x_Th.device, sizes, found[0].weights[0].dtype):
+            if batched or has_grouped_mm(x_Th.device, form.linears, found[0].weights[0].dtype):
                 return run_grouped(form, experts[0], found, x_Th, weights_TK, index_TK, len(experts), batched)
             if implementation is not None:
                 logger.warning_once(
@@ -62,7 +61,7 @@ def dispatch(
 
 def _is_one_token(x_Th: torch.Tensor, training: bool) -> bool:
     """Whether this is a step of decoding whose routing the host reads at no cost."""
-    return x_Th.shape[0] == 1 and not training and knows_routing(x_Th)
+    return not training and knows_routing(x_Th) and x_Th.shape[0] == 1
 
 
 def _fits(x_Th: torch.Tensor, weight: torch.Tensor) -> bool:

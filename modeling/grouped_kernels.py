@@ -13,17 +13,20 @@ import torch
 import torch.nn.functional as F
 
 from .expert_block import block_of
+from .ffn_form import Linears
 
 
-def has_grouped_mm(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a device multiplies groups of rows by matrices of these sizes without a value on the host, or needs no
+def has_grouped_mm(device: torch.device, linears: Sequence[Linears], dtype: torch.dtype) -> bool:
+    """Whether a device multiplies groups of rows by these layers' weights without a value on the host; a CPU needs no
     such call."""
-    return device.type == "cpu" or can_group(device, sizes, dtype)
+    return device.type == "cpu" or all(can_group(device, call, dtype) for call in linears)
 
 
-def can_group(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether torch's `grouped_mm` takes matrices of these sizes."""
-    if not hasattr(F, "grouped_mm") or dtype == torch.float64 or any(size * dtype.itemsize % 16 for size in sizes):
+def can_group(device: torch.device, call: Linears, dtype: torch.dtype) -> bool:
+    """Whether torch's `grouped_mm` takes the weights of these layers, whose rows must be multiples of 16 bytes, under
+    autocast too."""
+    sizes = (call.inputs, *call.outputs)
+    if not hasattr(F, "grouped_mm") or dtype == torch.float64 or any(size % 8 for size in sizes):
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -73,7 +73,7 @@ def _in_one_call(x_Ai: torch.Tensor, call: Linears, block: torch.Tensor, dtype: 
         block.dtype == dtype  # a converted block would be large, and the host gives large memory slowly
         and 0 < x_Ai.shape[0] <= ROWS_OF_ONE_CALL
         and not any(call.has_bias)
-        and kernels.can_group(x_Ai.device, (call.inputs, *call.outputs), dtype)
+        and kernels.can_group(x_Ai.device, call, dtype)
     )
 
 
