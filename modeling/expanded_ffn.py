@@ -103,11 +103,11 @@ class ExpandedFFN(nn.Module):
             if self.classifier is not None and text is not None:
                 text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
             return run_alone(self.experts, alone, hidden_states, residual, self.training)
-        class_T, logits_TC = self._classify(x_Th, text)
-        is_home = self._is_all_home(class_T)
+        classified = self._classify(x_Th, text)
+        is_home = self._is_all_home(classified[0])
         if is_home and self.control.capture is None:
             return run_alone(self.experts, 0, hidden_states, residual, training=False)
-        routing = self._route(x_Th, class_T, logits_TC)
+        routing = self.route(x_Th, text, classified)
         if self.control.capture is not None:
             self.control.capture.layers[self.layer_index] = routing
         alone = 0 if is_home else alone
@@ -129,13 +129,37 @@ class ExpandedFFN(nn.Module):
         base = run_alone(self.experts, 0, hidden_states, residual, training=False)
         return torch.where(home_T.view(hidden_states.shape[:-1]).unsqueeze(-1), base, y)
 
-    def route(self, x_Th: torch.Tensor, text: RunningText | None = None) -> LayerRouting:
+    def route(
+        self,
+        x_Th: torch.Tensor,
+        text: RunningText | None = None,
+        classified: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    ) -> LayerRouting:
         """The routing of each token, from its hidden states `[T, h]`.
 
         Args:
             text: the texts of the tokens, for a prefix gate; not in training, where its loss adds up the evidence.
+            classified: the tokens' classes and the classifier's logits, if they are known already.
         """
-        return self._route(x_Th, *self._classify(x_Th, text))
+        class_T, classifier_logits_TC = self._classify(x_Th, text) if classified is None else classified
+        logits_TN = self.router(x_Th)
+        conditional = self.conditional_gate is not None
+        if self.control.change_logits is not None:
+            shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
+            logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
+        if self.conditional_gate is not None:
+            logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
+        if self.control.only_expert is not None:
+            ones_T1 = torch.ones_like(logits_TN[:, :1])
+            allowed_TN, weights_TK = None, ones_T1
+            index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
+        else:
+            allowed_TN = self._allowed(logits_TN, class_T)
+            weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
+        rule = self.prefix_rule if self.training and self.classifier is not None else None
+        return LayerRouting(
+            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule
+        )
 
     def _classify(
         self, x_Th: torch.Tensor, text: RunningText | None
@@ -157,28 +181,6 @@ class ExpandedFFN(nn.Module):
         if self.control.expansion == 0:
             return True
         return class_T is not None and knows_routing(class_T) and not class_T.any()
-
-    def _route(
-        self, x_Th: torch.Tensor, class_T: torch.Tensor | None, classifier_logits_TC: torch.Tensor | None
-    ) -> LayerRouting:
-        logits_TN = self.router(x_Th)
-        conditional = self.conditional_gate is not None
-        if self.control.change_logits is not None:
-            shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
-            logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
-        if self.conditional_gate is not None:
-            logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
-        if self.control.only_expert is not None:
-            ones_T1 = torch.ones_like(logits_TN[:, :1])
-            allowed_TN, weights_TK = None, ones_T1
-            index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
-        else:
-            allowed_TN = self._allowed(logits_TN, class_T)
-            weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
-        rule = self.prefix_rule if self.training and self.classifier is not None else None
-        return LayerRouting(
-            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule
-        )
 
     def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
         """The texts that prefix gates judge; without the model's own, each sequence is a text."""
