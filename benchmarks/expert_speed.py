@@ -10,19 +10,22 @@ A gated FFN of `2.75 h` (rounded to 64) is expanded; 2 experts a token, evenly d
 - `old tokens`: `forward` behind a classifier that classifies every token as old.
 
 `dense ms` is one dense FFN of the width of 2 experts, hence of equal active FLOPs; in `old tokens`, of one. The other
-columns are multiples of it: ours; Mixtral's block of transformers with its `eager` and its `grouped_mm` experts; a
-plain loop (masks, `torch.where`, `index_add_`), as in research code. They share weights and routing, and the run
-stops if their outputs or gradients disagree. `autocast` is bfloat16 autocast over float32 weights, which transformers'
-grouped_mm ignores: it computes in float32.
+columns are multiples of it: ours, as it chooses by default, and with `experts_implementation="eager"`, which runs each
+expert as a module; Mixtral's block of transformers with its `eager`, `grouped_mm` and `batched_mm` experts (the last
+while it copies no more weights than there are experts); a plain loop (masks, `torch.where`, `index_add_`), as in
+research code. They share routing and equal weights, and the run stops if their outputs or gradients disagree.
+`autocast` is bfloat16 autocast over float32 weights, which transformers' grouped_mm ignores: it computes in float32.
 
 Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 100000000000 on a CPU, or allocation dominates the times.
 """
 
 import argparse
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import product
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,8 +43,10 @@ from hf_moe_expand.modeling.routing import Classifier
 from hf_moe_expand.modeling.routing_control import RoutingControl
 
 TOP_K = 2
-OURS, LOOP = "ExpandedFFN", "loop"
-MIXTRAL = {"Mixtral eager": "eager", "Mixtral grouped_mm": "grouped_mm"}
+OURS, EAGER, LOOP = "ExpandedFFN", "ExpandedFFN eager", "loop"
+BATCHED = "Mixtral batched_mm"
+MIXTRAL = {"Mixtral eager": "eager", "Mixtral grouped_mm": "grouped_mm", BATCHED: "batched_mm"}
+COLUMNS = (OURS, EAGER, *MIXTRAL, LOOP)
 PASSES = ("forward", "forward+backward", "expert 0 frozen", "old tokens")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
 # Largest difference, as a share of the largest value.
@@ -80,12 +85,16 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
     """The dense FFN with equal active FLOPs, and all implementations of the same expanded FFN."""
     torch.manual_seed(seed)
     size, dtype = ffn_size(hidden), DTYPES[mode]
-    ours = ExpandedFFN(gated_ffn(hidden, size), hidden, experts, TOP_K, 0, False, RoutingControl())
+    ours = ExpandedFFN(
+        gated_ffn(hidden, size), hidden, experts, TOP_K, 0, False, RoutingControl(), config=_implementation(None)
+    )
     with torch.no_grad():
         for parameter in ours.experts.parameters():
             nn.init.normal_(parameter, std=0.02)
         ours.router.weight.copy_(torch.eye(experts, hidden))
-    found = {OURS: ours.to(device, dtype)}
+    eager = copy.copy(ours.to(device, dtype))  # the same experts and router
+    eager.model_config = _implementation("eager")
+    found = {OURS: ours, EAGER: eager}
     shared = None
     for name, implementation in MIXTRAL.items():
         config = MixtralConfig(
@@ -103,6 +112,10 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
         found[name] = block
     found[LOOP] = LoopFFN(ours.router.weight, ours.experts)
     return gated_ffn(hidden, TOP_K * size).to(device, dtype), found
+
+
+def _implementation(name: str | None) -> Any:
+    return SimpleNamespace(_experts_implementation=name)
 
 
 def _stacked(ours: ExpandedFFN) -> tuple[nn.Parameter, nn.Parameter]:
@@ -169,9 +182,11 @@ def measure(options: argparse.Namespace, hidden: int, experts: int, tokens: int,
         cases = {"dense": passing(reference, x, mode, *extra)}
         cases |= {name: passing(found[name], x, mode, *extra) for name in names}
         times = time_in_turn(cases, options.repeats, options.device)
-        figures = [f"{ratio(times, name, 'dense'):.2f}" if name in names else "–" for name in found]
+        figures = [f"{ratio(times, name, 'dense'):.2f}" if name in names else "–" for name in COLUMNS]
         return [str(hidden), str(experts), str(tokens), mode, kind, f"{1000 * median(times['dense']):.3f}", *figures]
 
+    if tokens * TOP_K > experts:
+        del found[BATCHED]
     outputs = {name: forward_pass(module, x, mode)() for name, module in found.items()}
     check_agreement(outputs, "the output", TOLERANCE[mode])
     yield row("forward", dense, list(found), forward_pass)
@@ -181,26 +196,26 @@ def measure(options: argparse.Namespace, hidden: int, experts: int, tokens: int,
     yield row("forward+backward", dense, list(found), training_pass, options.seed)
     ours.experts[0].requires_grad_(False)
     # Mixtral's experts are one parameter, of which no part can be frozen.
-    yield row("expert 0 frozen", dense, [OURS, LOOP], training_pass, options.seed)
+    yield row("expert 0 frozen", dense, [OURS, EAGER, LOOP], training_pass, options.seed)
     ours.classifier = Classifier(hidden, 2).to(x)
     with torch.no_grad():
         ours.classifier.weight.zero_()[0, experts] = 1
     if not torch.equal(forward_pass(ours, x, mode)(), forward_pass(ours.experts[0], x, mode)()):
         raise RuntimeError(f"{OURS}: an old token's output is not that of expert 0.")
-    yield row("old tokens", ours.experts[0], [OURS], forward_pass)
+    yield row("old tokens", ours.experts[0], [OURS, EAGER], forward_pass)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options_parser = parser(__doc__, repeats=7)
     options_parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024, 2048])
     options_parser.add_argument("--experts", type=int, nargs="+", default=[2, 4, 8])
-    options_parser.add_argument("--tokens", type=int, nargs="+", help="(1 64 4096, with cuda also 32768)")
+    options_parser.add_argument("--tokens", type=int, nargs="+", help="(1 16 64 4096, with cuda also 32768)")
     options_parser.add_argument("--dtypes", choices=list(DTYPES), nargs="+", default=list(DTYPES))
     options = options_parser.parse_args(arguments)
-    tokens = options.tokens or [1, 64, 4096] + [32768] * (options.device == "cuda")
+    tokens = options.tokens or [1, 16, 64, 4096] + [32768] * (options.device == "cuda")
     cases = list(product(options.hidden, options.experts, tokens, options.dtypes))
     rows = [row for case in tqdm(cases, unit="case") for row in measure(options, *case)]
-    head = ["hidden", "experts", "tokens", "dtype", "pass", "dense ms", OURS, *MIXTRAL, LOOP]
+    head = ["hidden", "experts", "tokens", "dtype", "pass", "dense ms", *COLUMNS]
     report("Expanded FFN", head, rows, options)
 
 

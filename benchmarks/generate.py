@@ -5,7 +5,7 @@
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
 "classifiers" are in the last third of the layers (or in `--classifiers` layers); the row names the class that they give
 every token; the last row is told the language (`languages=`). The second row is a dense model with as many active
-FLOPs.
+FLOPs: `of limit` is the share of its speed that a row reaches.
 """
 
 import argparse
@@ -96,10 +96,18 @@ def main(arguments: list[str] | None = None) -> None:
         times = time_in_turn(calls, options.repeats, options.device)
         for name in models:
             speed = batch * options.tokens / median(times[name])
-            rows.append([str(batch), name, f"{speed:,.0f}", f"{ratio(times, BASE, name):.2f}"])
+            rows.append(
+                [
+                    str(batch),
+                    name,
+                    f"{speed:,.0f}",
+                    f"{ratio(times, BASE, name):.2f}",
+                    f"{ratio(times, WIDE, name):.2f}",
+                ]
+            )
     title = f"Generation, {options.layers} layers of {options.hidden}, {options.experts} experts, {options.dtype}"
     title = f"{title}, prompt {options.prompt}, {options.tokens} new"
-    report(title, ["batch", "model", "tokens/s", "speed"], rows, options)
+    report(title, ["batch", "model", "tokens/s", "speed", "of limit"], rows, options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@ The base has Qwen2's shape and 30 M parameters by default; its expansion has cla
 layers. A step is the whole step of `Trainer`, `PostPretrainTrainer` or `ReviewTrainer`: forward, losses, backward,
 clipping and AdamW, with float32 weights under bfloat16 autocast (`--dtype fp32`: without).
 
+`FLOPs` are those of the matrix products that the step needs, as a multiple of full fine-tuning's: the limit of `time`.
+Frozen weights need no gradient of their own, but the activations above the lowest router do. They are counted in an
+eager step, which runs each expert on its own tokens.
+
 Peak memory is that of the model and two steps in a separate process: resident memory without that of the imports, or
 with cuda the memory that torch allocated. Linux only.
 """
@@ -22,6 +26,7 @@ import torch
 from datasets import Dataset
 from models import add_model_options, dense_config, dense_model, uniform_plan
 from timing import in_own_process, parser, ratio, report, reset_peak, resident_bytes, synchronize
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_moe_expand import PostPretrainTrainer, ReviewTrainer, expand_model
@@ -88,6 +93,13 @@ def train(case: str, model: Any, options: argparse.Namespace) -> float:
     return timer.seconds
 
 
+def count_flops(case: str, model: Any, options: argparse.Namespace) -> int:
+    """FLOPs of the matrix products of two steps."""
+    with FlopCounterMode(display=False) as counter:
+        train(case, model, options)
+    return counter.get_total_flops()
+
+
 def peak_bytes(case: str, options: argparse.Namespace) -> int:
     """Peak memory in bytes of two steps; run it in a process of its own."""
     imports = resident_bytes()
@@ -107,6 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = options_parser.parse_args(arguments)
     memory = {case: in_own_process(peak_bytes, case, options) for case in TRAINERS}
     models = {case: make_model(case, options) for case in TRAINERS}
+    flops = {case: count_flops(case, model, options) for case, model in models.items()}
     times: dict[str, list[float]] = {case: [] for case in TRAINERS}
     for _ in range(options.repeats):
         for case, model in models.items():
@@ -118,12 +131,13 @@ def main(arguments: list[str] | None = None) -> None:
             f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,}",
             f"{1000 * median(times[case]):.1f}",
             f"{ratio(times, case, BASE):.2f}",
+            f"{flops[case] / flops[BASE]:.2f}",
             f"{memory[case] / 2**20:,.0f}",
             f"{memory[case] / memory[BASE]:.2f}",
         ]
         for case, model in models.items()
     ]
-    head = ["step", "parameters", "trained", "ms", "time", "peak MiB", "memory"]
+    head = ["step", "parameters", "trained", "ms", "time", "FLOPs", "peak MiB", "memory"]
     title = f"Training step, {options.layers} layers of {options.hidden}, {options.experts} experts"
     report(f"{title}, {options.batch} x {options.block} tokens, {options.dtype}", head, rows, options)
 

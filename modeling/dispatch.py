@@ -4,11 +4,22 @@
 output unchanged in bfloat16 too. Index N means "no expert". BLOOM's FFN takes the residual as a second argument and
 adds it: with `takes_residual` it gets zeros, and the caller adds the residual once.
 
+There are two ways. `grouped_mm` and `batched_mm` run all experts together (`grouped_experts.py`); `eager` runs one
+after the other as the modules that they are, which is right for every FFN and everything that may have changed it.
+
 Shape suffixes as in `routing.py`.
 """
 
 import torch
 from torch import nn
+from transformers.utils import logging
+
+from .expert_block import ExpertBlock
+from .grouped_experts import knows_routing, run_grouped
+from .grouped_kernels import has_grouped_mm
+
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+logger = logging.get_logger(__name__)
 
 
 def dispatch(
@@ -18,13 +29,53 @@ def dispatch(
     index_TK: torch.Tensor,
     takes_residual: bool,
     training: bool,
+    block: ExpertBlock | None = None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
-    """The layer's output, `[T, h]`, by the suitable method: compiled, for a single token, or sorted by expert."""
+    """The layer's output, `[T, h]`.
+
+    Args:
+        block: finds the experts' weights, to run them together; None runs them as modules.
+        implementation: one of `IMPLEMENTATIONS`; None chooses by the number of tokens.
+    """
+    form = None if block is None or takes_residual else block.forms[training]
+    if implementation is None and _is_one_token(x_Th, training) and not torch.is_autocast_enabled(x_Th.device.type):
+        form = None  # its experts alone, without sorting, are fastest
+    if form is not None and implementation != "eager" and not torch._C._are_functorch_transforms_active():
+        found = block.weights(experts, form, x_Th)  # type: ignore[union-attr]
+        if found is not None and _fits(x_Th, found[0].weights[0]):
+            batched = _is_batched(implementation, x_Th, index_TK, len(experts))
+            if batched or has_grouped_mm(x_Th.device, form.linears, found[0].weights[0].dtype):
+                return run_grouped(form, experts[0], found, x_Th, weights_TK, index_TK, len(experts), batched)
+            if implementation is not None:
+                logger.warning_once(
+                    f"experts_implementation {implementation!r}: torch {torch.__version__} has no grouped_mm for these "
+                    f"experts on {x_Th.device.type}; they run as with 'eager'."
+                )
     if torch.compiler.is_compiling():
         return dispatch_to_all(experts, x_Th, weights_TK, index_TK, takes_residual)
-    if x_Th.shape[0] == 1 and not training:
+    if _is_one_token(x_Th, training):
         return dispatch_one_token(experts, x_Th, weights_TK, index_TK, takes_residual)
     return dispatch_sorted(experts, x_Th, weights_TK, index_TK, takes_residual, training)
+
+
+def _is_one_token(x_Th: torch.Tensor, training: bool) -> bool:
+    """Whether this is a step of decoding whose routing the host reads at no cost."""
+    return not training and knows_routing(x_Th) and x_Th.shape[0] == 1
+
+
+def _fits(x_Th: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the products need no conversion but autocast's."""
+    same = x_Th.dtype == weight.dtype or torch.is_autocast_enabled(x_Th.device.type)
+    return same and x_Th.device == weight.device
+
+
+def _is_batched(implementation: str | None, x_Th: torch.Tensor, index_TK: torch.Tensor, num_experts: int) -> bool:
+    """Whether each assignment reads a copy of its expert's weights: by default not on a CPU, and elsewhere while the
+    copies are no more than the experts, as in decoding, for which transformers changes to `batched_mm` too."""
+    if implementation is None:
+        return x_Th.device.type != "cpu" and index_TK.numel() <= num_experts
+    return implementation == "batched_mm"
 
 
 def dispatch_sorted(
@@ -83,8 +134,8 @@ def dispatch_to_all(
     index_TK: torch.Tensor,
     takes_residual: bool,
 ) -> torch.Tensor:
-    """For `torch.compile` and `torch.export`: every expert runs on every token, so that no shape depends on the data.
-    Costs N FFNs for each token instead of K."""
+    """For `torch.compile` and `torch.export` of experts that run as modules: every expert runs on every token, so that
+    no shape depends on the data. Costs N FFNs for each token instead of K."""
     N = len(experts)
     weights_TN = weights_TK.new_zeros(x_Th.shape[0], N + 1).scatter(1, index_TK, weights_TK)
     outputs = [run_expert(expert, x_Th, takes_residual) for expert in experts]

@@ -4,13 +4,16 @@ Shape suffixes as in `routing.py`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from .conditional_routing import ConditionalGate, beside_shared, with_shared_expert
 from .dispatch import dispatch, run_alone
+from .expert_block import ExpertBlock
 from .ffn_expert import copy_ffn
+from .grouped_experts import knows_routing
 from .prefix_gate import PrefixRule, RunningText, TextMarks
 from .routing import (
     Choice,
@@ -41,6 +44,7 @@ class ExpandedFFN(nn.Module):
         new_expert: function that makes a further expert from `ffn` and the expert's number; a copy by default.
         prefix_rule: how the model's prefix gates judge; None if classifiers judge single tokens.
         packs: number of expansions of each language pack.
+        config: the model's configuration, whose `experts_implementation` says how the experts run.
 
     Attributes:
         experts_of_class: number of experts before any expansion (1), and after each expansion.
@@ -61,11 +65,13 @@ class ExpandedFFN(nn.Module):
         new_expert: Callable[[nn.Module, int], nn.Module] | None = None,
         prefix_rule: PrefixRule | None = None,
         packs: Sequence[int] = (),
+        config: Any = None,
     ) -> None:
         super().__init__()
         others = range(1, num_experts)
         new = [copy_ffn(ffn) if new_expert is None else new_expert(ffn, number) for number in others]
         self.experts = nn.ModuleList([ffn, *new])
+        self.block = ExpertBlock.of(ffn)
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.experts_of_classes = experts_of_classes(self.experts_of_class, packs)
@@ -75,6 +81,11 @@ class ExpandedFFN(nn.Module):
         self.top_k = min(top_k, num_experts - conditional)
         self.layer_index = layer_index
         self.control = control
+        self.model_config = config
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.block.release()  # a copy of the weights elsewhere leaves the block unused
+        return super()._apply(*args, **kwargs)
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once.
@@ -92,16 +103,24 @@ class ExpandedFFN(nn.Module):
             if self.classifier is not None and text is not None:
                 text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
             return run_alone(self.experts, alone, hidden_states, residual, self.training)
-        routing = self.route(x_Th, text)
+        classified = self._classify(x_Th, text)
+        is_home = self._is_all_home(classified[0])
+        if is_home and self.control.capture is None:
+            return run_alone(self.experts, 0, hidden_states, residual, training=False)
+        routing = self.route(x_Th, text, classified)
         if self.control.capture is not None:
             self.control.capture.layers[self.layer_index] = routing
+        alone = 0 if is_home else alone
         if alone is not None:
             return run_alone(self.experts, alone, hidden_states, residual, self.training)
         home_T = self._said_home(x_Th)
         index_TK = routing.experts
         if home_T is not None:
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
-        y_Th = dispatch(self.experts, x_Th, routing.weights, index_TK, residual is not None, self.training)
+        y_Th = dispatch(
+            self.experts, x_Th, routing.weights, index_TK, residual is not None, self.training, self.block,
+            None if self.model_config is None else self.model_config._experts_implementation,
+        )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
         if home_T is None:
@@ -110,22 +129,24 @@ class ExpandedFFN(nn.Module):
         base = run_alone(self.experts, 0, hidden_states, residual, training=False)
         return torch.where(home_T.view(hidden_states.shape[:-1]).unsqueeze(-1), base, y)
 
-    def route(self, x_Th: torch.Tensor, text: RunningText | None = None) -> LayerRouting:
+    def route(
+        self,
+        x_Th: torch.Tensor,
+        text: RunningText | None = None,
+        classified: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    ) -> LayerRouting:
         """The routing of each token, from its hidden states `[T, h]`.
 
         Args:
             text: the texts of the tokens, for a prefix gate; not in training, where its loss adds up the evidence.
+            classified: the tokens' classes and the classifier's logits, if they are known already.
         """
+        class_T, classifier_logits_TC = self._classify(x_Th, text) if classified is None else classified
         logits_TN = self.router(x_Th)
-        classifier_logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        if classifier_logits_TC is not None and text is not None:
-            classifier_logits_TC = text.judge(self.layer_index, classifier_logits_TC)
         conditional = self.conditional_gate is not None
-        class_T = None if self.training else self._class_of_tokens(classifier_logits_TC, text)
         if self.control.change_logits is not None:
             shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
             logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
-            classifier_logits_TC = class_T = None
         if self.conditional_gate is not None:
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
         if self.control.only_expert is not None:
@@ -133,12 +154,33 @@ class ExpandedFFN(nn.Module):
             allowed_TN, weights_TK = None, ones_T1
             index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
         else:
-            allowed_TN = self._allowed(logits_TN, self._said(x_Th, class_T))
+            allowed_TN = self._allowed(logits_TN, class_T)
             weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
         rule = self.prefix_rule if self.training and self.classifier is not None else None
         return LayerRouting(
             logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule
         )
+
+    def _classify(
+        self, x_Th: torch.Tensor, text: RunningText | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The class of each token `[T]`, by the user or the layer's classifier, and the classifier's logits `[T, C]`;
+        None where there is none, in training no classes."""
+        logits_TC = None if self.classifier is None else self.classifier(x_Th)
+        if logits_TC is not None and text is not None:
+            logits_TC = text.judge(self.layer_index, logits_TC)
+        class_T = None if self.training else self._class_of_tokens(logits_TC, text)
+        if self.control.change_logits is not None:
+            logits_TC = class_T = None
+        return self._said(x_Th, class_T), logits_TC
+
+    def _is_all_home(self, class_T: torch.Tensor | None) -> bool:
+        """Whether expert 0 alone runs for all tokens, as far as the host knows without waiting for a device."""
+        if self.training or self.control.only_expert is not None:
+            return False
+        if self.control.expansion == 0:
+            return True
+        return class_T is not None and knows_routing(class_T) and not class_T.any()
 
     def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
         """The texts that prefix gates judge; without the model's own, each sequence is a text."""

@@ -21,6 +21,7 @@ from .conditional_routing import ConditionalGate
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import load_assembled
+from .experts_implementation import ExpertsImplementationMixin
 from .ffn_expert import copy_ffn
 from .lora_expert import LoraA, LoraB, LoraFactor, init_lora_a, lora_expert
 from .prefix_gate import PrefixRule, cache_of_call, texts_of_call
@@ -32,7 +33,7 @@ from .spoken_language import check_count, classes_of, with_languages
 _CLASSES: dict[tuple[type, str], type] = {}
 
 
-class ExpandedModelMixin:
+class ExpandedModelMixin(ExpertsImplementationMixin):
     """The methods that every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers
     mapping from configuration class to model class) and `_auto_map` (config.json's entry for the Auto classes)."""
 
@@ -95,7 +96,7 @@ class ExpandedModelMixin:
                 expanded = ExpandedFFN(
                     ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
                     earlier, config.conditional_routing, partial(_new_expert, config, index), rule,
-                    getattr(config, "packs", None) or (),
+                    getattr(config, "packs", None) or (), config,
                 )  # fmt: skip
                 parent, attribute = ffn.place.rsplit(".", 1)
                 layer = self.get_submodule(parent)  # type: ignore[attr-defined]
@@ -104,6 +105,7 @@ class ExpandedModelMixin:
                 else:
                     setattr(layer, attribute, expanded)
         self.routing_control = control
+        self._use_requested_experts(bool(mixtures))
         if rule is not None:
             # On the module that owns the layers: it always runs, also for heads of other libraries.
             owner = ffns[0].place.partition(".0.")[0].rpartition(".")[0]

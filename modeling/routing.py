@@ -86,6 +86,8 @@ class Scores(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, hidden_size))
 
     def forward(self, x_Th: torch.Tensor) -> torch.Tensor:
+        if not torch.is_autocast_enabled(x_Th.device.type):
+            return F.linear(x_Th.float(), self.weight.float())
         with torch.autocast(x_Th.device.type, enabled=False):
             return F.linear(x_Th.float(), self.weight.float())
 

@@ -145,7 +145,7 @@ def test_one_pack_among_others_that_stay_at_home_computes_what_it_did(packs, tmp
     for ffn in joined.expanded_ffns().values():
         own = EL.experts_per_layer[ffn.layer_index]
         route = ffn.route
-        ffn.route = lambda x_Th, text=None, route=route, own=own: _without_others(route, x_Th, text, own)
+        ffn.route = lambda x_Th, text=None, _=None, route=route, own=own: _without_others(route, x_Th, text, own)
     with torch.no_grad():
         for ffn in joined.expanded_ffns().values():
             ffn.classifier = None

@@ -1,0 +1,316 @@
+"""All experts at once against one after the other: outputs, gradients, awkward shapes, traced graphs."""
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GPT2Config, Phi3Config, Qwen2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+from hf_moe_expand.modeling import dispatch as dispatch_module
+from hf_moe_expand.modeling import grouped_experts, grouped_linear
+from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
+from hf_moe_expand.modeling.ffn_form import form_of
+from hf_moe_expand.modeling.routing_control import RoutingControl
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 3e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+
+
+class Plain(nn.Module):
+    def __init__(self, hidden, inner):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Mixing(Plain):
+    """Not row by row: the tokens of one call depend on each other."""
+
+    def forward(self, x):
+        inner = self.up(x)
+        return self.down(inner - inner.mean(0, keepdim=True))
+
+
+class Branching(Plain):
+    def forward(self, x):
+        return self.down(self.up(x)) if x.sum() > 0 else x
+
+
+def gated(hidden, inner):
+    return Qwen2MLP(Qwen2Config(hidden_size=hidden, intermediate_size=inner))
+
+
+def conv1d(hidden, inner):
+    return GPT2MLP(inner, GPT2Config(n_embd=hidden, resid_pdrop=0.0))
+
+
+def fused(hidden, inner):
+    return Phi3MLP(Phi3Config(hidden_size=hidden, intermediate_size=inner, pad_token_id=0))
+
+
+FORMS = {"gated": gated, "plain": Plain, "conv1d": conv1d, "fused": fused}
+
+
+def build(
+    form="gated", num_experts=4, top_k=2, hidden=16, inner=24, dtype=torch.float32, has_classifier=False, **fields
+):
+    torch.manual_seed(0)
+    ffn = FORMS[form](hidden, inner) if isinstance(form, str) else form(hidden, inner)
+    config = SimpleNamespace(_experts_implementation=None)
+    layer = ExpandedFFN(ffn, hidden, num_experts, top_k, 0, has_classifier, RoutingControl(), config=config, **fields)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return layer.to(dtype)
+
+
+def results(layer, x, implementation, autocast=False):
+    """The output, then the gradients of the input and of all that trains."""
+    layer.model_config._experts_implementation = implementation
+    x = x.detach().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)]
+
+
+def assert_agree(layer, x, implementation, autocast=False):
+    expected = results(layer, x, "eager", autocast)
+    found = results(layer, x, implementation, autocast)
+    tolerance = 8e-2 if autocast else TOLERANCE[x.dtype]
+    for one, other in zip(found, expected, strict=True):
+        if one is None:  # a classifier in training, which only its loss trains
+            assert other is None
+            continue
+        other = torch.zeros_like(one) if other is None else other  # the loop leaves idle experts out in evaluation
+        assert one.dtype == other.dtype
+        scale = max(other.abs().max().item(), 1e-6)
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * scale)
+
+
+def forbid_modules(layer, monkeypatch):
+    """Lets a call of any expert as a module fail."""
+    for name in ("dispatch_sorted", "dispatch_one_token", "dispatch_to_all"):
+        monkeypatch.setattr(dispatch_module, name, lambda *_: pytest.fail("experts ran as modules"))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 700])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_all_at_once_is_one_after_the_other(form, tokens, implementation, monkeypatch):
+    layer = build(form).train()
+    x = torch.randn(1, tokens, 16)
+    assert_agree(layer, x, implementation)
+    forbid_modules(layer, monkeypatch)
+    results(layer, x, implementation)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 24), (7, 11)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [5, 900])
+def test_types_and_odd_widths(hidden, inner, dtype, tokens):
+    layer = build(hidden=hidden, inner=inner, dtype=dtype, num_experts=3).train()
+    assert_agree(layer, torch.randn(1, tokens, hidden, dtype=dtype), "grouped_mm")
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 60, 900])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_autocast_keeps_its_type(tokens, mode):
+    layer = getattr(build(has_classifier=True), mode)()
+    assert_agree(layer, torch.randn(1, tokens, 16), None, autocast=True)
+
+
+@pytest.mark.parametrize("tokens", [30, 900])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("fields", [{"has_classifier": True}, {"has_classifier": True, "conditional": True}])
+def test_tokens_for_which_fewer_experts_run(tokens, implementation, fields):
+    layer = build(earlier_counts=(2,), **fields).eval()
+    x = torch.randn(1, tokens, 16)
+    experts = layer.route(x[0]).experts
+    assert (experts == 4).any()  # "no expert"
+    assert (experts != 4).sum(-1).unique().numel() > 1
+    assert_agree(layer, x, implementation)
+
+
+@pytest.mark.parametrize("tokens", [6, 900])
+@pytest.mark.parametrize("chosen", [0, 2])
+def test_all_tokens_in_one_expert(tokens, chosen):
+    layer = build(top_k=1).train()
+    with torch.no_grad():
+        layer.router.weight.zero_()[chosen].fill_(1.0)
+    x = torch.rand(1, tokens, 16)  # positive: the same expert wins everywhere
+    assert_agree(layer, x, "grouped_mm")
+    layer(x).sum().backward()
+    for number, expert in enumerate(layer.experts):
+        assert all((p.grad.any() if number == chosen else not p.grad.any()) for p in expert.parameters())
+
+
+def test_sequences_that_the_user_sends_home_in_a_mixed_batch():
+    layer = build().eval()
+    layer.control.classes = [0, None]
+    x = torch.randn(2, 9, 16)
+    layer.model_config._experts_implementation = "grouped_mm"
+    y = layer(x)
+    assert torch.equal(y[0], layer.experts[0](x)[0])
+    layer.model_config._experts_implementation = "eager"
+    torch.testing.assert_close(y, layer(x))
+
+
+@pytest.mark.parametrize("tokens", [6, 900])
+def test_tokens_without_any_expert_keep_the_experts_in_the_graph(tokens):
+    layer = build().train()
+    x = torch.randn(1, tokens, 16, requires_grad=True)
+    layer.control.change_choice = lambda _, choice: replace(choice, experts=torch.full_like(choice.experts, 4))
+    y = layer(x)
+    assert not y.any()
+    y.sum().backward()
+    assert not x.grad.any()
+    assert all(not parameter.grad.any() for parameter in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("tokens", [6, 900])
+@pytest.mark.parametrize("frozen", [1, 3, 4])
+def test_frozen_experts_get_no_gradient(tokens, frozen):
+    layer = build().train()
+    for expert in layer.experts[:frozen]:
+        expert.requires_grad_(False)
+    x = torch.randn(1, tokens, 16)
+    assert_agree(layer, x, "grouped_mm")
+    layer.model_config._experts_implementation = "grouped_mm"
+    layer(x).sum().backward()
+    assert all((p.grad is None) == (n < frozen) for n, e in enumerate(layer.experts) for p in e.parameters())
+
+
+def test_frozen_experts_cost_no_memory_for_gradients(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        grouped_linear, "_of_weight", lambda *args: made.append(args) or torch.zeros(args[2].shape(args[3]))
+    )
+    layer = build().train()
+    layer.experts[0].requires_grad_(False)
+    layer(torch.randn(1, 40, 16)).sum().backward()
+    assert len(made) == 3 * 3  # three experts, three matrices each
+    made.clear()
+    layer.experts.requires_grad_(False)
+    layer(torch.randn(1, 40, 16)).sum().backward()
+    assert not made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_that_sum_to_one_leave_equal_outputs_as_they_are(dtype):
+    y = torch.randn(4, 8, dtype=dtype) * 100
+    weights = torch.rand(5000, 3).softmax(-1)
+    rows = torch.arange(4).repeat(1250).unsqueeze(1).expand(-1, 3).contiguous()
+    found = grouped_experts._weighted_rows(y, rows, weights)
+    expected = y[rows[:, 0]]
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("ffn", [Mixing, Branching])
+def test_an_ffn_of_another_kind_runs_as_a_module(ffn):
+    assert form_of(ffn(6, 10)) is None
+    layer = build(ffn).eval()
+    assert layer.block.forms == (None, None)
+    layer(torch.randn(1, 5, 16))
+
+
+def test_active_dropout_runs_as_a_module_in_training_alone():
+    ffn = GPT2MLP(24, GPT2Config(n_embd=16, resid_pdrop=0.5))
+    assert form_of(ffn.train()) is None
+    assert form_of(ffn.eval()) is not None
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("implementation", [None, "grouped_mm", "batched_mm"])
+def test_nothing_is_read_on_the_host(mode, implementation):
+    layer = getattr(build(has_classifier=True), mode)()
+    layer.experts[0].requires_grad_(False)
+    layer.model_config._experts_implementation = implementation
+    fake = FakeTensorMode()
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(fake.from_tensor(parameter), parameter.requires_grad)
+    with fake:
+        y = layer(torch.randn(1, 11, 16))
+        y.sum().backward()
+    assert y.shape == (1, 11, 16)
+    assert layer.experts[0].up_proj.weight.grad is None
+    assert layer.experts[3].up_proj.weight.grad.shape == (24, 16)
+
+
+def graph_of(layer, x):
+    """The targets of the graph's calls, and the compiled layer."""
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    compiled(x)
+    return targets, compiled
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_it_computes_k_experts_a_token(mode, form):
+    layer = getattr(build(form, has_classifier=True), mode)()
+    x = torch.randn(1, 13, 16)
+    targets, _ = graph_of(layer, x)
+    assert sum("grouped_linear" in target for target in targets) == 2  # for gate and up, and for down
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x.requires_grad_()
+    wanted = [x, *layer.parameters()]
+    found = torch.autograd.grad(compiled(x).square().sum(), wanted, allow_unused=True)
+    for one, other in zip(found, results(layer, x, "eager")[1:], strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
+
+
+def test_compiled_in_decoding_and_after_weights_moved():
+    layer = build().eval()
+    x = torch.randn(1, 1, 16)
+    with torch.no_grad():
+        _, compiled = graph_of(layer, x)
+        torch.testing.assert_close(compiled(x), layer(x))
+        layer.experts[1].up_proj.weight.data = torch.randn(24, 16)
+        layer.experts[2].up_proj.weight.data = torch.randn(24, 16)
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_it_holds_each_weight_once(strict):
+    layer = build(has_classifier=True).eval()
+    layer(torch.randn(1, 3, 16))  # lays the block out
+    tokens = torch.export.Dim("tokens", min=2, max=1000)
+    program = torch.export.export(layer, (torch.randn(1, 13, 16),), dynamic_shapes=({1: tokens},), strict=strict)
+    assert set(program.state_dict) == set(layer.state_dict())
+    assert not program.constants
+    for number in (2, 13, 500):
+        x = torch.randn(1, number, 16)
+        torch.testing.assert_close(program.module()(x), layer(x))
+
+
+def test_transforms_of_functions_and_copies_go_on():
+    layer = build().eval()
+    x = torch.randn(1, 4, 16)
+    expected = layer(x)
+    doubled = torch.func.vmap(layer.experts[0])(torch.stack([x, x]))
+    torch.testing.assert_close(doubled[0], layer.experts[0](x))
+    _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    assert tangent.isfinite().all()
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
