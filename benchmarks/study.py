@@ -10,9 +10,9 @@ DIR holds help/LANGUAGE.train.jsonl, help/LANGUAGE.test.jsonl and flores/LANGUAG
 minimal_pairs/LANGUAGE.jsonl (objects with `good` and `bad`). `--settings` names the languages, the training and the
 rows: studies/study.yaml by default. `base` makes the small base; for another one give `--base` to the others.
 
-Each row trains the same number of tokens, and takes the best of the same learning rates: a sweep with seed 0 and fewer
-steps, judged on documents of the training text that no row trains on. Finished parts are kept: run a command again to
-continue. `--part 1/2` and `--part 2/2` share the rows of `run` between two processes.
+Each row trains the same number of tokens, and takes the best of the same learning rates: a sweep with seed 0, judged on
+documents of the training text that no row trains on. Finished parts are kept: run a command again to continue. `--part
+1/2` and `--part 2/2` share the rows of `run` between two processes; `--rows` names some of them.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Study:
         """The mean over reviewed old languages and that over new ones, together: bits per byte of held-out documents of
         the training text."""
         try:
-            made = self.models.make(self.settings["rows"][name], 0, rate, self.settings["sweep_share"])
+            made = self.models.make(self.settings["rows"][name], 0, rate)
         except InputError as error:  # the training diverged
             print(f"{name}, rate {rate:g}: {error}")
             return 1e9
@@ -107,10 +107,12 @@ class Study:
         size = self.settings["evaluation"]["batch_size"]
         return {**found, "pairs": self._pairs.accuracy(model, tokenizer, size)}
 
-    def run(self, seeds: list[int], part: str) -> None:
+    def run(self, seeds: list[int], part: str, rows: list[str]) -> None:
         number, parts = map(int, part.split("/"))
+        if unknown := [name for name in rows if name not in self.settings["rows"]]:
+            raise SystemExit(f"{unknown[0]!r} is not a row; known: {', '.join(self.settings['rows'])}.")
         for seed in seeds:
-            for name in list(self.settings["rows"])[number - 1 :: parts]:
+            for name in (rows or list(self.settings["rows"]))[number - 1 :: parts]:
                 tqdm.write(f"== {name}, seed {seed}")
                 if self.settings["rows"][name] or seed == seeds[0]:
                     self.result(name, seed)
@@ -144,8 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
         "base", lambda o: make_small_base(o.data / "help", o.base or o.out / "base", o.steps), "makes the small base"
     )
     base.add_argument("--steps", type=int, default=700)
-    run = verb("run", lambda o: Study(o).run(o.seeds, o.part), "makes and scores every row")
+    run = verb("run", lambda o: Study(o).run(o.seeds, o.part, o.rows), "makes and scores every row")
     run.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    run.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="the rows to run (all)")
     run.add_argument("--part", default="1/1", help="rows of this process, such as 1/2 and 2/2 (%(default)s)")
     row = verb(
         "row", lambda o: print(json.dumps(Study(o).result(o.name, o.seed), indent=1)), "makes and scores one row"

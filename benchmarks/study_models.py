@@ -116,14 +116,9 @@ class Models:
         self.layers = load_base_config(base).num_hidden_layers
         self.tokens_per_step = settings["block_size"] * settings["batch_size"]
 
-    def make(self, row: Mapping[str, Any], seed: int, rate: float, share: float = 1.0) -> Made:
-        """The model of a row.
-
-        Args:
-            rate: learning rate of the main stage.
-            share: share of the study's steps to train.
-        """
-        return _Row(self, row, seed, rate, share).made()
+    def make(self, row: Mapping[str, Any], seed: int, rate: float) -> Made:
+        """The model of a row; `rate` is the learning rate of its main stage."""
+        return _Row(self, row, seed, rate).made()
 
     def similarity(self) -> SimilarityResult:
         path = self.out / "analyses" / "similarity.json"
@@ -189,10 +184,10 @@ class Models:
 class _Row:
     """One row for one seed and learning rate."""
 
-    def __init__(self, models: Models, row: Mapping[str, Any], seed: int, rate: float, share: float) -> None:
+    def __init__(self, models: Models, row: Mapping[str, Any], seed: int, rate: float) -> None:
         self.models, self.row, self.seed, self.rate = models, row, seed, rate
-        self.steps = round(models.settings["steps"] * share)
-        self.review_steps = round(models.settings["review_steps"] * share)
+        self.steps = models.settings["steps"]
+        self.review_steps = models.settings["review_steps"]
         self.taken: list[Path] = []  # the models of its steps
 
     def made(self) -> Made:
