@@ -10,14 +10,15 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .auto_class import auto_class
 from .checkpoint.export import NATIVE_FORMS
 from .checkpoint.promises import PROMISES, broken_promise
-from .checkpoint.proven import LEFT_OUT, PROVEN
+from .checkpoint.proven import LEFT_OUT, PROVEN, reason_left_out
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .checkpoint.twin import tiny_twin
 from .errors import InputError, first_line
-from .modeling import LayerMoEConfig, decoder_ffns
+from .modeling import LayerMoEConfig, decoder_ffns, layer_names
 from .modeling.separate_ffn import SeparateFFN
 
 _HEAD = """\
@@ -55,7 +56,8 @@ def answer(model: str, revision: str | None = None) -> list[str]:
         raise InputError(f"{model}: a {config.model_type} checkpoint cannot be expanded: {_words(config, reason)}.")
     ffns = decoder_ffns(network_of(config))
     kinds = Counter("mixture of experts" if ffn.is_mixture else ffn_kind(ffn.module) for ffn in ffns)
-    mixtures = [str(layer) for layer, ffn in enumerate(ffns) if ffn.is_mixture]
+    names = layer_names(config)
+    mixtures = [names[layer] for layer, ffn in enumerate(ffns) if ffn.is_mixture]
     lines = [
         f"{model}: a {config.model_type} checkpoint; it can be expanded",
         f"layers    {len(ffns)}, FFN {ffns[0].place}: "
@@ -68,7 +70,7 @@ def answer(model: str, revision: str | None = None) -> list[str]:
 
 
 def _words(config: PreTrainedConfig, reason: str) -> str:
-    known = LEFT_OUT.get(config.model_type)
+    known = reason_left_out(config)
     return f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
 
 
@@ -129,6 +131,4 @@ def _facts(config: Any) -> list[str]:
 
 
 def _rules(config: Any) -> list[str]:
-    from transformers import AutoModelForCausalLM
-
-    return list(AutoModelForCausalLM.from_config(config).tp_plan or {})
+    return list(auto_class(config).from_config(config).tp_plan or {})

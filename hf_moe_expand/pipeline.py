@@ -18,6 +18,7 @@ from .errors import InputError, at
 from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
 from .local_paths import without_paths
+from .modeling import stack_sizes
 from .recipe import Recipe
 from .recipe_paths import unset_variable
 from .run_record import BEGUN, read_steps
@@ -87,6 +88,11 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     return _checked(recipe, offline).found
 
 
+def _layers_in_words(config: Any) -> str:
+    sizes = stack_sizes(config)
+    return ", ".join(f"{size} {stack} layers".replace("  ", " ") for stack, size in sizes.items())
+
+
 def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     """The state of a recipe's checks after the last one."""
     if offline:
@@ -98,7 +104,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     if config is None:
         checks.found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
     else:
-        checks.found.append(f"base: {recipe.base}, {config.model_type}, {config.num_hidden_layers} layers")
+        checks.found.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
             checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")

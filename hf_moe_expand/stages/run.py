@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from ..auto_class import auto_class
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.folder import copy_companions
 from ..checkpoint.reader import CheckpointReader
@@ -101,7 +101,7 @@ def train_stage(
             callbacks.append(validation_callback(validation, tokenizer, path, config.block_size, list(data)))
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
-    network = AutoModelForCausalLM.from_pretrained(
+    network = auto_class(before).from_pretrained(
         folder,
         dtype=torch.float32,
         trust_remote_code=False,
