@@ -25,6 +25,7 @@ from .modeling import DMoEForCausalLM as DMoEForCausalLM
 from .modeling import DMoEModel as DMoEModel
 from .modeling import LayerMoEConfig as LayerMoEConfig
 from .modeling import LayerMoEForCausalLM as LayerMoEForCausalLM
+from .modeling import LayerMoEForSeq2SeqLM as LayerMoEForSeq2SeqLM
 from .modeling import LayerMoEModel as LayerMoEModel
 from .models import load_for_inference as load_for_inference
 from .pipeline import run_recipe as run_recipe

@@ -65,7 +65,9 @@ _ENCODER_DECODER_REASONS: dict[str, tuple[str, ...]] = {
     "an encoder-decoder with mixtures of experts, whose layers return their routing beside their output": (
         "nllb-moe", "switch_transformers",
     ),
-    "an encoder-decoder of two models, each with a configuration of its own": ("encoder-decoder", "t5gemma", "t5gemma2"),
+    "an encoder-decoder of two models, each with a configuration of its own": (
+        "encoder-decoder", "t5gemma", "t5gemma2",
+    ),
     "an encoder-decoder of which no tiny model can be built": ("prophetnet",),
     "a model of sound, or of sound and text": (
         "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
