@@ -159,7 +159,13 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """
     names = stored_names(reader, network)
     tied = getattr(network, "all_tied_weights_keys", None) or {}
-    known = network.state_dict()
+    # Marian's positions are computed, and not stored.
+    computed_keys = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
+    known = {
+        key: value
+        for key, value in network.state_dict().items()
+        if key in names or not any(re.search(pattern, key) for pattern in computed_keys)
+    }
     if missing := [key for key in known if key not in names and key not in tied]:
         raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
     for key, value in known.items():
