@@ -79,6 +79,19 @@ def _auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if of_images else auto_class(config)
 
 
+def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:
+    """Refuses an encoder-decoder where only a decoder makes sense.
+
+    Args:
+        what: what needs a decoder, as the subject of a sentence in the plural.
+
+    Raises:
+        InputError: the configuration is an encoder-decoder's.
+    """
+    if config.is_encoder_decoder:
+        raise InputError(f"{name}: is an encoder-decoder, but {what} are for decoders (docs/encoder_decoder.md).")
+
+
 def check_finite(model: Any, name: str | os.PathLike) -> None:
     """Refuses a model with a weight that is NaN or infinite.
 

@@ -345,9 +345,7 @@ def test_text_that_does_not_fit_is_refused(folder, tmp_path):
         source = {"el": LanguageText("el", str(tmp_path / "text.jsonl"))}
         config = PostPretrainConfig(str(tmp_path / "w"), **LENGTH)
         with pytest.raises(InputError, match=message):
-            train_stage(
-                folder / "expanded", tmp_path / "out", source, PostPretrainConfig(str(tmp_path / "w"), **LENGTH)
-            )
+            train_stage(folder / "expanded", tmp_path / "out", source, config)
         assert not (tmp_path / "out").exists()
 
     refused(r"text\.jsonl:1: holds `text`, but the model is an encoder-decoder", [{"text": "η θάλασσα"}])

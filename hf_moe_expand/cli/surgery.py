@@ -134,11 +134,12 @@ def _nearest_experts(
     for source in sources.values():
         source.files()
     from ..analysis.routing import nearest_experts
+    from ..data.pairs import texts_for
     from ..modeling import layer_names
     from ..models import load_for_inference
 
     network, tokenizer = load_for_inference(model)
-    texts = {code: source.load().shuffle(seed=seed)["text"] for code, source in sources.items()}
+    texts = texts_for(network.config, sources, seed)
     nearest = nearest_experts(network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size)
     names = layer_names(network.config)
     print("nearest experts: " + ", ".join(f"layer {names[layer]}: {expert}" for layer, expert in nearest.items()))

@@ -10,6 +10,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from ..data.pairs import PairEncoder, padded
 from ..data.parallel import Pair, translation_line, translation_start
 from ..data.sources import LanguageText
 from ..errors import InputError
@@ -192,6 +193,58 @@ def translate(
     return found, cut
 
 
+def translate_pairs(
+    model: Any,
+    tokenizer: Any,
+    sentences: Sequence[str],
+    direction: Pair,
+    batch_size: int = 8,
+    max_new_tokens: int = 256,
+    beams: int = 1,
+) -> tuple[list[str], int]:
+    """An encoder-decoder's translations, and the number of those cut off at `max_new_tokens`. The first token names the
+    target's language, where the tokenizer has codes.
+
+    Of the checkpoint's own generation settings, only its special tokens count.
+
+    Raises:
+        InputError: the tokenizer has no code for a language, or a sentence does not fit the model's positions.
+    """
+    model.eval()
+    encoder = PairEncoder(tokenizer)
+    encoder.check([direction])
+    encoded = encoder.sources(list(sentences), direction)
+    positions, longest = longest_block(model.config), max(map(len, encoded))
+    if positions is not None and max(longest, max_new_tokens + 2) > positions:
+        raise InputError(
+            f"A sentence of {longest} tokens and a translation of {max_new_tokens} do not fit the model's {positions} "
+            "positions: give shorter sentences or fewer new tokens."
+        )
+    own = model.generation_config
+    ends = _end_tokens(model, tokenizer)
+    filler = model.config.pad_token_id or 0
+    start = own.decoder_start_token_id
+    options = GenerationConfig(
+        do_sample=False, num_beams=beams, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=filler,
+        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None) if start is None else start,
+        bad_words_ids=own.bad_words_ids,
+    )  # fmt: skip
+    options.update(**encoder.start(direction))
+    found, cut = [""] * len(sentences), 0
+    order = sorted(range(len(sentences)), key=lambda index: -len(encoded[index]))
+    with _generation_config(model, options), tqdm(total=len(order), desc="translate", unit="sentence") as progress:
+        for first in range(0, len(order), batch_size):
+            batch = order[first : first + batch_size]
+            ids_BS = padded([encoded[index] for index in batch], filler)
+            mask_BS = padded([[1] * len(encoded[index]) for index in batch], 0)
+            written_BT = model.generate(input_ids=ids_BS.to(model.device), attention_mask=mask_BS.to(model.device))
+            for index, row in zip(batch, written_BT[:, 1:].tolist(), strict=True):
+                cut += not set(row) & set(ends)
+                found[index] = " ".join(tokenizer.decode(row, skip_special_tokens=True).split())
+            progress.update(len(batch))
+    return found, cut
+
+
 def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     own = model.generation_config.eos_token_id
     ends = own if isinstance(own, list) else [own]
@@ -209,13 +262,16 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
         model.generation_config = own
 
 
-def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int) -> None:
+def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
     """Checks the numbers for `evaluate_translation`, before a model is loaded.
 
     Raises:
         InputError: a number is out of range.
     """
-    sizes = {"shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1)}
+    sizes = {
+        "shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1),
+        "beams": (beams, 1),
+    }  # fmt: skip
     for name, (size, least) in sizes.items():
         if size is not None and size < least:
             raise InputError(f"{name} is {size}: must be at least {least}.")
@@ -230,30 +286,48 @@ def evaluate_translation(
     limit: int | None = None,
     batch_size: int = 8,
     max_new_tokens: int = 256,
+    beams: int = 1,
 ) -> dict[str, TranslationScore]:
-    """Computes chrF++ of each pair of languages.
+    """Computes chrF++ of each pair of languages: of a decoder's continuations of prompts, or of an encoder-decoder's
+    translations.
 
     Args:
         texts: parallel sentences of each language.
         shots: number of first sentences that are the examples of every prompt, and are not scored.
         limit: maximum of other sentences to score.
+        beams: number of beams of an encoder-decoder's search; 1 is greedy.
 
     Raises:
-        InputError: a number is out of range, no sentence is left to score, a language has no name, or a prompt is too
-            long.
+        InputError: a number is out of range or is not for this kind of model, no sentence is left to score, a language
+            has no name or no code, or a prompt is too long.
     """
     sentences = len(next(iter(texts.values())))
-    check_sizes(shots, limit, batch_size, max_new_tokens)
+    check_sizes(shots, limit, batch_size, max_new_tokens, beams)
+    two_sides = model.config.is_encoder_decoder
+    if two_sides and shots:
+        raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
+    if not two_sides and beams > 1:
+        raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
     if shots >= sentences:
         raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
     scores = {}
     for source, target in pairs:
+        if two_sides:
+            sentences_of_source = list(texts[source][scored])
+            found, cut = translate_pairs(
+                model, tokenizer, sentences_of_source, (source, target), batch_size, max_new_tokens, beams
+            )
+            scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
+            continue
         examples = list(zip(texts[source][:shots], texts[target][:shots], strict=True))
         prompts = [translation_prompt((source, target), sentence, examples) for sentence in texts[source][scored]]
         found, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
-        chrf = metric.corpus_score(found, [list(texts[target][scored])]).score
-        signature = str(metric.get_signature())
-        scores[pair_name((source, target))] = TranslationScore(chrf, signature, len(found), cut, found)
+        scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
     return scores
+
+
+def _score(metric: Any, found: list[str], cut: int, wanted: Sequence[str]) -> TranslationScore:
+    chrf = metric.corpus_score(found, [list(wanted)]).score
+    return TranslationScore(chrf, str(metric.get_signature()), len(found), cut, found)
