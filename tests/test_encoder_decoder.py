@@ -127,6 +127,14 @@ def test_layers_are_one_list_the_encoders_first(made):
         assert [routing.layers[layer].router_logits.shape[0] for layer in (0, 2, 4)] == [27, 27, 18]
 
 
+def test_the_user_s_word_is_for_decoders(made):
+    model = made("t5")[3]
+    with pytest.raises(ValueError, match="a sentence of an encoder-decoder and its translation have a language each"):
+        model(**batch(), languages=["en"] * 3)
+    with pytest.raises(ValueError, match="leave languages out"):
+        model.generate(batch()["input_ids"], languages="en")
+
+
 def test_a_layer_is_never_left_out_at_random(made):
     model = made("m2m_100")[3].train()
     assert model.config.encoder_layerdrop == 0.05
