@@ -12,8 +12,8 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
     """The class of each language: 0 for the base model's, g for those that expansion g added, None for None.
 
     Raises:
-        ValueError: the checkpoint does not know a code, it is a DMoE's, which keeps no language of the base model, or it
-            is an encoder-decoder's.
+        ValueError: the checkpoint does not know a code, it is a DMoE's, which keeps no language of the base model, or
+            it is an encoder-decoder's.
     """
     if getattr(config, "language_groups", None) is not None or config.model_type == "dmoe":
         raise ValueError(

@@ -118,6 +118,18 @@ def test_marian_takes_the_target_s_code_or_none():
         PairEncoder(tokenizer).check([("hi", "el"), ("el", "hi")])
 
 
+def test_codes_in_front_of_the_source_name_the_target():
+    """MADLAD-400's tokenizer."""
+    tokenizer = plain_tokenizer()
+    tokenizer.add_tokens(["<2el>", "<2zh_Latn>"])
+    encoder = PairEncoder(tokenizer)
+    ((source,), (target,)) = encoder.encode([SentencePair("the sea", "η θάλασσα", "en", "el")])
+    assert source == tokenizer("<2el> the sea").input_ids
+    assert target == tokenizer("η θάλασσα").input_ids
+    with pytest.raises(InputError, match="has no code for 'hi'"):
+        encoder.check([("el", "hi")])
+
+
 def test_codes_are_found_by_language_and_script():
     encoder = PairEncoder(nllb_tokenizer())
     assert [encoder._name(code) for code in ("zh", "zh-Hant", "zho_Hans", "en", "es", "ell_Grek")] == [

@@ -16,6 +16,7 @@ from .sources import LanguageText, names_language, row_pairs
 UNKNOWN = -1  # language id of padding, and of a language that the model does not know
 IGNORED = -100  # label of padding
 _CODE = re.compile(r"[a-z]{2,3}(_[A-Za-z]{2,4})?")
+_IN_FRONT = re.compile(r"<2[a-z]{2,3}(_[A-Za-z]{2,4})?>")
 
 
 class SentencePair(NamedTuple):
@@ -34,16 +35,18 @@ class SentencePair(NamedTuple):
 class PairEncoder:
     """Turns sentences into tokens as the tokenizer's kind of model wants them.
 
-    A tokenizer with language codes (M2M100, NLLB, mBART, multilingual Marian) gets those of source and target; the
-    target's first token names its language. A tokenizer without codes (T5, ByT5, BART, Pegasus) gets the task in the
-    text, `translate English to Greek: ...`; the model of a single pair (Marian) gets the text alone.
+    A tokenizer with language codes (M2M100, NLLB, mBART) gets those of source and target; the target's first token
+    names its language. Where codes are tokens in front of the source (multilingual Marian's `>>el<<`, MADLAD-400's
+    `<2el>`), it gets the target's. A tokenizer without codes (T5, ByT5, BART, Pegasus) gets the task in the text,
+    `translate English to Greek: ...`; the model of a single pair (Marian) gets the text alone.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._found: dict[str, str] = {}
         self.codes = _language_codes(tokenizer)
-        self.is_marian = hasattr(tokenizer, "supported_language_codes")
+        # Whether the source names the target's language alone, or no language.
+        self.of_target = hasattr(tokenizer, "supported_language_codes") or any("<" in code for code in self.codes)
 
     def check(self, directions: Iterable[Pair]) -> None:
         """Refuses directions with a language that the tokenizer has no code for.
@@ -53,7 +56,7 @@ class PairEncoder:
         """
         for source, target in directions:
             self._name(target)
-            if not self.is_marian:
+            if not self.of_target:
                 self._name(source)
 
     def encode(self, rows: Sequence[SentencePair]) -> tuple[list[list[int]], list[list[int]]]:
@@ -78,7 +81,7 @@ class PairEncoder:
         """The encoder's tokens of sentences to be translated."""
         source, target = direction
         before = ""
-        if self.is_marian:
+        if self.of_target:
             before = f"{self._name(target)} " if self.codes else ""
         elif self.codes:
             self.tokenizer.src_lang = self._name(source)
@@ -88,14 +91,14 @@ class PairEncoder:
 
     def targets(self, sentences: Sequence[str], direction: Pair) -> list[list[int]]:
         """The labels of translations."""
-        if self.codes and not self.is_marian:
+        if self.codes and not self.of_target:
             self.tokenizer.src_lang, self.tokenizer.tgt_lang = map(self._name, direction)
         return self.tokenizer(text_target=list(sentences), verbose=False).input_ids
 
     def start(self, direction: Pair) -> dict[str, int]:
         """The options of `generate` with which a translation begins: where the labels begin with the target's language,
         the first token is forced; where they end with it (the first mBART), it starts the decoder."""
-        if not self.codes or self.is_marian:
+        if not self.codes or self.of_target:
             return {}
         (labels,) = self.targets([""], direction)
         code = self.tokenizer.convert_tokens_to_ids(self._token(direction[1]))
@@ -115,7 +118,7 @@ class PairEncoder:
             if self.codes:
                 self._found[language] = _nearest(language, self.codes, type(self.tokenizer).__name__)
             else:
-                self._found[language] = language if self.is_marian else language_name(language)
+                self._found[language] = language if self.of_target else language_name(language)
         return self._found[language]
 
 
@@ -124,7 +127,7 @@ def _language_codes(tokenizer: Any) -> dict[str, str]:
     if hasattr(tokenizer, "supported_language_codes"):  # Marian's `>>el<<`
         return {code: code.strip("<>") for code in tokenizer.supported_language_codes}
     if not hasattr(tokenizer, "src_lang"):
-        return {}
+        return {token: token[2:-1] for token in tokenizer.get_vocab() if _IN_FRONT.fullmatch(token)}
     listed = getattr(tokenizer, "lang_code_to_token", None) or getattr(tokenizer, "lang_code_to_id", None)
     names = list(listed) if listed else [str(token) for token in tokenizer.all_special_tokens]
     return {name: name for name in names if _CODE.fullmatch(name)}
