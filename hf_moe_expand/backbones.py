@@ -110,8 +110,8 @@ def backbones_page() -> str:
         + "## Architectures that are left out\n\n"
         + f"The default configuration of each is:\n\n{_reasons(LEFT_OUT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}\n"
         + f"## Encoder-decoders that keep every promise ({len(pairs)})\n\n"
-        + "NLLB is an m2m_100 model, mBART-50 an mbart one, ByT5 a t5 one, and MADLAD-400 a t5 one "
-        + f"([translation models](encoder_decoder.md)).\n\n{_table([*titles[:2], titles[-1]], pairs)}\n"
+        + "NLLB is an m2m_100 model, mBART-50 an mbart one; ByT5 and MADLAD-400 are t5 ones ([translation\n"
+        + f"models](encoder_decoder.md)).\n\n{_table([*titles[:2], titles[-1]], pairs)}\n"
         + "## Encoder-decoders that are left out\n\n"
         + _reasons(LEFT_OUT_ENCODER_DECODERS, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     )
@@ -136,7 +136,8 @@ def _reasons(left_out: Mapping[str, str], known: Collection[str]) -> str:
     for name, reason in left_out.items():
         if name in known:
             reasons.setdefault(reason, []).append(name)
-    return _table(["", "architectures"], [[reason, ", ".join(sorted(found))] for reason, found in reasons.items()])
+    rows = "".join(f"| {reason} | {', '.join(sorted(found))} |\n" for reason, found in reasons.items())
+    return f"| | architectures |\n| --- | --- |\n{rows}"
 
 
 def _facts(config: Any) -> list[str]:

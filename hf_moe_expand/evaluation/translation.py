@@ -303,7 +303,7 @@ def evaluate_translation(
     """
     sentences = len(next(iter(texts.values())))
     check_sizes(shots, limit, batch_size, max_new_tokens, beams)
-    two_sides = model.config.is_encoder_decoder
+    two_sides = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if two_sides and shots:
         raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
     if not two_sides and beams > 1:
