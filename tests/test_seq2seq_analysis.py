@@ -20,7 +20,7 @@ from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.pairs import evaluate_pairs
 from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
-from hf_moe_expand.pipeline import run_recipe
+from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import RoutingResult, SimilarityResult
 from hf_moe_expand.trainers.two_sides import with_decoder_inputs
@@ -182,6 +182,23 @@ def test_a_trained_model_s_scores_and_bad_requests(loaded):
         measure_similarity(model, tokenizer, {**pairs(), "en": pairs()["en"][8:]}, ["en"], ["el"], tokens=TOKENS)
     with pytest.raises(InputError, match="is an encoder-decoder, but deviation and DMoE are for decoders"):
         measure_deviation(model, tokenizer, {}, work_dir=Path("none"))
+
+
+def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
+    (tmp_path / "plain.jsonl").write_text('{"text": "η θάλασσα"}\n', "utf-8")
+    pair = {"translation": {"en": "the sea", "hi": "समुद्र"}}
+    (tmp_path / "hi.jsonl").write_text(json.dumps(pair, ensure_ascii=False) + "\n", "utf-8")
+
+    def recipe(**texts):
+        plan = {"method": "moe-lpr", "experts": 2, "only_layers": "encoder.1"}
+        return Recipe(base=str(folder / "base"), output=str(tmp_path / "run"), plan=plan, **{"review": None, **texts})
+
+    with pytest.raises(InputError, match=r"new.el: .*plain.jsonl:1: holds `text`, but the model is an encoder-decoder"):
+        validate_recipe(recipe(new={"el": str(tmp_path / "plain.jsonl")}))
+    with pytest.raises(InputError, match=r"new.hi: the tokenizer \(NllbTokenizer\) has no code for 'hi'"):
+        validate_recipe(recipe(new={"hi": str(tmp_path / "hi.jsonl")}))
+    with pytest.raises(InputError, match=r"is an encoder-decoder, but texts that the base writes itself"):
+        validate_recipe(recipe(new={"el": str(folder / "el.jsonl")}, self_written={}, review={}))
 
 
 def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):

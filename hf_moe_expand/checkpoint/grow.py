@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from ..errors import InputError, at
-from ..modeling import LayerMoEConfig, decoder_ffns, layer_names
+from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .expand import routing_tensor, versions
@@ -114,6 +114,12 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         made_for = f"a model with {plan.grows_from} experts" if plan.grows_from else "a dense model"
         raise InputError(
             f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
+        )
+    encoder = stack_sizes(config).get("encoder", 0)
+    if plan.encoder_layers != encoder:
+        raise InputError(
+            f"The plan says that the first {plan.encoder_layers} layers are an encoder's, but in {folder} it is "
+            f"{encoder}: plan with --from {folder}."
         )
     with at(str(folder)):
         history = History.of(config)

@@ -87,6 +87,18 @@ class LanguageText:
         if self.files() and next(self.documents(), None) is None:
             raise self._no_text()
 
+    def first_pair(self) -> dict[str, str] | None:
+        """The first sentence pair of the local files, for an encoder-decoder; None for text on the hub.
+
+        Raises:
+            InputError: see `load_pairs`.
+        """
+        files = self.files()
+        rows = (row for path in files for row in read_pairs(str(path), self.language))
+        if files and (found := next(rows, None)) is None:
+            raise self._no_text()
+        return found if files else None
+
     def digests(self) -> list[str]:
         """SHA-256 of each local file."""
         return [

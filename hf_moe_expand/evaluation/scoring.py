@@ -6,7 +6,7 @@ from typing import Any
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..errors import at
-from ..models import load_for_inference
+from ..models import check_decoder, load_for_inference
 from .pairs import evaluate_pairs
 from .perplexity import evaluate_model
 from .report import Evaluation
@@ -43,6 +43,7 @@ def score_models(
             else:
                 result.models[name] = evaluate_model(model, tokenizer, texts[False], block_size, batch_size, max_tokens)
         if tasks is not None:
+            check_decoder(model.config, name, "tasks of lm-evaluation-harness")
             result.tasks[name] = tasks.evaluate(model, tokenizer, batch_size)
         del model  # before the next one is loaded
     return result
