@@ -12,7 +12,7 @@ from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .checkpoint.writer import check_apart, check_place
-from .data.pairs import PairEncoder, SentencePair
+from .data.pair_encoder import PairEncoder, SentencePair
 from .data.sources import LanguageText
 from .disk import check_room, free_bytes, peak
 from .distributed import launched

@@ -16,10 +16,11 @@ from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import ffn_inputs, measure_similarity
 from hf_moe_expand.card import make_card
-from hf_moe_expand.data.pairs import PairEncoder, SentencePair
+from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.pair_translation import translate_pairs
 from hf_moe_expand.evaluation.pairs import evaluate_pairs
-from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
+from hf_moe_expand.evaluation.translation import evaluate_translation
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import RoutingResult, SimilarityResult

@@ -38,7 +38,8 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.data.pairs import PairCollator, PairEncoder, SentencePair, pack_pairs
+from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
+from hf_moe_expand.data.pairs import PairCollator, pack_pairs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.records import History

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..data.pairs import IGNORED, PairEncoder, SentencePair
+from ..data.pair_encoder import PairEncoder, SentencePair
+from ..data.pairs import IGNORED
 from ..data.sources import names_language
 from ..errors import InputError
 from ..evaluation.pairs import PairStream, pair_batch
