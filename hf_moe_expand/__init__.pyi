@@ -17,6 +17,8 @@ from .checkpoint.shrink import shrink_checkpoint as shrink_checkpoint
 from .data.packing import PackedText as PackedText
 from .data.packing import collate_blocks as collate_blocks
 from .data.packing import pack_texts as pack_texts
+from .data.pairs import PairCollator as PairCollator
+from .data.pairs import pack_pairs as pack_pairs
 from .data.sources import LanguageText as LanguageText
 from .evaluation.perplexity import evaluate_model as evaluate_model
 from .hub import push_to_hub as push_to_hub

@@ -303,6 +303,8 @@ def test_plans_name_layers_by_their_stack(base, tmp_path):
     assert (plan.encoder_layers, plan.experts_per_layer, plan.classifier_layers) == (3, [3, 1, 3, 1, 3], [4])
     invoke("plan", "random", "--layers", "3+2", "--total-experts", 12, "--new", "el", "--out", tmp_path / "random.json")
     assert Plan.load(tmp_path / "random.json").encoder_layers == 3
+    with pytest.raises(InputError, match=r"--layers is 3\+0: must be at least 1, or a checkpoint"):
+        invoke("plan", "random", "--layers", "3+0", "--total-experts", 12, "--out", tmp_path / "none.json")
     Plan("own", [2, 2]).save(tmp_path / "decoder.json")
     assert "encoder_layers" not in json.loads((tmp_path / "decoder.json").read_text())
 

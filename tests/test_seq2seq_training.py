@@ -29,17 +29,18 @@ from hf_moe_expand import (
     LanguagePriorLoss,
     LanguageText,
     Masking,
+    PairCollator,
     Plan,
     PostPretrainConfig,
     PostPretrainTrainer,
     ReviewConfig,
     RouterLossMixin,
     expand_checkpoint,
+    pack_pairs,
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
-from hf_moe_expand.data.pairs import PairCollator, pack_pairs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.records import History

@@ -176,8 +176,9 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
 
 def _num_layers(given: str) -> tuple[int, int]:
     """The number of layers, given or that of the given checkpoint, and of the encoder's among them."""
-    parts = given.split("+")
-    if not all(part.isdecimal() for part in parts):
+    try:
+        numbers = [int(part) for part in given.split("+")]
+    except ValueError:
         from ..checkpoint.local import stored_layers
 
         if found := stored_layers(given):
@@ -187,11 +188,8 @@ def _num_layers(given: str) -> tuple[int, int]:
 
         sizes = stack_sizes(load_config(resolve_checkpoint(given, weights=False)))
         return sum(sizes.values()), sizes.get("encoder", 0)
-    numbers = [int(part) for part in parts]
     if len(numbers) > 2 or min(numbers) < 1:
-        raise InputError(
-            f"--layers is {given}: must be at least 1, an encoder's and its decoder's (6+6), or a checkpoint."
-        )
+        raise InputError(f"--layers is {given}: must be at least 1, or a checkpoint.")
     return sum(numbers), numbers[0] if len(numbers) == 2 else 0
 
 
