@@ -159,8 +159,9 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """
     names = stored_names(reader, network)
     tied = getattr(network, "all_tied_weights_keys", None) or {}
-    # Marian's positions are computed, and not stored.
-    computed_keys = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
+    computed_keys: list[str] = []
+    if network.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
+        computed_keys = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
     known = {
         key: value
         for key, value in network.state_dict().items()
