@@ -17,6 +17,8 @@ from .checkpoint.shrink import shrink_checkpoint as shrink_checkpoint
 from .data.packing import PackedText as PackedText
 from .data.packing import collate_blocks as collate_blocks
 from .data.packing import pack_texts as pack_texts
+from .data.pairs import PairCollator as PairCollator
+from .data.pairs import pack_pairs as pack_pairs
 from .data.sources import LanguageText as LanguageText
 from .evaluation.perplexity import evaluate_model as evaluate_model
 from .hub import push_to_hub as push_to_hub
@@ -25,6 +27,7 @@ from .modeling import DMoEForCausalLM as DMoEForCausalLM
 from .modeling import DMoEModel as DMoEModel
 from .modeling import LayerMoEConfig as LayerMoEConfig
 from .modeling import LayerMoEForCausalLM as LayerMoEForCausalLM
+from .modeling import LayerMoEForSeq2SeqLM as LayerMoEForSeq2SeqLM
 from .modeling import LayerMoEModel as LayerMoEModel
 from .models import load_for_inference as load_for_inference
 from .pipeline import run_recipe as run_recipe

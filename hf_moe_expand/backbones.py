@@ -1,6 +1,7 @@
 """Whether a model can be expanded, and the page of the architectures that can (docs/backbones.md)."""
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,16 +9,26 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
+from .auto_class import auto_class
 from .checkpoint.export import NATIVE_FORMS
 from .checkpoint.promises import PROMISES, broken_promise
-from .checkpoint.proven import LEFT_OUT, PROVEN
+from .checkpoint.proven import (
+    LEFT_OUT,
+    LEFT_OUT_ENCODER_DECODERS,
+    PROVEN,
+    PROVEN_ENCODER_DECODERS,
+    reason_left_out,
+)
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .checkpoint.twin import tiny_twin
 from .errors import InputError, first_line
-from .modeling import LayerMoEConfig, decoder_ffns
+from .modeling import LayerMoEConfig, decoder_ffns, layer_names
 from .modeling.separate_ffn import SeparateFFN
 
 _HEAD = """\
@@ -26,8 +37,8 @@ _HEAD = """\
 `hf-moe-expand backbones --out docs/backbones.md` prints this page; `hf-moe-expand backbones MODEL` tells whether a
 model, a folder or hub id, can be expanded.
 
-A backbone is taken when each decoder layer has one FFN that maps the hidden states alone, and its architecture keeps
-every promise:
+A backbone is taken when each layer has one FFN that maps the hidden states alone, and its architecture keeps every
+promise:
 
 {promises}
 
@@ -55,7 +66,8 @@ def answer(model: str, revision: str | None = None) -> list[str]:
         raise InputError(f"{model}: a {config.model_type} checkpoint cannot be expanded: {_words(config, reason)}.")
     ffns = decoder_ffns(network_of(config))
     kinds = Counter("mixture of experts" if ffn.is_mixture else ffn_kind(ffn.module) for ffn in ffns)
-    mixtures = [str(layer) for layer, ffn in enumerate(ffns) if ffn.is_mixture]
+    names = layer_names(config)
+    mixtures = [names[layer] for layer, ffn in enumerate(ffns) if ffn.is_mixture]
     lines = [
         f"{model}: a {config.model_type} checkpoint; it can be expanded",
         f"layers    {len(ffns)}, FFN {ffns[0].place}: "
@@ -68,7 +80,7 @@ def answer(model: str, revision: str | None = None) -> list[str]:
 
 
 def _words(config: PreTrainedConfig, reason: str) -> str:
-    known = LEFT_OUT.get(config.model_type)
+    known = reason_left_out(config)
     return f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
 
 
@@ -88,26 +100,44 @@ def ffn_kind(ffn: nn.Module) -> str:
 
 def backbones_page() -> str:
     """The page: a table of the architectures that keep every promise, and the reasons for the others."""
-    rows = []
-    names = [name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    for name in tqdm(names, desc="backbones", unit="architecture"):
-        config = CONFIG_MAPPING[name]()
-        broken = broken_promise(config)
-        rows.append([name, *_facts(config), broken or "all hold"])
     titles = ["architecture", "FFN", "layers", "tensor-parallel plan", "native export", "promises"]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
-    reasons: dict[str, list[str]] = {}
-    for name, reason in LEFT_OUT.items():
-        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            reasons.setdefault(reason, []).append(name)
-    others = "".join(f"| {reason} | {', '.join(sorted(found))} |\n" for reason, found in reasons.items())
+    decoders = _rows(name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    pairs = [[*row[:2], row[-1]] for row in _rows(PROVEN_ENCODER_DECODERS)]
     promises = "\n".join(f"- {promise.words};" for promise in PROMISES).removesuffix(";") + "."
     return (
         _HEAD.format(promises=promises)
-        + f"## Architectures that keep every promise ({len(rows)})\n\n{table}\n"
+        + f"## Architectures that keep every promise ({len(decoders)})\n\n{_table(titles, decoders)}\n"
         + "## Architectures that are left out\n\n"
-        + f"The default configuration of each is:\n\n| | architectures |\n| --- | --- |\n{others}"
+        + f"The default configuration of each is:\n\n{_reasons(LEFT_OUT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}\n"
+        + f"## Encoder-decoders that keep every promise ({len(pairs)})\n\n"
+        + "NLLB is an m2m_100 model, mBART-50 an mbart one; ByT5 and MADLAD-400 are t5 ones ([translation\n"
+        + f"models](encoder_decoder.md)).\n\n{_table([*titles[:2], titles[-1]], pairs)}\n"
+        + "## Encoder-decoders that are left out\n\n"
+        + _reasons(LEFT_OUT_ENCODER_DECODERS, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     )
+
+
+def _rows(names: Iterable[str]) -> list[list[str]]:
+    """Name, facts and the promises of each architecture."""
+    rows = []
+    for name in tqdm(list(names), desc="backbones", unit="architecture"):
+        config = CONFIG_MAPPING[name]()
+        rows.append([name, *_facts(config), broken_promise(config) or "all hold"])
+    return rows
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def _reasons(left_out: Mapping[str, str], known: Collection[str]) -> str:
+    """The table of the architectures that are left out, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        if name in known:
+            reasons.setdefault(reason, []).append(name)
+    rows = "".join(f"| {reason} | {', '.join(sorted(found))} |\n" for reason, found in reasons.items())
+    return f"| | architectures |\n| --- | --- |\n{rows}"
 
 
 def _facts(config: Any) -> list[str]:
@@ -129,6 +159,4 @@ def _facts(config: Any) -> list[str]:
 
 
 def _rules(config: Any) -> list[str]:
-    from transformers import AutoModelForCausalLM
-
-    return list(AutoModelForCausalLM.from_config(config).tp_plan or {})
+    return list(auto_class(config).from_config(config).tp_plan or {})

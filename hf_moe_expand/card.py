@@ -21,6 +21,7 @@ from .hub_base import base_on_hub
 from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import in_words, is_language_code
+from .layer_names import layer_name
 from .planning.methods import METHODS, PlanMethod, find_method
 from .records import ExpansionRecord, History, StageRecord, without_folders
 
@@ -71,7 +72,7 @@ def make_card(
         language=list(dict.fromkeys(filter(None, (langcodes.Language.get(code).language for code in [*old, *new])))),
         **licensed,
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="translation" if config.is_encoder_decoder else "text-generation",
         tags=["mixture-of-experts", template.tag, "multilingual", "hf-moe-expand"],
         base_model=origin.hub_id,
         base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
@@ -101,8 +102,9 @@ def make_card(
         "top_k": found.top_k,
         "added_bytes": item_size and readable_size(item_size * (found.total - found.base)),
         "classifiers": bool(config.classifier_layers),
-        "plan": _plan_rows(found.layers),
-        "history": _history_rows(history),
+        "plan": _plan_rows(found.layers, found.encoder_layers),
+        "seq2seq": config.is_encoder_decoder,
+        "history": _history_rows(history, found.encoder_layers),
         "packs": [{**vars(pack), "experts": pack.experts} for pack in found.packs],
         "expansions": list(_trainings(history, found.after_join)),
         "results": scores and scores.rows()[1] and {n: scores.markdown(n) for n in ("bits_per_byte", "perplexity")},
@@ -199,17 +201,19 @@ def _base_license(base: BaseModel) -> dict[str, str]:
     return {name: metadata[name] for name in ("license", "license_name", "license_link") if name in metadata}
 
 
-def _plan_rows(layers: list[tuple[int, bool, int]]) -> list[dict[str, Any]]:
+def _plan_rows(layers: list[tuple[int, bool, int]], encoder: int) -> list[dict[str, Any]]:
     """The plan's table; neighbouring layers with equal values share a row."""
     rows = []
-    for (experts, classifier), group in groupby(enumerate(layers), key=lambda item: item[1][:2]):
+    alike = groupby(enumerate(layers), key=lambda item: (item[0] < encoder, *item[1][:2]))
+    for (_, experts, classifier), group in alike:
         numbers = [index for index, _ in group]
-        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+        first, last = (layer_name(numbers[end], encoder) for end in (0, -1))
+        span = f"{first}-{last.rpartition('.')[2]}" if len(numbers) > 1 else first
         rows.append({"layers": span, "experts": experts, "classifier": classifier})
     return rows
 
 
-def _history_rows(history: History) -> list[dict[str, Any]]:
+def _history_rows(history: History, encoder: int) -> list[dict[str, Any]]:
     """The rows of the history's table, one for each expansion."""
     rows = []
     before = [1] * len(history.first.experts_per_layer)
@@ -221,7 +225,7 @@ def _history_rows(history: History) -> list[dict[str, Any]]:
             "method": record.method,
             "added": added,
             "start": _start_of_experts(record, added),
-            "classifiers": record.classifier_layers,
+            "classifiers": [layer_name(layer, encoder) for layer in record.classifier_layers],
         })  # fmt: skip
         before = counts
     return rows

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations import unset_hf_deepspeed_config
 
+from .auto_class import auto_class
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader
 from .checkpoint.stored import stored_names
 from .errors import InputError
@@ -116,7 +116,7 @@ def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, s
     """Writes a checkpoint of `config` from whole weights of any type. Each weight gets the type that the checkpoint
     `start` stores, or the configuration's type if `start` lacks it."""
     with torch.device("meta"):  # a new model, since the launch may have changed the trained one's class and config
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     reader = CheckpointReader(start)
     types = {key: TORCH_DTYPES.get(reader.tensors[name].dtype) for key, name in stored_names(reader, model).items()}
     default = config.dtype or torch.float32

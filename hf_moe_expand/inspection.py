@@ -15,7 +15,9 @@ from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
 from .languages import in_words
-from .modeling import decoder_ffns
+from .layer_names import counts_in_words
+from .layer_names import in_words as layers_in_words
+from .modeling import count_layers, decoder_ffns, stack_sizes
 from .records import ExpansionRecord, History, StageRecord
 from .scratch import leftovers
 from .stages import trained_parts
@@ -67,6 +69,7 @@ class Inspection:
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
         packs: the language packs that the model joins.
         after_join: number of the last expansion's steps that the joined model took.
+        encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
     """
 
     backbone: str
@@ -83,22 +86,25 @@ class Inspection:
     prefix_gate: dict[str, Any] | None = None
     packs: Sequence[InspectedPack] = ()
     after_join: int = 0
+    encoder_layers: int = 0
 
     def lines(self) -> list[str]:
         """The report, line by line."""
         counts = [experts for experts, _, _ in self.layers]
-        classifiers = [str(index) for index, (_, has_classifier, _) in enumerate(self.layers) if has_classifier]
+        classifiers = [index for index, (_, has_classifier, _) in enumerate(self.layers) if has_classifier]
+        encoder = self.encoder_layers
+        stacks = f"{encoder} encoder and {len(counts) - encoder} decoder" if encoder else len(counts)
         lines = [
-            f"backbone            {self.backbone}, {len(counts)} layers",
-            f"experts per layer   {' '.join(map(str, counts))} (total {sum(counts)}, top-{self.top_k})",
+            f"backbone            {self.backbone}, {stacks} layers",
+            f"experts per layer   {counts_in_words(counts, encoder)} (total {sum(counts)}, top-{self.top_k})",
             *([f"new experts         expert 0 with {_update_in_words(self.updates)}"] if self.updates else []),
             *(f"{f'pack {number}':<20}{pack.line()}" for number, pack in enumerate(self.packs, start=1)),
             *(
-                [f"mixtures before     layers {', '.join(map(str, self.mixtures))}, not expanded"]
+                [f"mixtures before     layers {layers_in_words(self.mixtures, encoder)}, not expanded"]
                 if self.mixtures
                 else []
             ),
-            f"classifier layers   {', '.join(classifiers) or 'none'}",
+            f"classifier layers   {layers_in_words(classifiers, encoder) or 'none'}",
             *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
             f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
             f"active for a token  {self.active:,}",
@@ -141,7 +147,7 @@ def inspect_config(config: Any) -> Inspection:
     """Inspects the model that an expanded configuration describes; allocates no weights."""
     network = network_of(config)
     updates = (config.lora_rank, config.lora_alpha) if config.expert_kind == "lora" else None
-    layers = [(1, False, 0)] * config.num_hidden_layers
+    layers = [(1, False, 0)] * count_layers(config)
     idle = added = 0
     for index, ffn in network.expanded_ffns().items():
         expert = _size(ffn.experts[0])
@@ -159,7 +165,7 @@ def inspect_config(config: Any) -> Inspection:
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, updates,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
-        prefix_gate=config.prefix_gate, packs=_packs(config),
+        prefix_gate=config.prefix_gate, packs=_packs(config), encoder_layers=stack_sizes(config).get("encoder", 0),
     )  # fmt: skip
 
 

@@ -18,18 +18,20 @@ import sys
 sys.modules["hf_moe_expand"] = None  # importing it fails, as if it were not installed
 import torch
 from pathlib import Path
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 folder = sys.argv[1]
 try:
-    AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if (Path(folder) / "tokenizer_config.json").is_file():
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    model, info = auto_class.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
             raise ValueError(kind.replace("_", " ") + ": " + ", ".join(map(str, sorted(info[kind])[:5])))
     with torch.no_grad():
-        logits = model(torch.zeros(1, 1, dtype=torch.long)).logits
+        token = torch.zeros(1, 1, dtype=torch.long)
+        logits = model(token, **({"decoder_input_ids": token} if config.is_encoder_decoder else {})).logits
     if not logits.isfinite().all():
         raise ValueError("its logits are not finite")
 except Exception as error:
@@ -88,7 +90,7 @@ def check_code(folder: Path) -> None:
         if b'"auto_map"' not in file.read_bytes():
             continue
         named = read_json(file, "a JSON file").get("auto_map")
-        ours = [model_class._auto_map for _, model_class in MODEL_CLASSES.values()]
+        ours = [model_class._auto_map for _, model_class, _ in MODEL_CLASSES.values()]
         if not (file.name == "config.json" and isinstance(named, dict) and any(_within(named, map_) for map_ in ours)):
             raise InputError(f"{folder}: {file.name} names code that is not this package's (auto_map). {again}")
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from .checkpoint.proven import PROVEN
+from .auto_class import auto_class
+from .checkpoint.proven import is_proven
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
 from .checkpoint.source import load_config, resolve_checkpoint
 from .checkpoint.stored import check_complete, check_size
@@ -25,7 +26,7 @@ _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's f
 
 def longest_block(config: Any) -> int | None:
     """The number of positions that a model takes; None if it sets no limit."""
-    config = config.get_text_config(decoder=True)
+    config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     return next((found for name in _POSITIONS if (found := getattr(config, name, None)) is not None), None)
 
 
@@ -48,7 +49,7 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
     config = load_config(folder)
     reader = CheckpointReader(folder)
     # For other architectures and quantised checkpoints, only the library knows the tensors that the files must hold.
-    known = isinstance(config, ExpandedConfig) or config.model_type in PROVEN
+    known = isinstance(config, ExpandedConfig) or is_proven(config)
     if known and getattr(config, "quantization_config", None) is None:
         check_complete(folder, config)
     else:
@@ -75,7 +76,20 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
 def _auto_class(config: Any) -> Any:
     """The Auto class of a model; some models of images are none of `AutoModelForCausalLM`."""
     of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+    return AutoModelForImageTextToText if of_images else auto_class(config)
+
+
+def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:
+    """Refuses an encoder-decoder where only a decoder makes sense.
+
+    Args:
+        what: what needs a decoder, as the subject of a sentence in the plural.
+
+    Raises:
+        InputError: the configuration is an encoder-decoder's.
+    """
+    if config.is_encoder_decoder:
+        raise InputError(f"{name}: is an encoder-decoder, but {what} are for decoders (docs/encoder_decoder.md).")
 
 
 def check_finite(model: Any, name: str | os.PathLike) -> None:
@@ -107,7 +121,8 @@ def _check_runs(model: Any, name: str | os.PathLike) -> None:
     """Runs one token, so that contradictory settings fail now and not hours later."""
     try:
         with torch.no_grad():
-            model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+            token_11 = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            model(token_11, **({"decoder_input_ids": token_11} if model.config.is_encoder_decoder else {}))
     except Exception as error:
         raise InputError(f"{name}: the model does not run as configured ({first_line(error)}).") from error
 

@@ -12,12 +12,16 @@ from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .checkpoint.writer import check_apart, check_place
+from .data.pair_encoder import PairEncoder, SentencePair
+from .data.sources import LanguageText
 from .disk import check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, at
 from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
 from .local_paths import without_paths
+from .modeling import stack_sizes
+from .models import load_tokenizer
 from .recipe import Recipe
 from .recipe_paths import unset_variable
 from .run_record import BEGUN, read_steps
@@ -87,6 +91,19 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     return _checked(recipe, offline).found
 
 
+def _check_pairs(source: LanguageText, recipe: Recipe, offline: bool) -> None:
+    """Refuses text without translations, or in a language that the base's tokenizer has no code for."""
+    pair = source.first_pair()
+    if pair is not None and not offline:
+        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+        PairEncoder(tokenizer).check([SentencePair(**pair).direction])
+
+
+def _layers_in_words(config: Any) -> str:
+    sizes = stack_sizes(config)
+    return ", ".join(f"{size} {stack} layers".replace("  ", " ") for stack, size in sizes.items())
+
+
 def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     """The state of a recipe's checks after the last one."""
     if offline:
@@ -98,13 +115,16 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     if config is None:
         checks.found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
     else:
-        checks.found.append(f"base: {recipe.base}, {config.model_type}, {config.num_hidden_layers} layers")
+        checks.found.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
             checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
         with at(key):
-            source.check()
+            if config is not None and config.is_encoder_decoder:
+                _check_pairs(source, recipe, offline)
+            else:
+                source.check()
         files = source.files()
         checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     if not offline:  # else another machine may be the one that runs

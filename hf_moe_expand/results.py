@@ -8,6 +8,7 @@ from typing import Any
 
 from .errors import InputError
 from .jsonfile import read_json, write_json
+from .layer_names import layer_name
 from .schema import Flag, Number, Share, Text, Whole, read, settings
 
 
@@ -21,6 +22,7 @@ class SimilarityResult:
         new_new: mean over pairs of new languages; None with a single new language.
         new_old: mean over pairs of a new and an old language.
         similarity: `(new_old + new_new) / 2`, or `new_old` if new_new is None.
+        encoder_layers: for an encoder-decoder, the number of its encoder's layers, which come first; 0 for a decoder.
     """
 
     old: list[Text]
@@ -30,6 +32,7 @@ class SimilarityResult:
     new_new: list[Number] | None
     new_old: list[Number]
     similarity: list[Number]
+    encoder_layers: Whole = 0
 
     def __post_init__(self) -> None:
         lists = {"new_old": self.new_old, **({} if self.new_new is None else {"new_new": self.new_new})}
@@ -37,7 +40,12 @@ class SimilarityResult:
 
     @classmethod
     def from_pairs(
-        cls, pairs: Mapping[str, Sequence[float]], old: Sequence[str], new: Sequence[str], tokens: int
+        cls,
+        pairs: Mapping[str, Sequence[float]],
+        old: Sequence[str],
+        new: Sequence[str],
+        tokens: int,
+        encoder_layers: int = 0,
     ) -> "SimilarityResult":
         """Layer similarities from the pairs' similarities (LayerMoE Eq. 9; plain means, as the authors computed)."""
 
@@ -47,7 +55,8 @@ class SimilarityResult:
         new_old = mean([f"{a}-{b}" for a in new for b in old])
         new_new = mean([f"{a}-{b}" for a, b in combinations(new, 2)]) if len(new) > 1 else None
         both = new_old if new_new is None else [(a + b) / 2 for a, b in zip(new_old, new_new, strict=True)]
-        return cls(list(old), list(new), tokens, {k: list(v) for k, v in pairs.items()}, new_new, new_old, both)
+        by_pair = {k: list(v) for k, v in pairs.items()}
+        return cls(list(old), list(new), tokens, by_pair, new_new, new_old, both, encoder_layers)
 
     def of_layers(self, layers: Sequence[int]) -> "SimilarityResult":
         """The similarities in these layers alone."""
@@ -60,7 +69,7 @@ class SimilarityResult:
         return replace(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
 
     def to_json(self, path: str | Path) -> None:
-        write_json(path, self.__dict__)
+        write_json(path, _of_stacks(self.__dict__))
 
     @classmethod
     def from_json(cls, path: str | Path) -> "SimilarityResult":
@@ -216,6 +225,8 @@ class RoutingResult:
         perplexity: perplexity of each language, within blocks.
         random_perplexity: perplexity of each language under random routing, mean over `random_seeds`.
         has_choice: whether some router can leave an expert out; without that, random routing is the router's own.
+        encoder_layers: for an encoder-decoder, the number of its encoder's layers, dense ones included, which come
+            first; 0 for a decoder.
     """
 
     classes: dict[Text, Whole]
@@ -232,6 +243,7 @@ class RoutingResult:
     random_perplexity: dict[Text, Number]
     random_seeds: list[Whole]
     has_choice: Flag = True
+    encoder_layers: Whole = 0
 
     def __post_init__(self) -> None:
         names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")
@@ -240,9 +252,16 @@ class RoutingResult:
         for name in (*names, "perplexity"):
             if missing := sorted(set(self.classes) - set(getattr(self, name))):
                 raise InputError(f"{name}: lacks {', '.join(missing)}, which classes names.")
-        for index, layer in enumerate(self.layers):
+        for index in range(len(self.layers)):
             if len({len(layers[index]) for layers in self.top1_share.values()}) > 1:
-                raise InputError(f"top1_share: languages have different numbers of experts in layer {layer}.")
+                raise InputError(
+                    f"top1_share: languages have different numbers of experts in layer {self.names[index]}."
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each of `layers`."""
+        return [layer_name(layer, self.encoder_layers) for layer in self.layers]
 
     def of_kind(self, old: bool) -> list[str]:
         """The base model's languages if `old`, else the other languages."""
@@ -258,8 +277,8 @@ class RoutingResult:
         ]
         header = ["layer", "experts", *(f"{name} {kind}" for name, _, _ in columns for kind in ("old", "new"))]
         rows = []
-        for index, layer in enumerate(self.layers):
-            row = [str(layer), str(len(next(iter(self.top1_share.values()))[index]))]
+        for index, name in enumerate(self.names):
+            row = [name, str(len(next(iter(self.top1_share.values()))[index]))]
             for _, values, digits in columns:
                 for old in (True, False):
                     found = [values[code][index] for code in self.of_kind(old)]
@@ -269,12 +288,12 @@ class RoutingResult:
 
     def colocation_rows(self) -> tuple[list[str], list[list[str]]]:
         """A table: header, and one row for each pair of successive expanded layers."""
-        pairs = zip(pairwise(self.layers), self.colocation, strict=True)
+        pairs = zip(pairwise(self.names), self.colocation, strict=True)
         rows = [[f"{here}, {there}", "-" if value is None else f"{value:.2f}"] for (here, there), value in pairs]
         return ["layers", "co-location"], rows
 
     def to_json(self, path: str | Path) -> None:
-        write_json(path, self.__dict__)
+        write_json(path, _of_stacks(self.__dict__))
 
     @classmethod
     def from_json(cls, path: str | Path) -> "RoutingResult":
@@ -284,6 +303,11 @@ class RoutingResult:
             InputError: the file is missing or is not a routing analysis; the message names the wrong key.
         """
         return read(cls, read_json(path, "a routing analysis"), f"{path}: not a routing analysis")
+
+
+def _of_stacks(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a result; a decoder's does not speak of encoders."""
+    return {name: value for name, value in fields.items() if name != "encoder_layers" or value}
 
 
 def _check_lengths(layers: int, lists: Mapping[str, Sequence[Any]]) -> None:

@@ -21,7 +21,7 @@ from .errors import InputError
 from .jsonfile import write_text
 from .languages import UNDETERMINED, check_language_code
 from .modeling import ExpandedConfig
-from .models import load_for_inference, longest_block
+from .models import check_decoder, load_for_inference, longest_block
 from .records import History
 from .schema import Count, Positive, Share, Text, Whole, settings
 
@@ -152,6 +152,7 @@ def write_texts(
         InputError: see `write_documents` and `load_for_inference`.
     """
     network, tokenizer = load_for_inference(model, revision)
+    check_decoder(network.config, model, "texts that the base writes itself")
     local = Path(model).is_dir()
     # The hub's cache names a snapshot's folder by its commit.
     commit = None if local else resolve_checkpoint(model, revision).name

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from .backbone import DecoderFFN, decoder_ffns
 from .configuration_dmoe import DMoEConfig
@@ -10,9 +11,10 @@ from .configuration_layer_moe import LayerMoEConfig
 from .expanded_config import ExpandedConfig, on_new_config_class, static_class
 from .expanded_ffn import ExpandedFFN
 from .modeling_dmoe import DMoEForCausalLM, DMoEModel
-from .modeling_layer_moe import LayerMoEForCausalLM, LayerMoEModel
+from .modeling_layer_moe import LayerMoEForCausalLM, LayerMoEForSeq2SeqLM, LayerMoEModel
 from .routing import LayerRouting
 from .routing_control import Routing
+from .stacks import count_layers, layer_names, stack_sizes
 
 __all__ = [
     "MODEL_CLASSES",
@@ -24,24 +26,39 @@ __all__ = [
     "ExpandedFFN",
     "LayerMoEConfig",
     "LayerMoEForCausalLM",
+    "LayerMoEForSeq2SeqLM",
     "LayerMoEModel",
     "LayerRouting",
     "Routing",
+    "count_layers",
     "decoder_ffns",
+    "layer_names",
+    "model_class",
+    "stack_sizes",
 ]
 
-# Each configuration class with its model classes, without and with a language-model head.
-MODEL_CLASSES: dict[Any, tuple[Any, Any]] = {
-    LayerMoEConfig: (LayerMoEModel, LayerMoEForCausalLM),
-    DMoEConfig: (DMoEModel, DMoEForCausalLM),
+# Each configuration class with its model classes: without a language-model head, with one on a decoder, and with one on
+# an encoder-decoder. DMoE, whose groups train every expert on one language, is for decoders.
+MODEL_CLASSES: dict[Any, tuple[Any, Any, Any]] = {
+    LayerMoEConfig: (LayerMoEModel, LayerMoEForCausalLM, LayerMoEForSeq2SeqLM),
+    DMoEConfig: (DMoEModel, DMoEForCausalLM, None),
 }
 
 
-def _register(config_class: type) -> None:
+def model_class(config: Any) -> Any:
+    """The static class, with a language-model head, of the model that an expanded configuration describes."""
+    _, causal, seq2seq = MODEL_CLASSES[static_class(type(config))]
+    return seq2seq if config.is_encoder_decoder else causal
+
+
+def _register(config_class: Any) -> None:
     # The Auto classes look models up by the exact configuration class, so each backbone's is registered.
-    base, causal = MODEL_CLASSES[static_class(config_class)]
+    base, causal, seq2seq = MODEL_CLASSES[static_class(config_class)]
     AutoModel.register(config_class, base)
-    AutoModelForCausalLM.register(config_class, causal)
+    if seq2seq is None or config_class.backbone_config_class not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        AutoModelForCausalLM.register(config_class, causal)
+    else:
+        AutoModelForSeq2SeqLM.register(config_class, seq2seq)
 
 
 for _config_class in MODEL_CLASSES:

@@ -1,7 +1,8 @@
-"""Finds the FFN of each decoder layer by its structure, so that a checkpoint needs no list of architectures.
+"""Finds the FFN of each layer by its structure, so that a checkpoint needs no list of architectures.
 
 An FFN is the one module of a layer that maps the hidden states alone, `[..., h] -> [..., h]`, by matrices from and to
-the hidden size. Attention and state-space modules take more than the hidden states (masks, caches).
+the hidden size. Attention and state-space modules take more than the hidden states (masks, caches). A layer may hold
+its parts in a list (T5): the FFN is then inside the one part that has one.
 """
 
 import inspect
@@ -14,12 +15,13 @@ from transformers.pytorch_utils import Conv1D
 
 from .expanded_ffn import ExpandedFFN
 from .separate_ffn import SeparateFFN, has_separate_ffn
+from .stacks import layer_names, stack_sizes
 
 _RESIDUAL = "residual"  # BLOOM's FFN takes it as a second argument
 
 
 class DecoderFFN(NamedTuple):
-    """The FFN of a decoder layer.
+    """The FFN of a layer, of a decoder or of an encoder-decoder.
 
     Attributes:
         name: prefix of its tensors in the dense model.
@@ -35,45 +37,61 @@ class DecoderFFN(NamedTuple):
 
 
 def decoder_ffns(model: nn.Module) -> list[DecoderFFN]:
-    """The FFN of each decoder layer, dense or expanded, in layer order.
+    """The FFN of each layer, dense or expanded, in layer order; an encoder's layers precede its decoder's.
 
     Raises:
         ValueError: a layer has no FFN, or all layers are mixtures of experts of the backbone's own.
     """
     of_model: Any = model.config
-    config = of_model.get_text_config(decoder=True)  # of a model of several kinds of input
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
-    ]
-    found = [(name, [_ffn_of(layer, config.hidden_size) for layer in layers]) for name, layers in lists]
-    name, ffns = max(found, key=lambda item: sum(ffn is not None for ffn in item[1]), default=("", []))
+    # Of a model of several kinds of input, the text decoder's.
+    config = of_model if of_model.is_encoder_decoder else of_model.get_text_config(decoder=True)
     kind = type(model).__name__
-    if not any(ffns):
-        raise ValueError(
-            f"{kind} cannot be expanded: none of its layers has an FFN, a module that maps the hidden states alone."
-        )
-    result = []
-    for layer, ffn in enumerate(ffns):
-        if ffn is None:
-            raise ValueError(f"{kind} cannot be expanded: layer {layer} has no FFN; every layer must have one.")
-        attribute, module, is_mixture = ffn
-        prefix, place = f"{name}.{layer}", f"{name}.{layer}.{attribute}"
-        inner = module.experts[0] if isinstance(module, ExpandedFFN) else module
-        result.append(DecoderFFN(prefix if isinstance(inner, SeparateFFN) else place, module, place, is_mixture))
+    result: list[DecoderFFN] = []
+    for stack, size in stack_sizes(config).items():
+        for place, ffn in _ffns_of_stack(model, stack, size, config.hidden_size):
+            if ffn is None:
+                layer = layer_names(config)[len(result)]
+                raise ValueError(f"{kind} cannot be expanded: layer {layer} has no FFN; every layer must have one.")
+            attribute, module, is_mixture = ffn
+            place = f"{place}.{attribute}"
+            inner = module.experts[0] if isinstance(module, ExpandedFFN) else module
+            name = place.rpartition(".")[0] if isinstance(inner, SeparateFFN) else place
+            result.append(DecoderFFN(name, module, place, is_mixture))
     if all(ffn.is_mixture for ffn in result):
         raise ValueError(f"{kind} cannot be expanded: it is a mixture of experts already.")
     return result
 
 
-def _ffn_of(layer: nn.Module, hidden_size: int) -> tuple[str, nn.Module, bool] | None:
+_Found = tuple[str, nn.Module, bool]
+
+
+def _ffns_of_stack(model: nn.Module, stack: str, size: int, hidden_size: int) -> list[tuple[str, _Found | None]]:
+    """The name of each layer of a stack, and its FFN; the layers are those of the list with the most FFNs."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == size and (not stack or stack in name.split("."))
+    ]
+    found = [(name, [_ffn_of(layer, hidden_size) for layer in layers]) for name, layers in lists]
+    name, ffns = max(found, key=lambda item: sum(ffn is not None for ffn in item[1]), default=("", []))
+    if not any(ffns):
+        of_stack = f"its {stack}'s" if stack else "its"
+        raise ValueError(
+            f"{type(model).__name__} cannot be expanded: none of {of_stack} layers has an FFN, a module that maps the "
+            "hidden states alone."
+        )
+    return [(f"{name}.{layer}", ffn) for layer, ffn in enumerate(ffns)]
+
+
+def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
     """The name and module of a layer's FFN, and whether it is a mixture of experts. Of several modules that map the
     hidden states alone (Gemma 3n's low-rank `laurel`), the FFN is the largest."""
     found: list[tuple[int, str, bool]] = []
     for name, child in layer.named_children():
         if isinstance(child, ExpandedFFN):
             return name, child, False
+        if inner := _ffn_of_parts(child, hidden_size):
+            return f"{name}.{inner[0]}", *inner[1:]
         if isinstance(child, nn.Linear | Conv1D | nn.Embedding) or not _takes_hidden_states_alone(type(child)):  # type: ignore[arg-type]
             continue
         is_mixture, shapes = _is_mixture(child), _shapes(child)
@@ -83,6 +101,17 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> tuple[str, nn.Module, bool] |
         _, name, is_mixture = max(found)
         return name, getattr(layer, name), is_mixture
     return ("fc1", SeparateFFN(layer), False) if has_separate_ffn(layer) else None
+
+
+def _ffn_of_parts(parts: nn.Module, hidden_size: int) -> _Found | None:
+    """The FFN inside a layer's list of parts; None unless exactly one part has one."""
+    if not isinstance(parts, nn.ModuleList):
+        return None
+    found = [(number, ffn) for number, part in enumerate(parts) if (ffn := _ffn_of(part, hidden_size))]
+    if len(found) != 1:
+        return None
+    number, (name, module, is_mixture) = found[0]
+    return f"{number}.{name}", module, is_mixture
 
 
 def _is_mixture(module: nn.Module) -> bool:

@@ -22,6 +22,11 @@ class DMoEConfig(ExpandedConfig):
         super()._check_expansion()
         if self.conditional_routing:
             raise ValueError("conditional_routing shares expert 0, which in DMoE belongs to a group: leave it out.")
+        if self.is_encoder_decoder:
+            raise ValueError(
+                "A DMoE is made of a decoder: each of its experts learns the text of one language group, but a pair of "
+                "sentences has two languages, and so may have two groups. Expand an encoder-decoder by another method."
+            )
         if self.prefix_gate is not None:
             raise ValueError("prefix_gate is for classifiers, which a DMoE has not: leave it out.")
         groups = self.language_groups or []

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .prefix_gate import PrefixRule
+from .stacks import layer_names, stack_sizes
 
 _CLASSES: dict[tuple[type, str], type] = {}
 _LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
@@ -24,8 +25,9 @@ class ExpandedConfig(PreTrainedConfig):
 
     Args:
         backbone_model_type: `model_type` of the dense backbone, e.g. `"qwen2"`.
-        num_experts_per_layer: experts in each decoder layer, the original FFN (expert 0) included; a layer with 1 stays
-            dense.
+        num_experts_per_layer: experts in each layer, the original FFN (expert 0) included; a layer with 1 stays dense.
+            In an encoder-decoder the encoder's layers come first, then the decoder's; all lists of layers number them
+            so.
         router_top_k: experts that are active for one token (K in the papers).
         classifier_layers: layers with a routing classifier in front of the router.
         expansions: history, one entry for each expansion in order.
@@ -64,7 +66,8 @@ class ExpandedConfig(PreTrainedConfig):
             self._check_expansion()
 
     def _check_expansion(self) -> None:
-        layers = self.num_hidden_layers
+        sizes, names = stack_sizes(self), layer_names(self)
+        layers = len(names)
         if self.num_experts_per_layer is None:
             self.num_experts_per_layer = [1] * layers
         self.classifier_layers = sorted(self.classifier_layers or [])
@@ -72,20 +75,20 @@ class ExpandedConfig(PreTrainedConfig):
         if len(counts) != layers:
             raise ValueError(
                 f"num_experts_per_layer has {len(counts)} entries, but the {self.backbone_model_type} backbone has "
-                f"{layers} layers (num_hidden_layers): give one count for each layer."
+                f"{layers} layers ({_in_words(sizes)}): give one count for each layer."
             )
         if min(counts) < 1:
             layer = min(range(layers), key=lambda i: counts[i])
             raise ValueError(
-                f"num_experts_per_layer[{layer}] is {counts[layer]}: must be at least 1, the original FFN (the layer "
-                "then stays dense)."
+                f"num_experts_per_layer[{names[layer]}] is {counts[layer]}: must be at least 1, the original FFN (the "
+                "layer then stays dense)."
             )
         if self.router_top_k < 1:
             raise ValueError(f"router_top_k is {self.router_top_k}: must be at least 1, the active experts of a token.")
         for layer in self.classifier_layers:
             if not 0 <= layer < layers or counts[layer] < 2:
                 raise ValueError(
-                    f"classifier_layers names layer {layer}, which is "
+                    f"classifier_layers names layer {names[layer] if 0 <= layer < layers else layer}, which is "
                     + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
                     + ": a classifier needs a layer with a router."
                 )
@@ -96,6 +99,11 @@ class ExpandedConfig(PreTrainedConfig):
 
     def _check_prefix_gate(self) -> None:
         rule = PrefixRule.of(self)
+        if rule is not None and self.is_encoder_decoder:
+            raise ValueError(
+                "prefix_gate judges a text from its first token on, but an encoder reads the whole sentence at once: "
+                "leave prefix gates out for an encoder-decoder; its classifiers judge single tokens."
+            )
         if rule is not None and not self.classifier_layers:
             raise ValueError("prefix_gate says how classifiers judge, but classifier_layers names no layer.")
 
@@ -125,6 +133,11 @@ class ExpandedConfig(PreTrainedConfig):
         """The configuration of the expanded model of `dense`; `fields` are the fields of this class."""
         inherited = {name: value for name, value in dense.to_dict().items() if name not in _NOT_INHERITED}
         return cls(backbone_model_type=dense.model_type, **inherited, **fields)
+
+
+def _in_words(sizes: dict[str, int]) -> str:
+    """Where the number of layers stands: the field of a decoder, or the layers of both stacks."""
+    return "num_hidden_layers" if "" in sizes else ", ".join(f"{stack} {size}" for stack, size in sizes.items())
 
 
 def static_class(cls: type) -> type:

@@ -29,17 +29,20 @@ from .routing import Classifier, Router, init_router
 from .routing_control import Routing, RoutingControl
 from .separate_ffn import SeparateFFN, put_in_place
 from .spoken_language import check_count, classes_of, with_languages
+from .stacks import layer_names
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
 
 class ExpandedModelMixin(ExpertsImplementationMixin):
     """The methods that every expanded model adds to its backbone. Static classes set `_dense_mapping` (a transformers
-    mapping from configuration class to model class) and `_auto_map` (config.json's entry for the Auto classes)."""
+    mapping from configuration class to model class), `_auto_map` (config.json's entry for the Auto classes) and
+    `_of_encoder_decoders` (whether the class is for encoder-decoders; None if it is for all backbones)."""
 
     _dense_class: type | None = None
     _dense_mapping: Any = None
     _auto_map: ClassVar[dict[str, str]] = {}
+    _of_encoder_decoders: ClassVar[bool | None] = None
     _tp_plan: Any
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -84,10 +87,16 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
         if any(config.num_experts_per_layer[index] > 1 for index in mixtures):
+            names = layer_names(config)
             raise ValueError(
-                f"num_experts_per_layer must be 1 in layers {', '.join(map(str, mixtures))}, where the backbone has "
-                "mixtures of experts of its own."
+                f"num_experts_per_layer must be 1 in layers {', '.join(names[index] for index in mixtures)}, where the "
+                "backbone has mixtures of experts of its own."
             )
+        if config.is_encoder_decoder:
+            # A layer that training leaves out at random (M2M100) would leave its routers without a gradient.
+            for module in self.modules():  # type: ignore[attr-defined]
+                if hasattr(module, "layerdrop"):
+                    module.layerdrop = 0.0
         for index, ffn in enumerate(ffns):
             num_experts = config.num_experts_per_layer[index]
             if num_experts > 1:
@@ -118,17 +127,25 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         # The backbone's tensor-parallel rules for its FFN apply to every expert. Routers and classifiers have no rule:
         # every rank keeps them whole. The library would warn of a rule that applies to no layer.
         super().init_parallel_plans()  # type: ignore[misc]
-        ffns = decoder_ffns(self)  # type: ignore[arg-type]
-        prefix = re.sub(r"\.\d+\.", ".*.", ffns[0].place) + "."
-        expanded = [isinstance(ffn.module, ExpandedFFN) for ffn in ffns]
+        places: dict[str, list[bool]] = {}  # the FFNs under each pattern of names, and whether they are expanded
+        for ffn in decoder_ffns(self):  # type: ignore[arg-type]
+            pattern = re.sub(r"\.\d+\.", ".*.", ffn.place) + "."
+            places.setdefault(pattern, []).append(isinstance(ffn.module, ExpandedFFN))
         plan: Any = {}
         for rule, style in self._tp_plan.items():
-            if not rule.startswith(prefix) or not all(expanded):
+            prefix = next((prefix for prefix in places if rule.startswith(prefix)), None)
+            if prefix is None or not all(places[prefix]):
                 plan[rule] = style
             # A LoRA expert's update has no rule: every rank keeps its layers whole, including expert 0.
-            if rule.startswith(prefix) and any(expanded) and not self.config.has_updates:  # type: ignore[attr-defined]
+            if prefix is not None and any(places[prefix]) and not self.config.has_updates:  # type: ignore[attr-defined]
                 plan[f"{prefix}experts.*.{rule.removeprefix(prefix)}"] = style
         self._tp_plan = plan
+
+    @classmethod
+    def auto_map(cls, config: Any) -> dict[str, str]:
+        """config.json's entry for the Auto classes: the class with a language-model head depends on the backbone."""
+        other = "AutoModelForCausalLM" if config.is_encoder_decoder else "AutoModelForSeq2SeqLM"
+        return {name: place for name, place in cls._auto_map.items() if name != other}
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -242,7 +259,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         made = type(self)
         ours = next(cls for cls in made.__mro__ if "_static" in vars(cls))
         made.__name__, made.__module__ = ours.__name__, ours.__module__
-        self.config.auto_map = dict(self._auto_map)  # type: ignore[attr-defined]
+        self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
         vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # the whole model is saved
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
@@ -258,6 +275,7 @@ def _expanded_class(cls: Any, config: Any) -> type:
             "dense model (`hf_moe_expand.expand_model`) or its checkpoint (`hf_moe_expand.expand_checkpoint`, "
             "`hf-moe-expand expand`), or build a model with random weights from `LayerMoEConfig.from_dense`."
         )
+    _check_kind(cls, config)
     if (cls, backbone) not in _CLASSES:
         dense = cls._dense_mapping[type(config).backbone_config_class]
         namespace = {
@@ -272,6 +290,17 @@ def _expanded_class(cls: Any, config: Any) -> type:
         }
         _CLASSES[cls, backbone] = type(cls.__name__, (cls, dense), namespace)
     return _CLASSES[cls, backbone]
+
+
+def _check_kind(cls: Any, config: Any) -> None:
+    """Refuses the class of a decoder for an encoder-decoder, and the reverse."""
+    if cls._of_encoder_decoders is None or cls._of_encoder_decoders == bool(config.is_encoder_decoder):
+        return
+    found, wanted = ("an encoder-decoder", "Seq2SeqLM") if config.is_encoder_decoder else ("a decoder", "CausalLM")
+    raise ValueError(
+        f"{cls.__name__} is not for this model: its backbone, {config.backbone_model_type}, is {found}: load it with "
+        f"AutoModelFor{wanted}."
+    )
 
 
 def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str, Any]) -> None:

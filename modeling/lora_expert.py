@@ -72,6 +72,11 @@ class LoraLinear(nn.Module):
         self.lora_A = LoraA(inputs, rank)
         self.lora_B = LoraB(rank, outputs)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own weight, whose type T5's FFN reads."""
+        return self.owner[0].get_submodule(self.name).weight  # type: ignore[return-value]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.owner[0].get_submodule(self.name)(x) + self.scaling * self.lora_B(self.lora_A(x))
 

@@ -1,4 +1,4 @@
-"""An FFN whose linear layers stand one by one in the decoder layer (OPT, XGLM, BioGPT), as a module."""
+"""An FFN whose linear layers stand one by one in the layer (OPT, XGLM, BART, M2M100), as a module."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def has_separate_ffn(layer: nn.Module) -> bool:
-    """Whether a decoder layer computes `fc2(dropout(activation_fn(fc1(x))))` itself."""
+    """Whether a layer computes `fc2(dropout(activation_fn(fc1(x))))` itself."""
     first, second = getattr(layer, "fc1", None), getattr(layer, "fc2", None)
     return (
         isinstance(first, nn.Linear)
@@ -19,7 +19,7 @@ def has_separate_ffn(layer: nn.Module) -> bool:
 
 
 class SeparateFFN(nn.Module):
-    """`fc2(dropout(activation_fn(fc1(x))))` of a decoder layer, whose modules and names it shares."""
+    """`fc2(dropout(activation_fn(fc1(x))))` of a layer, whose modules and names it shares."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

@@ -12,11 +12,17 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
     """The class of each language: 0 for the base model's, g for those that expansion g added, None for None.
 
     Raises:
-        ValueError: the checkpoint does not know a code, or it is a DMoE's, which keeps no language of the base model.
+        ValueError: the checkpoint does not know a code, it is a DMoE's, which keeps no language of the base model, or
+            it is an encoder-decoder's.
     """
     if getattr(config, "language_groups", None) is not None or config.model_type == "dmoe":
         raise ValueError(
             "languages: all experts of a DMoE train, so it keeps no language of its base model: leave languages out."
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(
+            "languages: a sentence of an encoder-decoder and its translation have a language each, and its routers and "
+            "classifiers judge the tokens of both: leave languages out."
         )
     codes = [languages] if isinstance(languages, str) else list(languages)
     known: dict[str, int] = {}

@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import BACKBONE_NAMES, DATA, invoke, save_dense, tiny_config, write_texts
+from seq2seq import SENTENCES, save_tiny
 from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -45,6 +46,7 @@ EXTRA = {
     "plan layer-moe": ["--similarity-floor", "0.01"],
     "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
     "plan separable": ["--similarity-floor", "0.01", "--min-separability", "0.5"],
+    "evaluate-translation nllb": ["--max-new-tokens", "8"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 # The test that runs each guide's blocks of a kind. Of the scripts of benchmarks/ the options are read
@@ -61,6 +63,9 @@ TESTED = {
     ("distributed.md", "yaml"): "test_docs.py::test_the_distributed_guide",
     ("dmoe.md", "bash"): "test_docs.py::test_the_dmoe_guide",
     ("dmoe.md", "yaml"): "test_docs.py::test_the_dmoe_guide",
+    ("encoder_decoder.md", "bash"): "test_docs.py::test_the_guide_to_translation_models",
+    ("encoder_decoder.md", "python"): "test_docs.py::test_the_guide_to_translation_models",
+    ("encoder_decoder.md", "yaml"): "test_docs.py::test_the_guide_to_translation_models",
     ("evaluation.md", "bash"): "test_docs.py::test_the_evaluation_guide",
     ("extending.md", "bash"): "test_extending.py::test_the_guides_files_make_a_method_and_a_stage",
     ("extending.md", "python"): "test_extending.py::test_the_guides_loss_trains",
@@ -358,6 +363,28 @@ def test_the_guide_to_little_text(workplace):
     log = json.loads(Path("qwen-el-hi-3/trainer_state.json").read_text("utf-8"))["log_history"]
     assert any({"budget_loss", "gate"} <= set(entry) for entry in log)
     assert gated["budget_coef"] == 0.1
+
+
+def test_the_guide_to_translation_models(workplace, tmp_path):
+    workplace("encoder_decoder.md")
+    save_tiny(tmp_path / "nllb", encoder_layers=12, decoder_layers=12)
+    for code in ("es", "el"):
+        rows = [{"translation": {"en": b, code: a}} for a, b in zip(SENTENCES[code], SENTENCES["en"], strict=True)]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (tmp_path / f"en-{code}.jsonl").write_text(text * 15, "utf-8")
+        (tmp_path / f"en-{code}.test.jsonl").write_text(text, "utf-8")
+    (tmp_path / "flores").mkdir()
+    for code in ("en", "el"):
+        (tmp_path / "flores" / f"{code}.txt").write_text("\n".join(SENTENCES[code][:2]) + "\n", "utf-8")
+    said = run("encoder_decoder.md")
+    assert "(total 60)" in said["plan layer-moe"]
+    assert "frozen tensors are byte-identical" in said["train review"]
+    assert "en-el" in said["evaluate-translation nllb"]
+    assert "encoder.1, encoder.3" in said["analyze routing"]
+    assert "12 encoder and 12 decoder layers" in said["inspect nllb-el-2"]
+    (program,) = blocks("encoder_decoder.md", "python")
+    small_program = program.replace("max_steps=100", "max_steps=1, use_cpu=True").replace("size=256", "size=32")
+    exec(compile(small_program, "encoder_decoder.md", "exec"), {})
 
 
 def test_the_distributed_guide(workplace):

@@ -163,9 +163,9 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     refused(base, PLAN, "expert_init is 'zero'", expert_init="zero")
     refused(base / "config.json", PLAN, "is a file")
     reasons = {
-        "t5": "it is an encoder-decoder; give a decoder",
-        "vit": "it is not a decoder language model",
-        "mixtral": "it is a mixture of experts in every layer; give a dense decoder",
+        "led": "it is an encoder-decoder that pads a text inside its encoder",
+        "vit": "it is not a language model that transformers knows",
+        "mixtral": "it is a mixture of experts in every layer; give a dense decoder or encoder-decoder",
         "qwen3_moe": "it is a mixture of experts in every layer",
         "bert": "it is an encoder, or an encoder that may run as a decoder",
         "mamba": "it is a state-space, convolutional or recurrent model with layers that have no FFN",

@@ -10,14 +10,17 @@ from conftest import OTHER_SIZES, SIZES, VOCABULARY, byte_tokenizer, invoke, run
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2Model
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.backbones import ffn_kind
 from hf_moe_expand.checkpoint.promises import PROMISES, Twin, broken_promise, check_architecture
-from hf_moe_expand.checkpoint.proven import LEFT_OUT, PROVEN
+from hf_moe_expand.checkpoint.proven import LEFT_OUT, LEFT_OUT_ENCODER_DECODERS, PROVEN, PROVEN_ENCODER_DECODERS
 from hf_moe_expand.checkpoint.twin import LAYERS, tiny_twin
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
@@ -53,12 +56,20 @@ def test_every_architecture_of_the_library_is_proven_or_has_a_reason():
     known = {*PROVEN, *LEFT_OUT}
     assert sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known) == []
     assert not set(PROVEN) & set(LEFT_OUT)
+    known = {*PROVEN_ENCODER_DECODERS, *LEFT_OUT_ENCODER_DECODERS}
+    assert sorted(set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) - known) == []
+    assert not set(PROVEN_ENCODER_DECODERS) & set(LEFT_OUT_ENCODER_DECODERS)
     assert len(INSTALLED) >= 70
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", INSTALLED)
 def test_a_proven_architecture_keeps_every_promise(name):
+    assert broken_promise(CONFIG_MAPPING[name]()) is None
+
+
+@pytest.mark.parametrize("name", PROVEN_ENCODER_DECODERS)
+def test_a_proven_encoder_decoder_keeps_every_promise(name):
     assert broken_promise(CONFIG_MAPPING[name]()) is None
 
 
@@ -339,10 +350,11 @@ def test_the_verb_answers_for_a_model(tmp_path):
 def test_the_page_lists_the_proven_architectures():
     page = (Path(__file__).parents[1] / "docs" / "backbones.md").read_text("utf-8")
     rows = re.findall(r"^\| (\S+) \|.*\| all hold \|$", page, re.MULTILINE)
-    assert rows == list(PROVEN)
-    for reason in set(LEFT_OUT.values()):
-        (named,) = re.findall(rf"^\| {re.escape(reason)} \| (.*) \|$", page, re.MULTILINE)
-        assert named.split(", ") == sorted(name for name, why in LEFT_OUT.items() if why == reason)
+    assert rows == [*PROVEN, *PROVEN_ENCODER_DECODERS]
+    for left_out in (LEFT_OUT, LEFT_OUT_ENCODER_DECODERS):
+        for reason in set(left_out.values()):
+            (named,) = re.findall(rf"^\| {re.escape(reason)} \| (.*) \|$", page, re.MULTILINE)
+            assert named.split(", ") == sorted(name for name, why in left_out.items() if why == reason)
 
 
 @pytest.mark.parametrize(

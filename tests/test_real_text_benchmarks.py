@@ -261,3 +261,65 @@ def test_a_study_names_only_rows_that_it_inherits(quick_study):
 
     with pytest.raises(InputError, match="'LoRa' is not a row"):
         quick_study("run", rows=["base", "LoRa"])
+
+
+def test_translation(tmp_path, monkeypatch, help_text):
+    """The study goes on from what it has, and repeats its table."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    for code in ("en", "es", "el", "hi"):
+        for split, count in (("train", 60), ("test", 40)):
+            lines = [
+                json.dumps({"id": f"{split}/{number}", "text": text})
+                for number, text in enumerate([f"A line {n}.\nLibreOffice {n}" for n in range(count)])
+            ]
+            (pages / f"{code}.{split}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+            if code != "en":
+                changed = "\n".join(lines).replace("A line", {"es": "La raya", "el": "Γραμμή", "hi": "रेखा"}[code])
+                (pages / f"{code}.{split}.jsonl").write_text(changed + "\n", "utf-8")
+    settings = yaml.safe_load((BENCHMARKS / "studies" / "translation.yaml").read_text("utf-8"))
+    settings |= {"new": ["el", "hi"], "low_pairs": 20, "every": 1, "validation_tokens": 60, "translated": 2}
+    settings |= {"longest": 16, "new_tokens": 4, "curriculum_bins": 2}
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    settings["base"]["sizes"] |= sizes | {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    settings["base"] |= {"vocabulary": 300, "shares": {"es": 0.8, "el": 0.1, "hi": 0.1}}
+    settings["plan"] = {"experts": 3, "only_layers": "encoder.1,decoder.1"}
+    for part in (settings["base"], settings["post_pretrain"]):
+        part["training"] |= {"max_steps": 2, "per_device_train_batch_size": 4}
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings), "utf-8")
+    options = [
+        "--help-pages",
+        str(pages),
+        "--out",
+        str(tmp_path / "out"),
+        "--settings",
+        str(tmp_path / "settings.yaml"),
+    ]
+    options += ["--seeds", "0", "1", "--runs", "plain", "CMR 0.2", "curriculum", "--table", str(tmp_path / "table.md")]
+    module = importlib.import_module("translation")
+    module.main(options)
+    table = (tmp_path / "table.md").read_text("utf-8")
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == ["| plain", "| CMR 0.2", "| curriculum"]
+    assert "±" in table
+    monkeypatch.setattr(module, "train_stage", lambda *arguments: pytest.fail("nothing is left to train"))
+    module.main(options)
+    assert (tmp_path / "table.md").read_text("utf-8") == table
+
+
+def test_paragraphs_are_aligned_in_order(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("aligned_pages")
+    pages = {
+        "en": ["Open Writer\nChoose File 7 now\nClose it", "One\nTwo words here\nPress Ctrl F5 twice\nDone"],
+        "el": ["Άνοιξε Writer\nΔιάλεξε File 7 τώρα\nΚλείσε", "Ένα\nΠάτα Ctrl F5 δύο φορές"],
+    }
+    for code, texts in pages.items():
+        lines = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts)]
+        (tmp_path / f"{code}.train.jsonl").write_text("\n".join(lines), "utf-8")
+    assert module.aligned(tmp_path, "train", "en", "el") == [
+        ("Open Writer", "Άνοιξε Writer"),
+        ("Choose File 7 now", "Διάλεξε File 7 τώρα"),
+        ("Close it", "Κλείσε"),
+        ("Press Ctrl F5 twice", "Πάτα Ctrl F5 δύο φορές"),
+    ]

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import yaml
 from conftest import invoke, tiny_config
+from seq2seq import tiny
 
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.pipeline import validate_recipe
@@ -27,6 +28,7 @@ BASES = {
     "google/gemma-2b": ("gemma", 18, 8192),
     "meta-llama/Llama-3.1-8B": ("llama", 32, 131072),
     "meta-llama/Llama-3.2-3B": ("llama", 28, 131072),
+    "$NLLB": ("m2m_100", "12 encoder layers, 12 decoder", 1024),
 }
 
 
@@ -36,7 +38,7 @@ def no_network(monkeypatch):
         raise AssertionError(f"a connection to {address}")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    for variable in ("MADLAD", "INSTRUCT"):
+    for variable in ("MADLAD", "INSTRUCT", "NLLB"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -53,7 +55,12 @@ def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
     depth = {"n_layer" if backbone == "bloom" else "num_hidden_layers": layers}
     if positions is not None:
         depth["max_position_embeddings"] = positions
-    tiny_config(backbone, **depth).save_pretrained(tmp_path / "base")
+    if backbone == "m2m_100":
+        tiny("m2m_100", encoder_layers=12, decoder_layers=12, max_position_embeddings=positions).config.save_pretrained(
+            tmp_path / "base"
+        )
+    else:
+        tiny_config(backbone, **depth).save_pretrained(tmp_path / "base")
     found = validate_recipe(changed(recipe, base=str(tmp_path / "base")), offline=True)
     assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
     assert sum(line.startswith("expansion ") for line in found) == len(recipe.rounds)
@@ -107,6 +114,7 @@ ELBAYAD = {
     # Gaelic has 16,316 pairs, two documents each.
     "review.old_documents": 15_000, "review.new_per_old": 2,
 }  # fmt: skip
+SENTENCE_PAIRS = {**ELBAYAD, "post_pretrain.block_size": 256, "plan.only_layers": "encoder.1-11/2,decoder.1-11/2"}
 NUMBERS = {
     "moe-lpr-qwen1.5-1.8b": {
         **MOE_LPR_STAGES, "plan.method": "moe-lpr", "plan.experts": 6, "plan.classifier_layers": 0,
@@ -131,6 +139,12 @@ NUMBERS = {
     "fom-qwen1.5-1.8b": {**ELBAYAD, "post_pretrain.masking.final_output": 0.3},
     "cmr-qwen1.5-1.8b": {
         **ELBAYAD, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
+        "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
+    },
+    "eom-nllb-600m": {**SENTENCE_PAIRS, "post_pretrain.masking.expert_output": 0.1},
+    "fom-nllb-600m": {**SENTENCE_PAIRS, "post_pretrain.masking.final_output": 0.3},
+    "cmr-nllb-600m": {
+        **SENTENCE_PAIRS, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
         "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
     },
     "laptop-smollm2-135m": {

@@ -4,13 +4,14 @@ The model's forward pass does not compute these losses. The mixin records the ro
 `compute_loss` runs, adds the losses, and logs each part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
+from ..modeling import LayerRouting
 from .losses import (
     LOGGED,
     OLD,
@@ -24,6 +25,7 @@ from .losses import (
 from .metrics import Metrics, record_routing
 from .routing_capture import FirstPass, judged_by_text, without_virtual_tokens
 from .sharded import check_tied_embeddings, fetch_experts_together
+from .two_sides import LANGUAGE_COLUMNS, by_stack, counted_tokens, others, target_loss, with_decoder_inputs
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
@@ -33,7 +35,9 @@ CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in TrainingArg
 class RouterLossMixin:
     """Put in front of a Trainer class: `class MyTrainer(RouterLossMixin, Trainer)`.
 
-    A batch may carry `language_ids` `[batch, sequence]`, the language of each token, negative where unknown.
+    A batch may carry `language_ids` `[batch, sequence]`, the language of each token, negative where unknown. For an
+    encoder-decoder these are the source's, and `decoder_language_ids` `[batch, target]` the target's; a token of the
+    decoder counts where it has a label. Its loss is then the mean over the target's tokens of the whole step.
 
     A loss that is a mean over tokens is the mean over the whole optimizer step: it depends neither on the division into
     micro-batches and ranks nor on padding. The balance losses are not linear in the tokens: they balance each
@@ -51,6 +55,8 @@ class RouterLossMixin:
             are missing, or tied embeddings would train under transformers' own FSDP.
     """
 
+    _two_sides = False  # whether the model is an encoder-decoder, with tokens of a source and of a target
+
     def __init__(
         self,
         *args: Any,
@@ -64,6 +70,11 @@ class RouterLossMixin:
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
+        config: Any = getattr(self.accelerator.unwrap_model(self.model), "config", None)  # type: ignore[attr-defined]
+        self._two_sides = bool(getattr(config, "is_encoder_decoder", False))
+        if self._two_sides and self.compute_loss_func is None:  # type: ignore[has-type]
+            smoothing = self.args.label_smoothing_factor  # type: ignore[attr-defined]
+            self.compute_loss_func = partial(target_loss, label_smoothing=smoothing)
         self._check_arguments()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -84,7 +95,11 @@ class RouterLossMixin:
                 "Reentrant gradient checkpointing silently drops the gradient of the router losses: set "
                 f'{CHECKPOINTING}_kwargs={{"use_reentrant": False}}.'
             )
-        if training.label_smoothing_factor:
+        if self._two_sides and (wrong := [loss for loss in self._active_losses() if not loss.for_encoder_decoders]):
+            raise ValueError(
+                f"The {wrong[0].name} loss is for decoders, but the model is an encoder-decoder: leave it out."
+            )
+        if training.label_smoothing_factor and not self._two_sides:
             raise ValueError(
                 "label_smoothing_factor is not supported: Trainer smooths the unshifted labels of models that it does "
                 "not know by name. Set it to 0."
@@ -106,33 +121,35 @@ class RouterLossMixin:
         return f"Losses that need languages: {', '.join(names)}."
 
     def _without_languages(self) -> ValueError:
+        columns = " and ".join(LANGUAGE_COLUMNS[: 1 + self._two_sides])
         return ValueError(
             "The losses need language_classes (for each language id its class: 0 = old and 1 = new, or its language "
-            "group) and batches with language_ids, the language id of each token. " + self._who_needs_languages()
+            f"group) and batches with {columns}, the language id of each token. " + self._who_needs_languages()
         )
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
-        if "language_ids" not in self._signature_columns:  # type: ignore[attr-defined]
-            self._signature_columns: list = [*self._signature_columns, "language_ids"]
+        wanted = [name for name in LANGUAGE_COLUMNS[: 1 + self._two_sides] if name not in self._signature_columns]  # type: ignore[attr-defined]
+        self._signature_columns: list = [*self._signature_columns, *wanted]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        counts = torch.zeros(3, dtype=torch.double, device=device)
+        counts = torch.zeros(1 + self._two_sides, 3, dtype=torch.double, device=device)
         for batch in batches:
-            counts += self._tokens(batch).counts().to(device)
+            counts += torch.stack([tokens.counts() for tokens in self._tokens(batch)]).to(device)
         self._step_counts = self._sum_over_ranks(counts).clamp(min=1)
         return batches, num_items
 
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        inputs = dict(inputs)
         tokens = self._tokens(inputs)
-        inputs.pop("language_ids", None)
+        inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
+        expanded = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+        if self._two_sides:
+            inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
         wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
-        expanded = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         with expanded.capture_routing() as captured:
             captured.layers = FirstPass()
             result = super().compute_loss(  # type: ignore[misc]
@@ -141,28 +158,45 @@ class RouterLossMixin:
         loss, outputs = result if wants_outputs else (result, None)
         if not len(captured):
             raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
-        on_text = (without_virtual_tokens(layer, own_inputs["input_ids"]) for layer in captured)
-        routing = [judged_by_text(layer, own_inputs) for layer in on_text]
-        self._check_gradients(model, expanded, routing)
+        stacks = []
+        for found, ids in zip(by_stack(expanded.config, captured.layers), self._ids(own_inputs), strict=True):
+            on_text = (without_virtual_tokens(layer, ids) for layer in found)
+            stacks.append([judged_by_text(layer, own_inputs) for layer in on_text])
+        self._check_gradients(model, expanded, [layer for found in stacks for layer in found])
         mode = "train" if model.training else "eval"
         if own_inputs.get("labels") is not None:
             self._record_next_token_loss(mode, loss, own_inputs["labels"], num_items_in_batch)
         scale = self._step_scale(model, num_items_in_batch)
-        batch = self._loss_batch(
-            mode, routing, tokens, in_step=scale is not None, model=expanded, inputs=own_inputs, outputs=outputs
-        )
-        total = loss + self._router_loss(batch) * (1.0 if scale is None else scale)
+        of_the_model = {"model": expanded, "inputs": own_inputs, "outputs": outputs}
+        total = loss
+        for stack, routing in enumerate(stacks):
+            if routing:
+                batch = self._loss_batch(
+                    mode, routing, tokens[stack], stack, others(stacks, stack), in_step=scale is not None,
+                    **of_the_model,
+                )  # fmt: skip
+                total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
 
-    def _tokens(self, inputs: dict) -> TokenMasks:
+    def _ids(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tokens of a decoder's text, or of source and target."""
+        return [inputs["input_ids"], *([inputs["decoder_input_ids"]] if self._two_sides else [])]
+
+    def _tokens(self, inputs: Mapping[str, Any]) -> list[TokenMasks]:
+        """The masks of a decoder's tokens, or of an encoder's and of a decoder's."""
         if "input_ids" not in inputs:
             raise ValueError(
                 f"{type(self).__name__}'s batches hold no input_ids, whose tokens the router losses count: this "
                 "trainer takes expanded models, but not RouterLossMixin."
             )
         attention = inputs.get("attention_mask")
-        counted = (torch.ones_like(inputs["input_ids"]) if attention is None else attention).bool().flatten()
-        ids = inputs.get("language_ids")
+        counted = (torch.ones_like(inputs["input_ids"]) if attention is None else attention).bool()
+        sides = [(counted, inputs.get("language_ids"))]
+        if self._two_sides:
+            sides.append((counted_tokens(inputs), inputs.get("decoder_language_ids")))
+        return [self._masks(counted.flatten(), ids) for counted, ids in sides]
+
+    def _masks(self, counted: torch.Tensor, ids: torch.Tensor | None) -> TokenMasks:
         if ids is None or self._language_classes is None:
             if self._needs_languages:
                 raise self._without_languages()
@@ -212,7 +246,14 @@ class RouterLossMixin:
         return not scaled
 
     def _loss_batch(
-        self, mode: str, routing: list, tokens: TokenMasks, in_step: bool, **of_the_model: Any
+        self,
+        mode: str,
+        routing: list,
+        tokens: TokenMasks,
+        stack: int,
+        others: Sequence[LayerRouting],
+        in_step: bool,
+        **of_the_model: Any,
     ) -> LossBatch:
         record = partial(self._router_metrics.record, mode)
         selections = [expert_selections(r.routed_logits, r.top_k, tokens.counted_T) for r in routing]
@@ -222,13 +263,13 @@ class RouterLossMixin:
         record_routing(record, routing, selections, tokens, local, expert_0_is_old)
         if in_step:
             flat = self._sum_over_ranks(torch.cat([counts, *selections]))
-            micro_batch, step = flat[:3].clamp(min=1), self._step_counts.to(flat)  # type: ignore[union-attr]
+            micro_batch, step = flat[:3].clamp(min=1), self._step_counts[stack].to(flat)  # type: ignore[index]
             selections = list(flat[3:].split([len(s) for s in selections]))
         else:
             micro_batch = step = counts.clamp(min=1)
         return LossBatch(
             routing, tokens, local, TokenCounts(*micro_batch), TokenCounts(*step), selections,
-            self._sum_over_ranks if in_step else _unchanged, record, **of_the_model,
+            self._sum_over_ranks if in_step else _unchanged, record, **of_the_model, others=others,
         )  # fmt: skip
 
     def _router_loss(self, batch: LossBatch) -> torch.Tensor:
@@ -240,13 +281,19 @@ class RouterLossMixin:
         return total
 
     def _record_next_token_loss(self, mode: str, loss: torch.Tensor, labels: torch.Tensor, num_items: Any) -> None:
-        targets = labels[..., 1:].ne(-100).sum()
+        targets = (labels if self._two_sides else labels[..., 1:]).ne(-100).sum()
         if mode == "train" and not self._trainer_divides(num_items) and num_items is not None:
             averaged = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
             ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1  # type: ignore[attr-defined]
             self._router_metrics.record(mode, "next_token_loss", loss / ranks * num_items, targets)
         else:
             self._router_metrics.record(mode, "next_token_loss", loss * targets, targets)
+
+    def prediction_step(self, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        if not prediction_loss_only and getattr(self.args, "predict_with_generate", False):  # type: ignore[attr-defined]
+            # Seq2SeqTrainer passes the whole batch to `generate`, and computes the loss without `compute_loss`.
+            inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"

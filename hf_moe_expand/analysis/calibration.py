@@ -22,7 +22,7 @@ from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from ..evaluation.perplexity import LanguageScore, beginning, scored_stream, target_nats, tokenized
 from ..modeling.configuration_layer_moe import joins_packs
-from ..models import load_for_inference, load_tokenizer, longest_block
+from ..models import check_decoder, load_for_inference, load_tokenizer, longest_block
 from ..records import ExpansionRecord, History
 from ..scratch import beside, scratch_folder
 from .gate_fit import fit_gates
@@ -112,6 +112,7 @@ def join_calibrated(
     """
     found = load_packs(packs, out, overwrite)
     check_packs(found, keep_both)
+    check_decoder(found[0].config, packs[0], "factors and gates that are fitted on text")
     # Before the first model is written.
     check_calibrated(texts, found, tokens)
     if gates:

@@ -22,7 +22,7 @@ from ..data.packing import encode_documents
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..modeling import decoder_ffns
-from ..models import longest_block
+from ..models import check_decoder, longest_block, model_name
 from ..results import DeviationResult
 
 _SETTINGS = "settings.json"
@@ -73,6 +73,7 @@ def measure_deviation(
         InputError: a language has too little text; `work_dir` was made with another model, text or other settings; a
             setting is out of range; or training left an FFN unchanged or not finite.
     """
+    check_decoder(model.config, model_name(model), "deviation and DMoE")
     ffns = [(ffn.name, ffn.module) for ffn in decoder_ffns(model)]
     chosen = _chosen_layers(len(ffns), last_layers, layers)
     numbers: dict[str, Any] = {

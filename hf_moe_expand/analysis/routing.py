@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +17,12 @@ from tqdm.auto import tqdm
 
 from ..errors import InputError
 from ..languages import check_old_and_new
-from ..modeling import ExpandedFFN, LayerRouting, Routing
+from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
 from ..models import longest_block, model_name
 from ..records import History
 from ..results import RoutingResult
 from .similarity import padded_batches, token_blocks
+from .two_sides import SideBatch, side_batches
 
 # Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
 _MOST_LOGITS = (2**29, 2**26)
@@ -130,7 +132,7 @@ def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], 
 def measure_routing(
     model: Any,
     tokenizer: Any,
-    texts: Mapping[str, Iterable[str]],
+    texts: Mapping[str, Iterable[Any]],
     *,
     tokens: int = 20_000,
     block_size: int = 1024,
@@ -147,11 +149,14 @@ def measure_routing(
     router scores (Elbayad et al. section D.3); in a layer with K experts or fewer, it only bypasses the classifier, and
     where no layer has more experts or a classifier, it is the router's own.
 
-    Runs exactly `tokens` tokens of each language, padding excluded, once, and once for each of `random_seeds`.
+    Runs exactly `tokens` tokens of each language, padding excluded, once, and once for each of `random_seeds`. Of an
+    encoder-decoder, the encoder's layers are measured on `tokens` tokens of the language as a source, the decoder's on
+    `tokens` tokens of it as a target, whose perplexity is reported; no co-location is measured from the encoder's last
+    layer to the decoder's first, which see other tokens.
 
     Args:
-        model: an expanded `...ForCausalLM`.
-        texts: documents of each language.
+        model: an expanded model with a language-model head.
+        texts: documents of each language; for an encoder-decoder, sentence pairs to and from it.
         old, new: languages to count as old and as new, whether or not the model's history names them.
 
     Raises:
@@ -175,27 +180,36 @@ def measure_routing(
         (here, there): LargestCorrelation(len(ffns[here].experts), len(ffns[there].experts))
         for here, there in pairwise(sorted(ffns))
     }
+    encoder_layers = stack_sizes(model.config).get("encoder", 0)
     # Tokenises every language before the first is measured, so that a lack of text is reported at once.
-    batches = {code: _batches(code, texts[code], tokenizer, tokens, block_size, batch_size, model) for code in classes}
+    batches: dict[str, list[Any]] = {}
+    for code in classes:
+        if encoder_layers:
+            batches[code] = side_batches(code, texts[code], tokenizer, tokens, batch_size, model)
+        else:
+            batches[code] = _batches(code, texts[code], tokenizer, tokens, block_size, batch_size, model)
+    measure = partial(_perplexity_of_targets, encoder_layers=encoder_layers) if encoder_layers else _perplexity
     # With K experts or fewer in each layer and no classifier, there is nothing to draw.
     drawn = [] if not has_choice(model.config) else list(random_seeds)
-    bar = tqdm(total=tokens * len(classes) * (1 + len(drawn)), unit="token", unit_scale=True)
+    sides = 2 if encoder_layers else 1
+    bar = tqdm(total=sides * tokens * len(classes) * (1 + len(drawn)), unit="token", unit_scale=True)
     perplexity, random_perplexity = {}, {}
     for language in classes:
         bar.set_description(f"routing of {model_name(model)}: {language}")
 
-        def record(routing: Routing, mask_T: torch.Tensor, language: str = language) -> None:
-            text = {layer: _only(found, mask_T) for layer, found in routing.layers.items()}
+        def record(routing: Routing, mask: Callable[[int], torch.Tensor], language: str = language) -> None:
+            text = {layer: _only(found, mask(layer)) for layer, found in routing.layers.items()}
             for layer, found in text.items():
                 use[language][layer].add(found)
             for (here, there), correlation in neighbours.items():
-                correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
+                if not here < encoder_layers <= there:
+                    correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
 
-        perplexity[language] = _perplexity(model, batches[language], record, bar)
+        perplexity[language] = measure(model, batches[language], record, bar)
         random = []
         for seed in drawn:
             with random_routing(model, seed):
-                random.append(_perplexity(model, batches[language], None, bar))
+                random.append(measure(model, batches[language], None, bar))
         random_perplexity[language] = sum(random) / len(random) if random else perplexity[language]
     bar.close()
     layers = sorted(ffns)
@@ -216,11 +230,12 @@ def measure_routing(
             lambda found: None if found.classed_right is None else found.classed_right / tokens
         ),
         similarity=[_cosines([top1[language][index] for language in classes]) for index in range(len(layers))],
-        colocation=[correlation.value() for correlation in neighbours.values()],
+        colocation=[correlation.value() if correlation.tokens else None for correlation in neighbours.values()],
         perplexity=perplexity,
         random_perplexity=random_perplexity,
         random_seeds=list(random_seeds),
         has_choice=has_choice(model.config),
+        encoder_layers=encoder_layers,
     )
 
 
@@ -234,7 +249,7 @@ def has_choice(config: Any) -> bool:
 def nearest_experts(
     model: Any,
     tokenizer: Any,
-    texts: Mapping[str, Iterable[str]],
+    texts: Mapping[str, Iterable[Any]],
     *,
     tokens: int = 20_000,
     block_size: int = 1024,
@@ -289,11 +304,11 @@ def _batches(
 def _perplexity(
     model: Any,
     batches: Iterable[dict[str, torch.Tensor]],
-    receive: Callable[[Routing, torch.Tensor], None] | None,
+    receive: Callable[[Routing, Callable[[int], torch.Tensor]], None] | None,
     bar: tqdm,
 ) -> float:
-    """Perplexity over every token but a block's first; `receive` gets each pass's routing and the mask of tokens that
-    are not padding, `[T]`; `bar` counts these tokens."""
+    """Perplexity over every token but a block's first; `receive` gets each pass's routing and a function that gives a
+    layer's mask of tokens that are not padding, `[T]`; `bar` counts these tokens."""
     nats, count = 0.0, 0
     for batch in batches:
         batch = {name: value.to(model.device) for name, value in batch.items()}
@@ -303,12 +318,36 @@ def _perplexity(
         else:
             with model.capture_routing() as routing:
                 logits = model(**batch, use_cache=False).logits
-            receive(routing, mask.flatten())
+            receive(routing, lambda layer, mask=mask: mask.flatten())  # type: ignore[misc]
         targets = batch["input_ids"].masked_fill(~mask, -100)
         for row, target in zip(logits, targets, strict=True):  # row by row: the softmax takes as much memory again
             nats += F.cross_entropy(row[:-1].float(), target[1:], reduction="sum").item()
         count += int((targets[:, 1:] != -100).sum())
         bar.update(int(mask.sum()))
+    return math.exp(min(nats / count, 700.0))
+
+
+def _perplexity_of_targets(
+    model: Any,
+    batches: Iterable[SideBatch],
+    receive: Callable[[Routing, Callable[[int], torch.Tensor]], None] | None,
+    bar: tqdm,
+    encoder_layers: int,
+) -> float:
+    """`_perplexity` of an encoder-decoder, over the measured tokens of the targets."""
+    nats, count = 0.0, 0
+    for batch in batches:
+        inputs = {name: value.to(model.device) for name, value in batch.inputs.items()}
+        if receive is None:
+            logits = model(**inputs, use_cache=False).logits
+        else:
+            with model.capture_routing() as routing:
+                logits = model(**inputs, use_cache=False).logits
+            receive(routing, lambda layer, batch=batch: batch.mask(layer, encoder_layers).to(model.device))  # type: ignore[misc]
+        targets = batch.labels.masked_fill(~batch.decoder, -100).to(model.device)
+        nats += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum").item()
+        count += int(batch.decoder.sum())
+        bar.update(int(batch.encoder.sum() + batch.decoder.sum()))
     return math.exp(min(nats / count, 700.0))
 
 

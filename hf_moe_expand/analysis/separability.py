@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ..errors import InputError
 from ..modeling import decoder_ffns
-from ..models import longest_block, model_name
+from ..models import check_decoder, longest_block, model_name
 from ..results import SeparabilityResult
 from ..settings import AnalysisSettings
 from .similarity import document_blocks, ffn_inputs, padded_batches
@@ -162,6 +162,7 @@ def measure_separability(
             raise InputError(
                 f"No {kind} language is given: separability is of old from new text, so give some of both."
             )
+    check_decoder(model.config, model_name(model), "separability and prefix gates")
     model.eval()
     layers, hidden_size = len(decoder_ffns(model)), model.config.get_text_config(decoder=True).hidden_size
     block_size = min(block_size, longest_block(model.config) or block_size)

@@ -10,10 +10,11 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..errors import InputError
-from ..modeling import decoder_ffns
+from ..modeling import decoder_ffns, stack_sizes
 from ..models import longest_block, model_name
 from ..results import SimilarityResult
 from ..settings import AnalysisSettings
+from .two_sides import SideBatch, side_batches
 
 
 class MeanDirections:
@@ -105,7 +106,7 @@ def _padded(blocks: Sequence[list[int]]) -> dict[str, torch.Tensor]:
 def measure_similarity(
     model: Any,
     tokenizer: Any,
-    texts: Mapping[str, Iterable[str]],
+    texts: Mapping[str, Iterable[Any]],
     old: Sequence[str],
     new: Sequence[str],
     tokens: int = 100_000,
@@ -116,10 +117,11 @@ def measure_similarity(
     Eq. 8-9).
 
     Takes one forward pass over `tokens` tokens of each language, padding excluded; the model may be dense or expanded.
+    An encoder-decoder's encoder is measured on the language's sentences as sources, its decoder on them as targets.
 
     Args:
-        texts: documents of each language of `old` and `new`.
-        tokens: tokens of each language (Q in the paper).
+        texts: documents of each language of `old` and `new`; for an encoder-decoder, sentence pairs to and from it.
+        tokens: tokens of each language (Q in the paper); for an encoder-decoder, of each side.
 
     Raises:
         InputError: a language has fewer tokens than `tokens`, or a number is out of range.
@@ -127,6 +129,9 @@ def measure_similarity(
     AnalysisSettings(tokens, block_size, batch_size)  # refuses numbers out of range
     model.eval()
     base = getattr(model, "base_model", model)
+    encoder_layers = stack_sizes(model.config).get("encoder", 0)
+    if encoder_layers:
+        return _of_two_sides(model, tokenizer, texts, old, new, tokens, batch_size, encoder_layers)
     num_layers, hidden_size = len(decoder_ffns(model)), model.config.get_text_config(decoder=True).hidden_size
     block_size = min(block_size, longest_block(model.config) or block_size)
     # Counts all text before the first pass, so that a lack of text is reported at once.
@@ -149,6 +154,46 @@ def measure_similarity(
                 bar.update(int(mask.sum()))
         means[language] = directions.means()
     bar.close()
+    return _result(means, old, new, tokens)
+
+
+def _of_two_sides(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[Any]],
+    old: Sequence[str],
+    new: Sequence[str],
+    tokens: int,
+    batch_size: int,
+    encoder_layers: int,
+) -> SimilarityResult:
+    """The similarities in an encoder-decoder."""
+    codes = (*old, *new)
+    batches = {code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model) for code in codes}
+    means = {}
+    bar = tqdm(total=2 * tokens * len(batches), unit="token", unit_scale=True)
+    for language, found in batches.items():
+        bar.set_description(f"similarity in {model_name(model)}: {language}")
+        directions = MeanDirections(len(decoder_ffns(model)), model.config.hidden_size)
+        for batch in found:
+
+            def receive(
+                layer: int, states: torch.Tensor, batch: SideBatch = batch, directions: MeanDirections = directions
+            ) -> None:
+                directions.add(layer, states.flatten(0, -2)[batch.mask(layer, encoder_layers)])
+
+            with ffn_inputs(model, receive):
+                model(**{name: value.to(model.device) for name, value in batch.inputs.items()}, use_cache=False)
+            bar.update(int(batch.encoder.sum() + batch.decoder.sum()))
+        means[language] = directions.means()
+    bar.close()
+    return _result(means, old, new, tokens, encoder_layers)
+
+
+def _result(
+    means: Mapping[str, torch.Tensor], old: Sequence[str], new: Sequence[str], tokens: int, encoder_layers: int = 0
+) -> SimilarityResult:
+    """The similarities of the languages' mean unit vectors `[layers, h]`."""
     names = [*combinations(new, 2), *((a, b) for a in new for b in old)]
     pairs = {f"{a}-{b}": (means[a] * means[b]).sum(-1).tolist() for a, b in names}
-    return SimilarityResult.from_pairs(pairs, old, new, tokens)
+    return SimilarityResult.from_pairs(pairs, old, new, tokens, encoder_layers)

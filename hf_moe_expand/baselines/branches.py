@@ -52,6 +52,11 @@ def expand_branches(
     first = models[0]
     check_output(out, overwrite, *(model.folder for model in models))
     check_same_shape(models)
+    if first.config.is_encoder_decoder:
+        raise InputError(
+            f"{first.folder}: is an encoder-decoder, but branches become the experts of a DMoE, which is made of a "
+            "decoder."
+        )
     if len(plan.experts_per_layer) != first.config.num_hidden_layers:
         raise InputError(
             f"The plan is for {len(plan.experts_per_layer)} layers, but {first.folder} has "

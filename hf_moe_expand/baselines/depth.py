@@ -53,6 +53,8 @@ def expand_depth(
     folder = resolve_checkpoint(base)
     check_output(out, overwrite, folder)
     dense = StoredModel(base, load_base_config(folder))
+    if dense.config.is_encoder_decoder:
+        raise InputError(f"{folder}: is an encoder-decoder; blocks are inserted into decoders alone.")
     config, old = dense.config, dense.config.num_hidden_layers
     if getattr(config, "new_layers", None):
         raise InputError(f"{folder}: has inserted blocks already; give the dense model from which it was made.")

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..errors import InputError, at
 from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
-from ..models import load_for_inference, longest_block
+from ..models import check_decoder, load_for_inference, longest_block
 
 
 def mix_models(log_probs_MWS: torch.Tensor, top_m: int) -> torch.Tensor:
@@ -65,6 +65,7 @@ def evaluate_ensemble(
         raise InputError(f"top_m is {top_m}; an ensemble of {len(models)} models mixes 1 to {len(models)} of them.")
     for model in models:
         config = load_config(resolve_checkpoint(model)) if isinstance(model, (str, os.PathLike)) else model.config
+        check_decoder(config, getattr(config, "name_or_path", "") or config.model_type, "ensembles")
         block_size = min(block_size, longest_block(config) or block_size)
     texts = {language: list(documents) for language, documents in texts.items()}
     streams = {language: language_stream(language, texts, tokenizer, max_tokens) for language in texts}

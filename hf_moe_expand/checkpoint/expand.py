@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from .. import __version__
 from ..errors import InputError
-from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns
+from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, stack_sizes
 from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
@@ -127,11 +127,22 @@ def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.Path
     Raises:
         InputError: the plan's number of layers is not the model's.
     """
-    if len(plan.experts_per_layer) != dense_config.num_hidden_layers:
+    sizes = stack_sizes(dense_config)
+    layers, encoder = sum(sizes.values()), sizes.get("encoder", 0)
+    if len(plan.experts_per_layer) != layers:
         raise InputError(
-            f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {dense_config.num_hidden_layers}: "
+            f"The plan is for {len(plan.experts_per_layer)} layers, but {base} has {layers}: "
             "make a plan for this model."
         )
+    if plan.encoder_layers != encoder:
+        raise InputError(
+            f"The plan is for {_stacks_in_words(plan.encoder_layers, layers)}, but {base} has "
+            f"{_stacks_in_words(encoder, layers)}: make a plan for this model (`plan --layers MODEL`)."
+        )
+
+
+def _stacks_in_words(encoder: int, layers: int) -> str:
+    return f"{encoder} layers of an encoder and {layers - encoder} of a decoder" if encoder else "a decoder"
 
 
 def check_dense_plan(
@@ -147,6 +158,16 @@ def check_dense_plan(
     if plan.grows_from:
         raise InputError("The plan was made to grow an expanded checkpoint (--from): use `grow`.")
     check_layers(plan, dense_config, name)
+    if plan.groups and dense_config.is_encoder_decoder:
+        raise InputError(
+            f"{name}: is an encoder-decoder, which DMoE does not expand: each of its experts learns the text of one "
+            "language group, but a pair of sentences has two languages. Use another method, such as `plan layer-moe`."
+        )
+    if plan.prefix_gate and dense_config.is_encoder_decoder:
+        raise InputError(
+            f"{name}: is an encoder-decoder, which has no prefix gates: they judge a text from its first token on, but "
+            "an encoder reads the whole sentence at once. Make the plan without them."
+        )
     if conditional_routing and plan.groups:
         raise InputError(
             "conditional_routing shares expert 0 among all tokens, but a dmoe plan gives it to a group: leave it out."

@@ -11,7 +11,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..modeling import MODEL_CLASSES, static_class
+from ..modeling import model_class
 from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
 from .folder import copy_companions
@@ -108,7 +108,7 @@ def save_expansion(
         fields = read_json(folder / "config.json", "a configuration")
         write_json(partial / "config.json", {**fields, "expansion_base": pointer})
         write_json(partial / RECORD, record)
-        custom_object_save(MODEL_CLASSES[static_class(type(config))][1], partial)
+        custom_object_save(model_class(config), partial)
         copy_companions(folder, partial)
         write_weights(partial, added, max_shard_size, ADDED)
     return SavedExpansion(Path(out), size, in_base, changed)

@@ -9,10 +9,14 @@ from typing import Any
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import InputError
+from ..modeling import layer_names
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
@@ -158,7 +162,8 @@ def export_expert(
     source = StoredModel(model, load_expanded_config(folder))
     for layer, count in enumerate(source.config.num_experts_per_layer):
         if not 0 <= expert < count and count > 1:
-            raise InputError(f"{folder}: layer {layer} has no expert {expert}; give one of 0..{count - 1}.")
+            name = layer_names(source.config)[layer]
+            raise InputError(f"{folder}: layer {name} has no expert {expert}; give one of 0..{count - 1}.")
     config = dense_config(source.config)
     network = network_of(config)
     tensors = []
@@ -204,7 +209,9 @@ def dense_config(config: Any) -> Any:
     backbone = config.backbone_config_class
     ours = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(backbone)}
     values = {name: value for name, value in config.to_dict().items() if name not in {*ours, *_NOT_INHERITED}}
-    return backbone(**values, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[backbone.model_type]])
+    causal, seq2seq = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    architecture = (seq2seq if config.is_encoder_decoder else causal)[backbone.model_type]
+    return backbone(**values, architectures=[architecture])
 
 
 def _saved_name(network: Any, name: str) -> str:

@@ -17,11 +17,14 @@ from .local import MOST_LAYERS
 # No model comes near these numbers; building larger lists and modules would take for ever.
 MOST_ELEMENTS = 1 << 31
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+)  # fmt: skip
 _SIZES = (
     "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "n_inner", "ffn_hidden_size", "head_dim",
     "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads", "num_kv_heads", "n_positions",
-    "max_position_embeddings", "max_seq_len", "expansion_ratio", "lora_rank",
+    "max_position_embeddings", "max_seq_len", "expansion_ratio", "lora_rank", "encoder_ffn_dim",
+    "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "d_ff", "d_kv",
 )  # fmt: skip
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 _DTYPES = ("dtype", "torch_dtype")
@@ -77,7 +80,7 @@ def check_values(config: Any, folder: Path) -> None:
         InputError: an expanded model lacks a backbone, or the counts are not one for each layer; the message names the
             field; or a part that the model type does not have stands in the configuration.
     """
-    inner = config.get_text_config(decoder=True)
+    inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     if not isinstance(inner, PreTrainedConfig):
         raise InputError(
             f"{folder}: its configuration cannot be read (a {config.model_type} model has no text decoder inside, but "

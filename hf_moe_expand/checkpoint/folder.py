@@ -11,7 +11,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..jsonfile import read_json, write_json
-from ..modeling import MODEL_CLASSES, ExpandedConfig, static_class
+from ..modeling import ExpandedConfig, model_class
 from .source import COMPANIONS
 from .tokenizer_class import keep_tokenizer_class
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, new_folder, write_weights
@@ -42,11 +42,11 @@ def write_checkpoint(
     ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
     with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
         if isinstance(config, ExpandedConfig):
-            model_class = MODEL_CLASSES[static_class(type(config))][1]
-            config.architectures = [model_class.__name__]
-            config.auto_map = dict(model_class._auto_map)
+            static = model_class(config)
+            config.architectures = [static.__name__]
+            config.auto_map = static.auto_map(config)
             vars(config).pop("expansion_base", None)  # the whole model is written
-            custom_object_save(model_class, partial)
+            custom_object_save(static, partial)
         else:
             for name in _CODE_OF_THE_BASE:
                 vars(config).pop(name, None)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..modeling import ExpandedConfig, decoder_ffns
+from ..modeling import ExpandedConfig, count_layers, decoder_ffns
+from ..modeling.stacks import DECODER_LAYERS
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .origin import check_expanded_from
@@ -171,7 +172,7 @@ def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
     for which in (base, instruct):
         if isinstance(which.config, ExpandedConfig):
             raise InputError(f"{which.folder}: is an expanded checkpoint; base and instruct must be dense ones.")
-    for name in ("model_type", "num_hidden_layers", *COMPUTATION):
+    for name in ("model_type", "num_hidden_layers", *DECODER_LAYERS, *COMPUTATION):
         values = [getattr(which.config, name, None) for which in (base, instruct)]
         if values[0] != values[1]:
             raise InputError(
@@ -211,10 +212,10 @@ def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str
         ours, theirs = (getattr(which.config, name, None) for which in (target, base))
         if ours != theirs:
             raise InputError(f"{name} is {ours!r} in {target.folder}, but {theirs!r} in {base.folder}.")
-    layers = target.config.num_hidden_layers - len(getattr(target.config, "new_layers", None) or ())
-    if layers != base.config.num_hidden_layers:
+    layers = count_layers(target.config) - len(getattr(target.config, "new_layers", None) or ())
+    if layers != count_layers(base.config):
         raise InputError(
-            f"{target.folder}: has {layers} layers of a base, but {base.folder} has {base.config.num_hidden_layers}."
+            f"{target.folder}: has {layers} layers of a base, but {base.folder} has {count_layers(base.config)}."
         )
     for key, home in homes.items():
         if home is not None and target.shapes[key] != base.shapes[home]:

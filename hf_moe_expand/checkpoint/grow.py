@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from ..errors import InputError, at
-from ..modeling import LayerMoEConfig, decoder_ffns
+from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .expand import routing_tensor, versions
@@ -115,6 +115,12 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         raise InputError(
             f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
         )
+    encoder = stack_sizes(config).get("encoder", 0)
+    if plan.encoder_layers != encoder:
+        raise InputError(
+            f"The plan says that the first {plan.encoder_layers} layers are an encoder's, but in {folder} it is "
+            f"{encoder}: plan with --from {folder}."
+        )
     with at(str(folder)):
         history = History.of(config)
         known = [*history.first.old_languages, *history.languages]
@@ -131,14 +137,16 @@ def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
     """
     config = check_growth(model, plan)
     before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
-    classes = len(History.of(config)) + 2
+    classes, names = len(History.of(config)) + 2, layer_names(config)
     found = [
         (before - after, "removed: the plan names none for these layers"),
         (before & after, f"kept, with a class for the new languages ({classes} classes)"),
         (after - before, f"added, with weights of zero ({classes} classes)"),
     ]
     changes = [
-        f"classifiers of layers {', '.join(map(str, sorted(layers)))}: {said}" for layers, said in found if layers
+        f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {said}"
+        for layers, said in found
+        if layers
     ]
     if before and after and config.prefix_gate != plan.prefix_rule:
         was, will_be = (
@@ -180,13 +188,14 @@ def add_experts(
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
     config: Any = load_expanded_config(folder)
-    counts = list(config.num_experts_per_layer)
+    counts, names = list(config.num_experts_per_layer), layer_names(config)
     for layer, experts in sources.items():
         if not 0 <= layer < len(counts) or (counts[layer] < 2 and experts):
-            raise InputError(f"{folder}: layer {layer} has no router, so no expert can be added there.")
+            name = names[layer] if 0 <= layer < len(counts) else layer
+            raise InputError(f"{folder}: layer {name} has no router, so no expert can be added there.")
         if wrong := [expert for expert in experts if not 0 <= expert < counts[layer]]:
             raise InputError(
-                f"{folder}: layer {layer} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
+                f"{folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
             )
     check_complete(folder, config)
     reader = CheckpointReader(folder)

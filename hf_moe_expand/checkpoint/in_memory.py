@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ..auto_class import auto_class, language_models
 from ..errors import InputError
-from ..modeling import MODEL_CLASSES, ExpandedConfig, decoder_ffns, static_class
+from ..modeling import ExpandedConfig, decoder_ffns, model_class
 from ..planning.plan import Plan, PrefixGate
 from ..records import History
 from .expand import check_dense_plan, check_kinds, first_record, lora_fields, planned_config
@@ -44,14 +44,15 @@ def expand_model(
     it, writes a checkpoint that every command takes.
 
     Args:
-        dense: a `...ForCausalLM` of a supported backbone, on one device.
+        dense: a `...ForCausalLM` or `...ForConditionalGeneration` of a supported backbone, on one device.
         plan: experts and classifiers of each layer; or a configuration from `LayerMoEConfig.from_dense` or
             `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind`, `lora_rank` and
             `lora_alpha`.
         expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, seed: see `expand_checkpoint`.
 
     Returns:
-        A `LayerMoEForCausalLM`, or a `DMoEForCausalLM` if the plan has language groups.
+        A `LayerMoEForCausalLM`, a `LayerMoEForSeq2SeqLM` if `dense` is an encoder-decoder, or a `DMoEForCausalLM` if
+        the plan has language groups.
 
     Raises:
         InputError: the model cannot be expanded, or the plan or configuration is for another model.
@@ -75,7 +76,7 @@ def expand_model(
     if given is not None:
         _check_same(given, config)
     with torch.device("meta"), init.no_init_weights():
-        expanded: Any = AutoModelForCausalLM.from_config(
+        expanded: Any = auto_class(config).from_config(
             config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
         )
     state = _state(dense, expanded, expert_init, seed)
@@ -83,9 +84,9 @@ def expand_model(
     _tie(expanded)
     _copy_buffers(dense, expanded)
     counts = [_parameters(model) for model in (dense, expanded)]
-    model_class = MODEL_CLASSES[static_class(type(config))][1]
-    expanded.config.architectures = [model_class.__name__]
-    expanded.config.auto_map = dict(model_class._auto_map)
+    static = model_class(config)
+    expanded.config.architectures = [static.__name__]
+    expanded.config.auto_map = static.auto_map(config)
     History([first_record(plan, name, revision, expert_init, seed, *counts)]).write(expanded.config)
     expanded.generation_config = copy.deepcopy(dense.generation_config)
     return expanded.train(dense.training)
@@ -111,7 +112,7 @@ def _check_dense(dense: Any) -> None:
         raise InputError(f"{name}: not a model of transformers; for a PEFT model, give its `merge_and_unload()`.")
     check_base_config(dense.config, name)
     check_architecture(dense.config, name)
-    wanted: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(dense.config)]
+    wanted: Any = language_models(dense.config)[type(dense.config)]
     if not isinstance(dense, wanted):
         raise InputError(f"{name}: only a model with its language-model head is expanded; load a {wanted.__name__}.")
     devices = {parameter.device for parameter in dense.parameters()}

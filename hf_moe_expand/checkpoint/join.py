@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..modeling import LayerMoEConfig
+from ..modeling import LayerMoEConfig, count_layers
 from ..records import ExpansionRecord, History, StageRecord
 from .folder import write_checkpoint
 from .pack_checks import check_packs
@@ -180,8 +180,8 @@ def write_joined(
 def joined_config(packs: Sequence[Pack]) -> Any:
     """The configuration of the joined model, with the packs' histories one after the other."""
     config: Any = copy.deepcopy(packs[0].config)
-    layers = range(config.num_hidden_layers)
-    cumulated = [1] * config.num_hidden_layers
+    layers = range(count_layers(config))
+    cumulated = [1] * count_layers(config)
     history, records = [], []
     new = {code for pack in packs for code in pack.new_languages}
     old = list(dict.fromkeys(code for pack in packs for code in pack.history.first.old_languages if code not in new))
@@ -233,12 +233,12 @@ def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None) -> lis
             source = base[place.dense]
             # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
             outputs.append(first.copied(source, None if source == key else key))
-    before = [0] * config.num_hidden_layers
+    before = [0] * count_layers(config)
     for pack in packs:
         for layer, own, rest, key in pack.experts:
             outputs.append(pack.stored.copied(key, keys[layer, f"experts.{before[layer] + own}.{rest}"]))
         before = [count + own - 1 for count, own in zip(before, pack.config.num_experts_per_layer, strict=True)]
-    for layer in range(config.num_hidden_layers):
+    for layer in range(count_layers(config)):
         outputs += _routing_outputs(packs, layer, keys, routing)
     return outputs
 

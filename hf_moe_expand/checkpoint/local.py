@@ -49,7 +49,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
 
 def stored_layers(name: str | os.PathLike) -> int | None:
     """The number of layers in the config.json of a checkpoint on this machine; None for a hub id, and for a backbone
-    whose configuration has another name for it.
+    whose configuration has another name for it or two numbers, an encoder-decoder's.
 
     Raises:
         InputError: `name` is neither a checkpoint folder nor a hub id, or config.json is broken.
@@ -57,7 +57,10 @@ def stored_layers(name: str | os.PathLike) -> int | None:
     folder = local_checkpoint(name)
     if folder is None:
         return None
-    found = read_json(folder / "config.json", "a configuration").get("num_hidden_layers")
+    fields = read_json(folder / "config.json", "a configuration")
+    if fields.get("is_encoder_decoder") or fields.get("decoder_layers") or fields.get("num_decoder_layers"):
+        return None
+    found = fields.get("num_hidden_layers")
     return found if type(found) is int and 0 < found <= MOST_LAYERS else None
 
 

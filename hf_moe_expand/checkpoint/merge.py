@@ -8,6 +8,7 @@ import torch
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig
+from ..modeling.stacks import DECODER_LAYERS
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
@@ -17,7 +18,7 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
 # Fields that must agree between averaged models, besides all shapes.
 _SAME = (
-    "model_type", "backbone_model_type", "num_hidden_layers", *COMPUTATION, "tie_word_embeddings",
+    "model_type", "backbone_model_type", "num_hidden_layers", *DECODER_LAYERS, *COMPUTATION, "tie_word_embeddings",
     "num_experts_per_layer", "classifier_layers", "prefix_gate", "router_top_k", "language_groups", "new_layers",
 )  # fmt: skip
 

@@ -53,9 +53,23 @@ def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...
         rest: name of the tensor in it.
         place: seed, layer and expert, which decide the values.
     """
+    if network.config.is_encoder_decoder and (found := _drawn_with_its_ffn(network, ffn, rest, place)) is not None:
+        return found
     module_name, _, parameter_name = rest.rpartition(".")
     module = copy.deepcopy(ffn.get_submodule(module_name)).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(_place_seed(*place, *module_name.encode()))
         network._init_weights(module)
     return module.get_parameter(parameter_name).detach()
+
+
+def _drawn_with_its_ffn(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor | None:
+    """The tensor, where the backbone initialises its FFN as a whole (T5); None where it does so layer by layer."""
+    whole = copy.deepcopy(ffn).to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.fill_(torch.nan)
+        torch.manual_seed(_place_seed(*place))
+        network._init_weights(whole)
+    found = whole.get_parameter(rest).detach()
+    return None if found.isnan().any() else found

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..errors import InputError
-from ..modeling import LayerMoEConfig
+from ..modeling import LayerMoEConfig, count_layers
 from ..modeling.configuration_layer_moe import joins_packs
 from ..records import History
 from .reader import TORCH_DTYPES
@@ -125,7 +125,7 @@ def own_pack(name: str, stored: StoredModel) -> Pack:
     fields = json.loads(text)
     if fields.pop("expansion_base", None):  # the joined model is whole, as is a pack that is taken out of it
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-    return Pack(name, stored.config, text, stored, routing, [0] * stored.config.num_hidden_layers)
+    return Pack(name, stored.config, text, stored, routing, [0] * count_layers(stored.config))
 
 
 def packs_inside(stored: StoredModel) -> list[Pack]:
@@ -138,7 +138,7 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
     if not sizes:
         raise InputError(f"{stored.folder}: joins no language packs.")
     history = [*(stored.config.earlier_experts_per_layer or []), stored.config.num_experts_per_layer]
-    layers = stored.config.num_hidden_layers
+    layers = count_layers(stored.config)
     found = []
     for number, end in enumerate(accumulate(sizes), start=1):
         start = end - sizes[number - 1]

@@ -12,11 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from ..auto_class import auto_class
 from ..errors import InputError, first_line
 from ..modeling import LayerMoEConfig, decoder_ffns
-from .proven import LEFT_OUT, PROVEN
+from .proven import is_proven, reason_left_out
 from .stored import places
 from .twin import VOCABULARY, tiny_twin
 
@@ -44,7 +45,7 @@ class Twin:
         own: Any = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=counts)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            expanded = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+            expanded = auto_class(own).from_config(own, dtype=torch.float32).eval()
         weights = dense.state_dict()
         with torch.no_grad():
             for key, place in places(expanded).items():
@@ -67,7 +68,12 @@ def _tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
 
 @torch.no_grad()
 def _logits(model: Any) -> torch.Tensor:
-    return model(_tokens()).logits
+    return model(_tokens(), **_of_decoder(model)).logits
+
+
+def _of_decoder(model: Any) -> dict[str, torch.Tensor]:
+    """The decoder's own tokens, where it has some besides the encoder's."""
+    return {"decoder_input_ids": _tokens(length=9)} if model.config.is_encoder_decoder else {}
 
 
 @torch.no_grad()
@@ -102,7 +108,9 @@ def _learns(twin: Twin) -> bool:
 def _is_saved_whole(twin: Twin) -> bool:
     with TemporaryDirectory() as folder:
         twin.trained.save_pretrained(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
+        loaded: Any = auto_class(twin.trained.config).from_pretrained(
+            folder, trust_remote_code=False, output_loading_info=True
+        )
         again, found = loaded
         expected = twin.trained.state_dict()
         state = again.state_dict()
@@ -112,7 +120,11 @@ def _is_saved_whole(twin: Twin) -> bool:
 
 def _generates_with_a_cache(twin: Twin) -> bool:
     ids = _tokens()
-    options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": _NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0
+    }  # fmt: skip
+    if twin.trained.config.is_encoder_decoder:
+        options |= {"decoder_start_token_id": 2, "num_beams": 2, "forced_eos_token_id": None}
     with_cache, without = (twin.trained.generate(ids, **options, use_cache=cached) for cached in (True, False))
     return torch.equal(with_cache, without)
 
@@ -148,11 +160,11 @@ def check_architecture(config: PreTrainedConfig, name: Any) -> None:
     Raises:
         InputError: a promise does not hold; the message names it.
     """
-    if config.model_type in PROVEN:
+    if is_proven(config):
         return
     values = config.to_dict()
     if reason := _broken(type(config), json.dumps(values, sort_keys=True, default=str)):  # type: ignore[arg-type]
-        known = LEFT_OUT.get(config.model_type)
+        known = reason_left_out(config)
         reason = f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
         raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {reason} (docs/backbones.md).")
 

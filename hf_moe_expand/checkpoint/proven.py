@@ -4,6 +4,8 @@ The tests walk the library's own list: `promises.broken_promise` must hold for e
 neither table fails the suite.
 """
 
+from typing import Any
+
 PROVEN = (
     "afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "beam", "biogpt", "bitnet", "bloom", "codegen",
     "cohere", "cohere2", "ctrl", "cwm", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "ernie4_5", "ernie4_5_moe",
@@ -15,6 +17,12 @@ PROVEN = (
     "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "openai-gpt", "opt", "persimmon", "phi", "phi3",
     "qwen2", "qwen3", "qwen3_5_text", "recurrent_gemma", "seed_oss", "smollm3", "stablelm", "starcoder2", "trocr",
     "vaultgemma", "xglm", "youtu",
+)  # fmt: skip
+
+# The encoder-decoders among them. A model type may be in both tables: its decoder alone is another model.
+PROVEN_ENCODER_DECODERS = (
+    "bart", "blenderbot", "blenderbot-small", "longt5", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart",
+    "t5", "umt5",
 )  # fmt: skip
 
 _NO_FFN = "a state-space, convolutional or recurrent model with layers that have no FFN"
@@ -49,6 +57,35 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "cohere_compass_text", "dots3_note_text", "kimi_linear", "qwen4_exp_text",
     ),
 }  # fmt: skip
+_ENCODER_DECODER_REASONS: dict[str, tuple[str, ...]] = {
+    "an encoder-decoder that pads a text inside its encoder: routers would count the padding": (
+        "bigbird_pegasus", "led", "pegasus_x",
+    ),
+    "an encoder-decoder whose layers take the tokens in another order than the batch": ("fsmt",),
+    "an encoder-decoder with mixtures of experts, whose layers return their routing beside their output": (
+        "nllb-moe", "switch_transformers",
+    ),
+    "an encoder-decoder of two models, each with a configuration of its own": (
+        "encoder-decoder", "t5gemma", "t5gemma2",
+    ),
+    "an encoder-decoder of which no tiny model can be built": ("prophetnet",),
+    "a model of sound, or of sound and text": (
+        "audioflamingo3", "glmasr", "granite_speech", "granite_speech_plus", "moss_transcribe_diarize", "musicflamingo",
+        "nemo_speechlm", "qwen2_audio", "qwen3_asr", "seamless_m4t", "seamless_m4t_v2", "vibevoice_asr", "voxtral",
+        "voxtral_realtime",
+    ),
+}  # fmt: skip
 LEFT_OUT = {name: reason for reason, names in _REASONS.items() for name in names}
 # Models of these architectures differ: a configuration may pass the checks although the default one does not.
 UNCERTAIN = (*_REASONS[_NO_FFN], *_REASONS[_NO_TWIN])
+LEFT_OUT_ENCODER_DECODERS = {name: reason for reason, names in _ENCODER_DECODER_REASONS.items() for name in names}
+
+
+def is_proven(config: Any) -> bool:
+    """Whether the architecture of a dense configuration was proven to keep every promise."""
+    return config.model_type in (PROVEN_ENCODER_DECODERS if config.is_encoder_decoder else PROVEN)
+
+
+def reason_left_out(config: Any) -> str | None:
+    """What a model of this architecture is that it cannot be expanded; None if it may be."""
+    return (LEFT_OUT_ENCODER_DECODERS if config.is_encoder_decoder else LEFT_OUT).get(config.model_type)

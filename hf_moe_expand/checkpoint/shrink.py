@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ..errors import InputError
-from ..modeling import LayerMoEConfig, decoder_ffns
+from ..modeling import LayerMoEConfig, decoder_ffns, layer_names
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
 from .grow import KEPT_ROUTERS
@@ -28,11 +28,13 @@ class ShrinkReport:
         routers_restored: whether routers and classifiers are restored byte for byte; else they are the first rows of
             the later ones, which later stages retrained.
         classifiers_lost: layers whose classifier could not be restored.
+        names_lost: the names of these layers.
     """
 
     out: Path
     routers_restored: bool
     classifiers_lost: list[int]
+    names_lost: list[str]
 
 
 def shrink_checkpoint(
@@ -102,7 +104,8 @@ def shrink_checkpoint(
         out, config, outputs.values(), [(folder, companions)], "shrink",
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
-    return ShrinkReport(Path(out), kept is not None, lost)
+    names = layer_names(config)
+    return ShrinkReport(Path(out), kept is not None, lost, [names[layer] for layer in lost])
 
 
 def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:

@@ -15,24 +15,25 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .. import modeling
+from ..auto_class import language_models
 from ..errors import InputError, first_line
 from ..hub_access import hub_problem
 from ..jsonfile import read_json
-from ..modeling import ExpandedConfig
+from ..modeling import ExpandedConfig, stack_sizes
 from ..records import History
 from .fields import check_fields, check_values
 from .local import EXPANDED, local_checkpoint, not_expanded
-from .proven import LEFT_OUT, UNCERTAIN
+from .proven import UNCERTAIN, reason_left_out
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "tokenizer.tiktoken",
     "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
-    "vocab.txt", "vocab.bpe", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "additional_chat_templates/*.jinja", "generation_config.json",
+    "vocab.txt", "vocab.bpe", "merges.txt", "source.spm", "target.spm", "target_vocab.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "generation_config.json",
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
 COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors", "pack_*.safetensors")
@@ -173,8 +174,10 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the text decoder inside a model of several kinds of input; any other configuration as it
     is."""
+    if config.is_encoder_decoder:
+        return config
     inner = config.get_text_config(decoder=True)
-    if inner is config or type(inner) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if inner is config or type(inner) not in language_models(inner):
         return config
     inner.dtype = inner.dtype or config.dtype
     inner.tie_word_embeddings = inner.tie_word_embeddings or config.tie_word_embeddings
@@ -208,17 +211,18 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
 
 def _reason(config: Any) -> str | None:
     """Why an architecture has no FFNs that could become experts; None if it may have."""
-    if config.is_encoder_decoder:
-        return "it is an encoder-decoder; give a decoder"
-    if config.model_type in LEFT_OUT and config.model_type not in UNCERTAIN:
-        return f"it is {LEFT_OUT[config.model_type]}; give a dense decoder (docs/backbones.md)"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return "it is not a decoder language model that transformers knows; give a dense decoder (docs/backbones.md)"
+    given = "; give a dense decoder or encoder-decoder (docs/backbones.md)"
+    reason = reason_left_out(config)
+    if reason and config.model_type not in UNCERTAIN:
+        return f"it is {reason}{given}"
+    if type(config) not in language_models(config):
+        return f"it is not a language model that transformers knows{given}"
     return None
 
 
-def grown_from(name: str) -> tuple[list[int], list[str]]:
-    """Experts of each layer of an expanded checkpoint that can grow, and all its languages.
+def grown_from(name: str) -> tuple[list[int], list[str], int]:
+    """Experts of each layer of an expanded checkpoint that can grow, all its languages, and the number of its encoder's
+    layers.
 
     Raises:
         InputError: the checkpoint is not expanded, or is a DMoE checkpoint.
@@ -226,4 +230,4 @@ def grown_from(name: str) -> tuple[list[int], list[str]]:
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
     if config.model_type == "dmoe":
         raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
-    return config.num_experts_per_layer, History.of(config).languages
+    return config.num_experts_per_layer, History.of(config).languages, stack_sizes(config).get("encoder", 0)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.integrations import deepspeed
 
+from ..auto_class import auto_class
 from ..errors import InputError, first_line
-from ..modeling import ExpandedConfig, decoder_ffns
+from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, tensor_bytes
@@ -114,8 +114,9 @@ def check_size(config: Any, reader: CheckpointReader) -> None:
         InputError: the configuration asks for more layers or experts than the files have tensors.
     """
     stored = len(reader.tensors)
-    config = config.get_text_config(decoder=True)
-    counts = {"layers": config.num_hidden_layers, "experts": sum(getattr(config, "num_experts_per_layer", None) or [])}
+    config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    experts = sum(getattr(config, "num_experts_per_layer", None) or [])
+    counts = {"layers": count_layers(config), "experts": experts}
     for what, count in counts.items():
         if count > stored:
             raise InputError(
@@ -144,7 +145,7 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
         check_size(config, reader)
     try:
         with torch.device("meta"), built_whole():
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+            return auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
     except Exception as error:  # modules raise many types for wrong values
         where = reader.folder if reader is not None else config.name_or_path or config.model_type
         raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
@@ -158,7 +159,14 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """
     names = stored_names(reader, network)
     tied = getattr(network, "all_tied_weights_keys", None) or {}
-    known = network.state_dict()
+    computed_keys: list[str] = []
+    if network.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
+        computed_keys = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
+    known = {
+        key: value
+        for key, value in network.state_dict().items()
+        if key in names or not any(re.search(pattern, key) for pattern in computed_keys)
+    }
     if missing := [key for key in known if key not in names and key not in tied]:
         raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
     for key, value in known.items():
@@ -297,7 +305,7 @@ def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
 
 def layer_list(network: Any) -> str:
     """The name of a model's list of layers, such as `model.layers`."""
-    return decoder_ffns(network)[0].place.rsplit(".", 2)[0]
+    return decoder_ffns(network)[0].place.partition(".0.")[0]
 
 
 def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:

@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
+
+from ..auto_class import auto_class
+from ..modeling.stacks import DECODER_LAYERS
 
 LAYERS = 4
 VOCABULARY = 257
@@ -50,6 +53,11 @@ _SIZES: dict[str, int] = {
     "vocab_size_per_layer_input": VOCABULARY,
     "num_kv_shared_layers": 0,
 }
+# Of encoder-decoders; layers that are left out at random (layerdrop) would get no gradient.
+_OF_DECODER: dict[str, float] = {
+    "encoder_attention_heads": _HEADS, "decoder_attention_heads": _HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "decoder_vocab_size": VOCABULARY,
+}  # fmt: skip
 # Sizes of parts that a model may lack: none, or 0.
 _OPTIONAL_SIZES: dict[str, int] = {
     "pad_token_id": 0,
@@ -79,12 +87,13 @@ def tiny_twin(config: PreTrainedConfig) -> Any:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 with torch.device("meta"):
-                    weights = AutoModelForCausalLM.from_config(small, trust_remote_code=False).num_parameters()
+                    weights = auto_class(small).from_config(small, trust_remote_code=False).num_parameters()
                 if weights > _MOST_WEIGHTS:
                     raise ValueError(f"with small sizes it still has {weights:,} weights")
-                model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, trust_remote_code=False).eval()
+                model = auto_class(small).from_config(small, dtype=torch.float32, trust_remote_code=False).eval()
             with torch.no_grad():
-                model(torch.arange(8)[None])
+                ids = torch.arange(8)[None]
+                model(ids, **({"decoder_input_ids": ids} if small.is_encoder_decoder else {}))
             return model
         except Exception as error:  # the library raises many types for sizes that do not fit
             reason = error
@@ -114,6 +123,11 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     if "num_key_value_heads" in known:
         groups = heads if groups is None else groups
         sizes["num_key_value_heads"] = _HEADS if groups == heads else 1 if groups == 1 else 2
+    if config.is_encoder_decoder:
+        encoder = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        sizes |= {name: size for name, size in _OF_DECODER.items() if name in known}
+        sizes |= {name: LAYERS // 2 for name in (encoder, *DECODER_LAYERS) if name in known}
+        return sizes | {"decoder_start_token_id": 2}
     return sizes | {"num_hidden_layers": LAYERS}
 
 

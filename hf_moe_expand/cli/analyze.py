@@ -58,17 +58,19 @@ def analyze_similarity(
     check_checkpoints(base, revision=revision)
     old_sources, new_sources = _old_and_new(old, new)
     from ..analysis.similarity import measure_similarity
+    from ..data.pairs import texts_for
+    from ..layer_names import layer_name
     from ..models import load_for_inference
 
     model, tokenizer = load_for_inference(base, revision)
-    texts = {c: s.load().shuffle(seed=seed)["text"] for c, s in {**old_sources, **new_sources}.items()}
+    texts = texts_for(model.config, {**old_sources, **new_sources}, seed)
     result = measure_similarity(
         model, tokenizer, texts, list(old_sources), list(new_sources), tokens, block_size, batch_size
     )
     result.to_json(out)
     print("layer  similarity")
     for layer, value in enumerate(result.similarity):
-        print(f"{layer:5d}  {value:.4f}")
+        print(f"{layer_name(layer, result.encoder_layers):>5}  {value:.4f}")
     print(f"wrote {out}")
 
 
@@ -209,13 +211,14 @@ def analyze_routing(
         source.files()
     from ..analysis.routing import language_classes, measure_routing
     from ..checkpoint.source import load_expanded_config, resolve_checkpoint
+    from ..data.pairs import texts_for
     from ..models import load_for_inference
     from ..results import NO_CHOICE
 
     config = load_expanded_config(resolve_checkpoint(model, revision, weights=False))
     language_classes(config, sources, codes(old), codes(new))
     network, tokenizer = load_for_inference(model, revision)
-    texts = {code: source.load().shuffle(seed=seed)["text"] for code, source in sources.items()}
+    texts = texts_for(config, sources, seed)
     result = measure_routing(
         network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, old=codes(old),
         new=codes(new), random_seeds=(seed,),

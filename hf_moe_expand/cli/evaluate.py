@@ -90,9 +90,10 @@ def evaluate_translation(
     limit: Annotated[int | None, typer.Option(help="Maximum of sentences to score.")] = None,
     batch_size: Annotated[int, typer.Option(help="Sentences translated at once.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum of tokens in a translation.")] = 256,
+    beams: Annotated[int, typer.Option(help="Beams of an encoder-decoder's search; 1 is greedy.")] = 1,
     overwrite: Overwrite = False,
 ) -> None:
-    """Compare models by the chrF++ of their greedy translations of parallel text, such as FLORES.
+    """Compare models by the chrF++ of their translations of parallel text, such as FLORES.
 
     Example: hf-moe-expand evaluate-translation qwen-el-2 --data en=flores/en.jsonl --data el=flores/el.jsonl
     --pair en-el --shots 8 --out translation.json
@@ -109,7 +110,7 @@ def evaluate_translation(
 
     check_file(out, overwrite)
     check_checkpoints(*models)
-    check_sizes(shots, limit, batch_size, max_new_tokens)
+    check_sizes(shots, limit, batch_size, max_new_tokens, beams)
     sources = text_sources(data)
     pairs = parse_pairs(pair or [], list(sources))
     chrf_plus_plus()  # fails now, before any work, if it is not installed
@@ -118,7 +119,9 @@ def evaluate_translation(
     for name in models:
         label = model_label(name, scores)
         model, tokenizer = load_for_inference(name)
-        scores[label] = evaluate_translation(model, tokenizer, texts, pairs, shots, limit, batch_size, max_new_tokens)
+        scores[label] = evaluate_translation(
+            model, tokenizer, texts, pairs, shots, limit, batch_size, max_new_tokens, beams
+        )
     result = TranslationScores(shots, max_new_tokens, scores)
     print("chrF++")
     print_table(*result.rows())

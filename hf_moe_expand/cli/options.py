@@ -22,7 +22,12 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output
 Config = Annotated[
     Path | None, typer.Option(help="YAML file with the stage's settings; without it, one epoch at 5e-5 (cosine).")
 ]
-Layers = Annotated[str | None, typer.Option("--layers", help="Number of layers, or the checkpoint to count them in.")]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        "--layers", help="Number of layers (6+6: an encoder's and its decoder's), or the checkpoint to count them in."
+    ),
+]
 GrowsFrom = Annotated[
     str | None,
     typer.Option("--from", help="Expanded checkpoint that the plan grows; numbers of experts then count new ones."),

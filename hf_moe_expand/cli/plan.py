@@ -144,19 +144,22 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
     if similarity is not None:
         old, new = old or similarity.old, new or similarity.new
     counts: list[int] = []
+    encoder = similarity.encoder_layers if similarity is not None else 0
     if given.get("grows_from"):
         check_checkpoints(given["grows_from"], expanded=True)
         from ..checkpoint.source import grown_from
 
-        counts, known = grown_from(given["grows_from"])
+        counts, known, encoder = grown_from(given["grows_from"])
         old = old or known
         if again := [code for code in new if code in known]:
             raise InputError(f"{', '.join(again)}: already a language of {given['grows_from']}; leave it out of --new.")
     measured = similarity.similarity if similarity else deviation.deviation if deviation else []
-    num_layers = _num_layers(given["layers"]) if given.get("layers") else len(counts) or len(measured)
+    num_layers = len(counts) or len(measured)
+    if given.get("layers"):
+        num_layers, encoder = _num_layers(given["layers"])
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
-    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, separability)
+    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, separability, encoder)
     plan.save(out)
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")
@@ -165,27 +168,29 @@ def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
 
         layers = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
         plot_deviation(figure, deviation.languages, deviation.similarity, deviation.deviation, plan.groups, layers)
-    print(f"experts per layer  {' '.join(map(str, plan.experts_per_layer))} (total {plan.total_experts})")
+    print(f"experts per layer  {plan.counts_in_words} (total {plan.total_experts})")
     if not plan.groups:
         print(f"classifier layers  {plan.classifiers_in_words}")
     print(f"wrote {out}")
 
 
-def _num_layers(given: str) -> int:
-    """The number of layers, given or that of the given checkpoint."""
+def _num_layers(given: str) -> tuple[int, int]:
+    """The number of layers, given or that of the given checkpoint, and of the encoder's among them."""
     try:
-        number = int(given)
+        numbers = [int(part) for part in given.split("+")]
     except ValueError:
         from ..checkpoint.local import stored_layers
 
         if found := stored_layers(given):
-            return found
+            return found, 0
         from ..checkpoint.source import load_config, resolve_checkpoint
+        from ..modeling import stack_sizes
 
-        return load_config(resolve_checkpoint(given, weights=False)).num_hidden_layers
-    if number < 1:
-        raise InputError(f"--layers is {number}: must be at least 1, or a checkpoint.")
-    return number
+        sizes = stack_sizes(load_config(resolve_checkpoint(given, weights=False)))
+        return sum(sizes.values()), sizes.get("encoder", 0)
+    if len(numbers) > 2 or min(numbers) < 1:
+        raise InputError(f"--layers is {given}: must be at least 1, or a checkpoint.")
+    return sum(numbers), numbers[0] if len(numbers) == 2 else 0
 
 
 for _method in METHODS.values():

@@ -134,12 +134,15 @@ def _nearest_experts(
     for source in sources.values():
         source.files()
     from ..analysis.routing import nearest_experts
+    from ..data.pairs import texts_for
+    from ..modeling import layer_names
     from ..models import load_for_inference
 
     network, tokenizer = load_for_inference(model)
-    texts = {code: source.load().shuffle(seed=seed)["text"] for code, source in sources.items()}
+    texts = texts_for(network.config, sources, seed)
     nearest = nearest_experts(network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size)
-    print("nearest experts: " + ", ".join(f"layer {layer}: {expert}" for layer, expert in nearest.items()))
+    names = layer_names(network.config)
+    print("nearest experts: " + ", ".join(f"layer {names[layer]}: {expert}" for layer, expert in nearest.items()))
     return nearest
 
 
@@ -176,7 +179,7 @@ def shrink(
     else:
         print("routers and classifiers: cut to that expansion, but later stages retrained them (no --keep-routers)")
     if report.classifiers_lost:
-        print(f"classifiers of layers {', '.join(map(str, report.classifiers_lost))}: lost; these layers have none")
+        print(f"classifiers of layers {', '.join(report.names_lost)}: lost; these layers have none")
     print(f"wrote {out}")
 
 

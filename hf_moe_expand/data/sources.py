@@ -23,6 +23,7 @@ from .parallel import translation_documents
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
+_PAIR = Features(dict.fromkeys(("source", "target", "source_language", "target_language"), Value("string")))
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,21 @@ class LanguageText:
             raise self._no_text()
         return dataset
 
+    def load_pairs(self) -> Dataset:
+        """The sentence pairs to and from the language, in order, for an encoder-decoder: the columns `source`,
+        `target`, `source_language` and `target_language`.
+
+        Raises:
+            InputError: see `load`; or a row has no `translation`.
+        """
+        if self.source.startswith("hub:"):
+            dataset = _generated(read_hub, _PAIR, source=self.source, language=self.language, as_pairs=True)
+        else:
+            dataset = concatenate_datasets([self._load_file(path, as_pairs=True) for path in self.files()])
+        if not len(dataset):
+            raise self._no_text()
+        return dataset
+
     def check(self) -> None:
         """Refuses local text that `load` would refuse, as far as the first document shows; does not use the hub.
 
@@ -70,6 +86,18 @@ class LanguageText:
         """
         if self.files() and next(self.documents(), None) is None:
             raise self._no_text()
+
+    def first_pair(self) -> dict[str, str] | None:
+        """The first sentence pair of the local files, for an encoder-decoder; None for text on the hub.
+
+        Raises:
+            InputError: see `load_pairs`.
+        """
+        files = self.files()
+        rows = (row for path in files for row in read_pairs(str(path), self.language))
+        if files and (found := next(rows, None)) is None:
+            raise self._no_text()
+        return found if files else None
 
     def digests(self) -> list[str]:
         """SHA-256 of each local file."""
@@ -120,27 +148,33 @@ class LanguageText:
             raise InputError(f"{path}: the file is empty; give one with text.")
         return [path]
 
-    def _load_file(self, path: Path) -> Dataset:
+    def _load_file(self, path: Path, as_pairs: bool = False) -> Dataset:
         stat = path.stat()
         # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
         stamp = (str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-        return _generated(read_documents, path=str(path), language=self.language, stamp=stamp)
+        arguments = {"path": str(path), "language": self.language, "stamp": stamp}
+        return _generated(read_pairs, _PAIR, **arguments) if as_pairs else _generated(read_documents, **arguments)
 
 
-def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) -> Dataset:
-    """A cached dataset of the rows of `rows(**arguments)`."""
+def _generated(
+    rows: Callable[..., Iterator[dict[str, str]]], features: Features | None = None, **arguments: Any
+) -> Dataset:
+    """A cached dataset of the rows of `rows(**arguments)`; of documents by default."""
+    features = features or _TEXT
     if next(rows(**arguments), None) is None:
-        return Dataset.from_dict({"text": []}, features=_TEXT)  # the library's error for an empty one is unclear
+        # The library's error for an empty one is unclear.
+        return Dataset.from_dict({name: [] for name in features}, features=features)
     try:
-        return _as_dataset(Dataset.from_generator(rows, features=_TEXT, gen_kwargs=arguments))
+        return _as_dataset(Dataset.from_generator(rows, features=features, gen_kwargs=arguments))
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         raise
 
 
-def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
-    """Streams the documents of `hub:dataset[:config][:split]`; the split `train[:1000]` stops after 1000 rows."""
+def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, str]]:
+    """Streams the documents, or the sentence pairs, of `hub:dataset[:config][:split]`; the split `train[:1000]` stops
+    after 1000 rows."""
     name, *rest = source.removeprefix("hub:").split(":", 2)
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
     slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
@@ -157,7 +191,7 @@ def read_hub(source: str, language: str) -> Iterator[dict[str, str]]:
                 f"{source}: row {number} has no string under `text`, nor strings by language under `translation` "
                 f"(columns: {', '.join(row)})."
             )
-        yield from _documents(row, language)
+        yield from row_pairs(row, language, f"{source}: row {number}") if as_pairs else _documents(row, language)
 
 
 def _documents(row: Mapping[str, Any], language: str) -> Iterator[dict[str, str]]:
@@ -172,6 +206,29 @@ def _documents(row: Mapping[str, Any], language: str) -> Iterator[dict[str, str]
     own = next((code for code in sentences if names_language(code, language)), None)
     if own is not None:
         yield from ({"text": text} for text in translation_documents(sentences, own))
+
+
+def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
+    """A row's sentence pairs to and from a language; white space in a sentence counts as one space.
+
+    Raises:
+        InputError: the row has `text` in place of `translation`.
+    """
+    if not is_of_language(row, language):
+        return
+    if not _is_translation(row):
+        raise InputError(
+            f"{where}: holds `text`, but the model is an encoder-decoder, which learns from sentences and their "
+            'translations: give rows such as {"translation": {"en": "A word.", "el": "Μία λέξη."}}.'
+        )
+    sentences = {code: " ".join((sentence or "").split()) for code, sentence in row["translation"].items()}
+    own = next((code for code in sentences if names_language(code, language)), None)
+    for other in sentences:
+        if own is not None and other != own and sentences[other] and sentences[own]:
+            for source, target in ((other, own), (own, other)):
+                named = (language if code == own else code for code in (source, target))
+                values = (sentences[source], sentences[target], *named)
+                yield dict(zip(_PAIR, values, strict=True))
 
 
 def _is_translation(row: Mapping[str, Any]) -> bool:
@@ -203,6 +260,13 @@ def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict
     rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path)
     for row in rows:
         yield from _documents(row, language)
+
+
+def read_pairs(path: str, language: str, stamp: Any = None) -> Iterator[dict[str, str]]:
+    """The sentence pairs of a `.jsonl` or `.parquet` file to and from a language."""
+    rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path)
+    for number, row in enumerate(rows, start=1):
+        yield from row_pairs(row, language, f"{path}:{number}")
 
 
 def _lines(path: str) -> Iterator[dict[str, Any]]:

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..errors import at
-from ..models import load_for_inference
+from ..models import check_decoder, load_for_inference
+from .pairs import evaluate_pairs
 from .perplexity import evaluate_model
 from .report import Evaluation
 
@@ -29,12 +31,19 @@ def score_models(
     """
     old, *expansions = (list(codes) for codes in languages)
     result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
-    texts = {code: source.load()["text"] for code, source in sources.items()}
+    texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
     for name, (path, revision) in models.items():
         model, tokenizer = load_for_inference(path, revision)
+        two_sides = model.config.is_encoder_decoder
+        if two_sides not in texts:
+            texts[two_sides] = texts_for(model.config, sources)
         with at(name):
-            result.models[name] = evaluate_model(model, tokenizer, texts, block_size, batch_size, max_tokens)
+            if two_sides:
+                result.models[name] = evaluate_pairs(model, tokenizer, texts[True], batch_size, max_tokens)
+            else:
+                result.models[name] = evaluate_model(model, tokenizer, texts[False], block_size, batch_size, max_tokens)
         if tasks is not None:
+            check_decoder(model.config, name, "tasks of lm-evaluation-harness")
             result.tasks[name] = tasks.evaluate(model, tokenizer, batch_size)
         del model  # before the next one is loaded
     return result

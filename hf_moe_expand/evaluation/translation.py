@@ -1,7 +1,6 @@
 """Scores a model's greedy translations of parallel text by chrF++."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json
 from ..models import longest_block
+from .pair_translation import end_tokens, generation_config, translate_pairs
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def translate(
             f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
             "give fewer examples or new tokens."
         )
-    ends = _end_tokens(model, tokenizer)
+    ends = end_tokens(model, tokenizer)
     filler = ends[0] if ends else 0
     found = [""] * len(prompts)
     cut = 0
@@ -170,7 +170,7 @@ def translate(
     greedy = GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=filler
     )
-    with _generation_config(model, greedy), tqdm(total=len(prompts), desc="translate", unit="sentence") as progress:
+    with generation_config(model, greedy), tqdm(total=len(prompts), desc="translate", unit="sentence") as progress:
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             width = max(len(encoded[index]) for index in batch)
@@ -192,30 +192,16 @@ def translate(
     return found, cut
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    own = model.generation_config.eos_token_id
-    ends = own if isinstance(own, list) else [own]
-    return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
-
-
-@contextmanager
-def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Replaces the model's own generation settings, which `generate` would use for omitted arguments."""
-    own = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int) -> None:
+def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
     """Checks the numbers for `evaluate_translation`, before a model is loaded.
 
     Raises:
         InputError: a number is out of range.
     """
-    sizes = {"shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1)}
+    sizes = {
+        "shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1),
+        "beams": (beams, 1),
+    }  # fmt: skip
     for name, (size, least) in sizes.items():
         if size is not None and size < least:
             raise InputError(f"{name} is {size}: must be at least {least}.")
@@ -230,30 +216,48 @@ def evaluate_translation(
     limit: int | None = None,
     batch_size: int = 8,
     max_new_tokens: int = 256,
+    beams: int = 1,
 ) -> dict[str, TranslationScore]:
-    """Computes chrF++ of each pair of languages.
+    """Computes chrF++ of each pair of languages: of a decoder's continuations of prompts, or of an encoder-decoder's
+    translations.
 
     Args:
         texts: parallel sentences of each language.
         shots: number of first sentences that are the examples of every prompt, and are not scored.
         limit: maximum of other sentences to score.
+        beams: number of beams of an encoder-decoder's search; 1 is greedy.
 
     Raises:
-        InputError: a number is out of range, no sentence is left to score, a language has no name, or a prompt is too
-            long.
+        InputError: a number is out of range or is not for this kind of model, no sentence is left to score, a language
+            has no name or no code, or a prompt is too long.
     """
     sentences = len(next(iter(texts.values())))
-    check_sizes(shots, limit, batch_size, max_new_tokens)
+    check_sizes(shots, limit, batch_size, max_new_tokens, beams)
+    two_sides = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if two_sides and shots:
+        raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
+    if not two_sides and beams > 1:
+        raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
     if shots >= sentences:
         raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
     scores = {}
     for source, target in pairs:
+        if two_sides:
+            sentences_of_source = list(texts[source][scored])
+            found, cut = translate_pairs(
+                model, tokenizer, sentences_of_source, (source, target), batch_size, max_new_tokens, beams
+            )
+            scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
+            continue
         examples = list(zip(texts[source][:shots], texts[target][:shots], strict=True))
         prompts = [translation_prompt((source, target), sentence, examples) for sentence in texts[source][scored]]
         found, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
-        chrf = metric.corpus_score(found, [list(texts[target][scored])]).score
-        signature = str(metric.get_signature())
-        scores[pair_name((source, target))] = TranslationScore(chrf, signature, len(found), cut, found)
+        scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
     return scores
+
+
+def _score(metric: Any, found: list[str], cut: int, wanted: Sequence[str]) -> TranslationScore:
+    chrf = metric.corpus_score(found, [list(wanted)]).score
+    return TranslationScore(chrf, str(metric.get_signature()), len(found), cut, found)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..errors import InputError, at
 from ..jsonfile import read_json, write_json
 from ..models import longest_block
 from ..schema import read
+from .pairs import PairStream, pair_nats, pair_stream
 from .perplexity import LanguageScore, language_stream, target_nats
 
 VALIDATION = "validation.json"
@@ -105,7 +107,7 @@ class ValidationCallback(TrainerCallback):
     All ranks score the same text (the model may be split over them); the first rank writes.
 
     Args:
-        streams: the stream of each language, from `language_stream`.
+        streams: the stream of each language, from `language_stream`, or from `pair_stream` for an encoder-decoder.
         path: file to write; a resumed training keeps its earlier scores.
         block_size: tokens in a window.
         trained: the languages that train.
@@ -113,7 +115,7 @@ class ValidationCallback(TrainerCallback):
 
     def __init__(
         self,
-        streams: Mapping[str, tuple[list[int], list[bool], int]],
+        streams: Mapping[str, tuple[list[int], list[bool], int] | PairStream],
         path: Path,
         every: int,
         block_size: int,
@@ -138,11 +140,16 @@ class ValidationCallback(TrainerCallback):
         block_size = min(self.block_size, longest_block(model.config) or self.block_size)
         scores = {}
         with _untouched(model):
-            for language, (ids, scored, size) in self.streams.items():
-                parts = target_nats(model, ids, scored, block_size, args.per_device_train_batch_size)
-                nats = sum(part.sum().item() for part in parts)
+            for language, stream in self.streams.items():
+                if isinstance(stream, PairStream):
+                    nats = sum(pair_nats(model, stream, args.per_device_train_batch_size))
+                    tokens, size = stream.tokens, stream.size
+                else:
+                    ids, scored, size = stream
+                    parts = target_nats(model, ids, scored, block_size, args.per_device_train_batch_size)
+                    nats, tokens = sum(part.sum().item() for part in parts), sum(scored)
                 with at(f"validation at step {state.global_step}: language {language!r}"):
-                    scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+                    scores[language] = LanguageScore.from_nats(nats, tokens, size)
         self.curves.add(state.global_step, scores)
         if state.is_world_process_zero:
             self.curves.save(self.path)
@@ -162,15 +169,20 @@ def _untouched(model: Any) -> Iterator[None]:
 
 
 def validation_callback(
-    settings: Any, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str]
+    settings: Any, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str], model_config: Any
 ) -> ValidationCallback:
     """The callback for a stage's settings. Any language may be scored, whether it trains or not.
 
     Raises:
         InputError: a language has no text to score.
     """
-    texts = {code: source.load()["text"] for code, source in validation_sources(settings).items()}
-    streams = {code: language_stream(code, texts, tokenizer, settings.max_tokens) for code in texts}
+    texts = texts_for(model_config, validation_sources(settings))
+    streams: dict[str, Any] = {}
+    for code in texts:
+        if model_config.is_encoder_decoder:
+            streams[code] = pair_stream(code, texts[code], tokenizer, settings.max_tokens, longest_block(model_config))
+        else:
+            streams[code] = language_stream(code, texts, tokenizer, settings.max_tokens)
     return ValidationCallback(streams, path, settings.every, block_size, trained)
 
 

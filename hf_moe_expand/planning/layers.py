@@ -8,7 +8,8 @@ from math import floor, isfinite
 from ..errors import InputError
 
 CHOICES = ("similarity", "random", "last", "all", "none")
-_RANGES = re.compile(r"\s*\d{1,6}(-\d{1,6})?\s*(,\s*\d{1,6}(-\d{1,6})?\s*)*")
+_RANGE = r"\s*(?:(encoder|decoder)\.)?(\d{1,6})(?:-(\d{1,6})(?:/(\d{1,6}))?)?\s*"
+_RANGES = re.compile(f"{_RANGE}(,{_RANGE})*")
 
 
 def select_layers(deviation: Sequence[float], ratio: float | None = None, threshold: float | None = None) -> list[int]:
@@ -50,26 +51,52 @@ def check_layer_ranges(text: str, key: str = "only_layers") -> str:
         InputError: it has not; the message names the key.
     """
     if not _RANGES.fullmatch(text):
-        raise InputError(f"{key} is {text!r}: give layers and ranges of layers from 0, such as 4-11 or 0,6-8.")
+        raise InputError(
+            f"{key} is {text!r}: give layers and ranges of layers from 0, such as 4-11, 0,6-8 or 1-11/2 (every second "
+            "one); in an encoder-decoder encoder.1,decoder.0-5."
+        )
     return text
 
 
-def layers_in(text: str, num_layers: int, key: str = "only_layers") -> list[int]:
-    """The layers of `4-11` or `0,6-8`, ends included, in order.
+def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_layers: int = 0) -> list[int]:
+    """The layers of `4-11`, `0,6-8` or `1-11/2`, ends included, in order; in an encoder-decoder those of
+    `encoder.1,decoder.0-5`.
+
+    Args:
+        num_layers: number of all layers.
+        encoder_layers: number of the encoder's among them; 0 for a decoder.
 
     Raises:
         InputError: a range runs backwards, or the model has no such layer.
     """
     found: set[int] = set()
     for part in check_layer_ranges(text, key).split(","):
-        first, _, last = part.partition("-")
-        start, stop = int(first), int(last or first)
-        if start > stop:
-            raise InputError(f"{key}: {part.strip()} runs backwards; give the lower layer first.")
-        if stop >= num_layers:
-            raise InputError(f"{key}: the model has no layer {stop}; its layers are 0-{num_layers - 1}.")
-        found.update(range(start, stop + 1))
+        stack, start, stop, step = _range_of(part)
+        if start > stop or not step:
+            wrong = "runs backwards; give the lower layer first" if step else "has a step of 0"
+            raise InputError(f"{key}: {part.strip()} {wrong}.")
+        if bool(stack) != bool(encoder_layers):
+            kind = "is an encoder-decoder" if encoder_layers else "is a decoder"
+            wanted = "encoder.0 or decoder.0" if encoder_layers else "their numbers alone"
+            raise InputError(f"{key}: {part.strip()}: the model {kind}; name its layers by {wanted}.")
+        first, end = {"": (0, num_layers), "encoder": (0, encoder_layers), "decoder": (encoder_layers, num_layers)}[
+            stack
+        ]
+        if stop >= end - first:
+            before = f"{stack}." if stack else ""
+            raise InputError(
+                f"{key}: the model has no layer {before}{stop}; its layers are {before}0-{end - first - 1}."
+            )
+        found.update(range(first + start, first + stop + 1, step))
     return sorted(found)
+
+
+def _range_of(part: str) -> tuple[str, int, int, int]:
+    """Stack, first layer, last layer and step of one range."""
+    matched = re.fullmatch(_RANGE, part)
+    assert matched is not None  # `check_layer_ranges` has checked it
+    stack, first, last, step = matched.groups()
+    return stack or "", int(first), int(last or first), int(step or 1)
 
 
 def classifier_layers(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import InputError
+from ..layer_names import layer_name
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, Allocation, PlanSettings, Target
@@ -21,11 +22,13 @@ def make_plan(
     deviation: DeviationResult | None = None,
     grows_from: Sequence[int] = (),
     separability: SeparabilityResult | None = None,
+    encoder_layers: int = 0,
 ) -> Plan:
     """The plan that `settings` describe.
 
     Args:
         num_layers: number of the model's layers.
+        encoder_layers: for an encoder-decoder, the number of the encoder's among them; 0 for a decoder.
         old, new: the languages. A method that makes groups takes its languages from `deviation`.
         similarity, deviation: the analysis that `settings.needs` names.
         seed: random seed of all choices.
@@ -47,13 +50,22 @@ def make_plan(
     lengths += [len(separability.token)] if separability else []
     if wrong := [length for length in lengths if length != num_layers]:
         raise InputError(f"The analysis has {wrong[0]} layers, but the model has {num_layers}.")
-    layers = _layers(settings, num_layers, grows_from)
+    if similarity is not None and similarity.encoder_layers != encoder_layers:
+        raise InputError(
+            f"The analysis has {similarity.encoder_layers} layers of an encoder, but the model has {encoder_layers}."
+        )
+    if encoder_layers and settings.prefix_gates:
+        raise InputError(
+            "prefix_gates: prefix gates judge a text from its first token on, but an encoder reads the whole sentence "
+            "at once: leave them out for an encoder-decoder."
+        )
+    layers = _layers(settings, num_layers, grows_from, encoder_layers)
     made = _allocate(settings, layers, Target(num_layers, seed, similarity, deviation, grows_from, separability))
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
-    classifiers = _classifiers(settings, num_layers, expanded, similarity, seed)
+    classifiers = _classifiers(settings, num_layers, expanded, similarity, seed, encoder_layers)
     drawn = made.drawn or settings.classifier_choice == "random"
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if settings.only_layers:
@@ -64,12 +76,17 @@ def make_plan(
         gate = PrefixGate(settings.prefix_decay, settings.prefix_bound, settings.prefix_reach)
     return Plan(
         settings.method, counts, classifiers, settings.top_k, list(old), list(new), details, groups, list(grows_from),
-        gate,
+        gate, encoder_layers,
     )  # fmt: skip
 
 
 def _classifiers(
-    settings: PlanSettings, num_layers: int, expanded: Sequence[int], similarity: SimilarityResult | None, seed: int
+    settings: PlanSettings,
+    num_layers: int,
+    expanded: Sequence[int],
+    similarity: SimilarityResult | None,
+    seed: int,
+    encoder_layers: int,
 ) -> list[int]:
     """The layers with a classifier: those that the settings name, or a number of them by a choice."""
     choice, number = settings.classifier_choice, settings.classifier_layers
@@ -78,21 +95,21 @@ def _classifiers(
             raise InputError(
                 "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
             )
-        return layers_in(settings.classifiers_in, num_layers, "classifiers_in")
+        return layers_in(settings.classifiers_in, num_layers, "classifiers_in", encoder_layers)
     # A count of 0 turns off every choice but `all`.
     choice = "none" if number == 0 and choice != "all" else choice
     return classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
 
 
-def _layers(settings: PlanSettings, num_layers: int, grows_from: Sequence[int]) -> list[int]:
+def _layers(settings: PlanSettings, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:
     """The layers that get experts: those that the settings name, all by default. Growth leaves dense layers dense."""
     only = settings.only_layers
-    layers = layers_in(only, num_layers) if only else list(range(num_layers))
+    layers = layers_in(only, num_layers, encoder_layers=encoder_layers) if only else list(range(num_layers))
     dense = [layer for layer in layers if grows_from and grows_from[layer] == 1]
     if only and dense:
         raise InputError(
-            f"only_layers names layer {dense[0]}, which is dense in the model that grows and has no router; leave it "
-            "out."
+            f"only_layers names layer {layer_name(dense[0], encoder_layers)}, which is dense in the model that grows "
+            "and has no router; leave it out."
         )
     return [layer for layer in layers if layer not in dense]
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..languages import LanguageCode, check_old_and_new
+from ..layer_names import counts_in_words, in_words, layer_name
 from ..schema import Count, Positive, Share, Text, Whole, read, settings
 
 MOST_EXPERTS = 65_536
@@ -43,6 +44,8 @@ class Plan:
         groups: language groups of a DMoE model: expert `e` of every expanded layer belongs to group `e`.
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
+        encoder_layers: for an encoder-decoder, the number of its encoder's layers, which all lists of layers begin
+            with; 0 for a decoder.
 
     Raises:
         InputError: a value has another type, a language code is unknown, or the plan contradicts itself.
@@ -58,6 +61,7 @@ class Plan:
     groups: list[list[LanguageCode]] = field(default_factory=list)
     grows_from: list[Whole] = field(default_factory=list)
     prefix_gate: PrefixGate | None = None
+    encoder_layers: Whole = 0
 
     def __post_init__(self) -> None:
         counts = self.experts_per_layer
@@ -71,7 +75,13 @@ class Plan:
             raise InputError("experts_per_layer is 1 everywhere: no layer would be expanded.")
         for layer in self.classifier_layers:
             if not 0 <= layer < len(counts) or counts[layer] < 2:
-                raise InputError(f"classifier_layers names layer {layer}, which has no router in this plan.")
+                raise InputError(
+                    f"classifier_layers names layer {self.name_of(layer)}, which has no router in this plan."
+                )
+        if self.encoder_layers >= len(counts):
+            raise InputError(
+                f"encoder_layers is {self.encoder_layers}: must be below {len(counts)}, the number of all layers."
+            )
         if len(set(self.classifier_layers)) < len(self.classifier_layers):
             raise InputError("classifier_layers names a layer twice; name each layer once.")
         if self.prefix_gate and not self.classifier_layers and not self.groups:
@@ -88,7 +98,7 @@ class Plan:
         for layer, before in enumerate(self.grows_from):
             if before == 1 < counts[layer] and not self.groups:
                 raise InputError(
-                    f"grows_from: layer {layer} is dense in the model that grows, so it gets no experts: "
+                    f"grows_from: layer {self.name_of(layer)} is dense in the model that grows, so it gets no experts: "
                     f"experts_per_layer must be 1 there, not {counts[layer]}."
                 )
         check_old_and_new(self.old, self.new)
@@ -102,8 +112,8 @@ class Plan:
         for layer, count in enumerate(self.experts_per_layer):
             if count not in (1, len(self.groups)):
                 raise InputError(
-                    f"experts_per_layer gives layer {layer} {count} experts, but there are {len(self.groups)} groups: "
-                    "an expanded layer needs one expert for each group."
+                    f"experts_per_layer gives layer {self.name_of(layer)} {count} experts, but there are "
+                    f"{len(self.groups)} groups: an expanded layer needs one expert for each group."
                 )
         if self.classifier_layers or self.prefix_gate:
             raise InputError(
@@ -120,6 +130,10 @@ class Plan:
             InputError: see `Plan`.
         """
         return read(Plan, asdict(self), "plan")
+
+    def name_of(self, layer: int) -> str:
+        """The name of a layer: its number, or its number in the encoder or decoder."""
+        return layer_name(layer, self.encoder_layers)
 
     @property
     def total_experts(self) -> int:
@@ -152,13 +166,21 @@ class Plan:
         return asdict(self.prefix_gate) if self.prefix_gate else None
 
     @property
+    def counts_in_words(self) -> str:
+        """The number of experts of each layer."""
+        return counts_in_words(self.experts_per_layer, self.encoder_layers)
+
+    @property
     def classifiers_in_words(self) -> str:
         """The layers with a classifier or a prefix gate, in words."""
-        layers = ", ".join(map(str, self.classifier_layers)) or "none"
+        layers = in_words(self.classifier_layers, self.encoder_layers) or "none"
         return f"{layers} (prefix gates)" if self.prefix_gate else layers
 
     def save(self, path: str | Path) -> None:
-        write_json(path, asdict(self))
+        fields = asdict(self)
+        if not self.encoder_layers:  # a decoder's plan does not speak of encoders
+            del fields["encoder_layers"]
+        write_json(path, fields)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -133,6 +133,7 @@ def draw_allocation(
     measure_label: str = "",
     classifiers: Sequence[int] = (),
     before: Sequence[int] = (),
+    x_label: str = "layer",
 ) -> None:
     """Bars of experts per layer and a line over them, as in LayerMoE's figures.
 
@@ -152,7 +153,7 @@ def draw_allocation(
                 axes.bar(layer, top - bottom, 0.7, bottom, facecolor=shade, edgecolor=QUIET, linestyle=dashes)
     half = max(len(experts), 4) / 2 + 0.1  # limits the width of bars for few layers
     middle = (len(experts) - 1) / 2
-    axes.set(xlim=(middle - half, middle + half), ylim=(0, max(experts) + 1), xlabel="layer")
+    axes.set(xlim=(middle - half, middle + half), ylim=(0, max(experts) + 1), xlabel=x_label)
     axes.locator_params(axis="y", integer=True, nbins=5)
     _number_layers(axes, layers)
     if measure:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..layer_names import axis_label
 from .drawing import Line, cell_size, draw_allocation, draw_cells, draw_deviation, draw_lines, drawing, with_means
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int =
         columns: number of layers in a row of the picture.
     """
     old, new = result.of_kind(old=True), result.of_kind(old=False)
-    layers, names = result.layers, old + new
+    layers, names = result.names, old + new
     most = max(map(len, result.top1_share[names[0]]))
     columns = min(columns, len(layers))
     rows = -(-len(layers) // columns)
@@ -125,7 +126,7 @@ def plot_expert_0_scores(path: str | Path, result: "RoutingResult") -> None:
     """Draws the router's score of expert 0 by layer, one line for each language; many languages get thick means."""
     with drawing(max(360, 20 * len(result.layers) + 86), 245) as figure:
         axes = figure.subplots()
-        draw_lines(axes, with_means(expert_0_lines(result)), "layer", (0, 1))
+        draw_lines(axes, with_means(expert_0_lines(result)), axis_label(result.encoder_layers), (0, 1))
         axes.set_title("router's score of expert 0 (dashed: old languages)", loc="left")
         _save(figure, path)
 

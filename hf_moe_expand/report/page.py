@@ -20,6 +20,7 @@ from ..evaluation.validation import VALIDATION, ValidationCurves
 from ..hub_files import refuse_private
 from ..jsonfile import read_json
 from ..languages import in_words
+from ..layer_names import axis_label
 from ..local_paths import without_paths
 from ..planning.methods import method_title
 from ..planning.plan import Plan
@@ -239,13 +240,13 @@ def _plan(part: _Part) -> dict[str, Any] | None:
         measure = deviation.deviation if deviation else plan.settings["deviation"]
         label = "deviation"
     counts = ", ".join(map(str, plan.experts_per_layer))
-    description = f"Experts per layer, from layer 0: {counts}."
+    description = f"Experts per layer, from layer {plan.name_of(0)}: {counts}."
     if measure:
         description += f" {label.capitalize()}: {', '.join(f'{value:.3g}' for value in measure)}."
     rows = [
-        [str(layer), str(count), "yes" if layer in plan.classifier_layers else "", f"{measure[layer]:.4g}"]
+        [plan.name_of(layer), str(count), "yes" if layer in plan.classifier_layers else "", f"{measure[layer]:.4g}"]
         if measure
-        else [str(layer), str(count), "yes" if layer in plan.classifier_layers else ""]
+        else [plan.name_of(layer), str(count), "yes" if layer in plan.classifier_layers else ""]
         for layer, count in enumerate(plan.experts_per_layer)
     ]
     header = ["layer", "experts", "classifier", *([label] if measure else [])]
@@ -260,7 +261,13 @@ def _plan(part: _Part) -> dict[str, Any] | None:
         "measure": label if measure else None,
         "figure": Markup(
             allocation_chart(
-                description, plan.experts_per_layer, measure, label, plan.classifier_layers, plan.grows_from
+                description,
+                plan.experts_per_layer,
+                measure,
+                label,
+                plan.classifier_layers,
+                plan.grows_from,
+                axis_label(plan.encoder_layers),
             )
         ),
         "apart": apart,
@@ -443,7 +450,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
     found = RoutingResult.from_json(path)
     old, new = found.of_kind(old=True), found.of_kind(old=False)
     maps = []
-    for index, layer in enumerate(found.layers):
+    for index, layer in enumerate(found.names):
         values = [found.top1_share[code][index] for code in old + new]
         experts = [str(expert) for expert in range(len(values[0]))]
         said = "; ".join(f"{c} {' '.join(f'{v:.2f}' for v in row)}" for c, row in zip(old + new, values, strict=True))
@@ -452,7 +459,12 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
         maps.append(Markup(heat_map(description, old + new, experts, values, f"layer {layer}", True, 1.0, rule)))
     lines = expert_0_lines(found)
     ends = "; ".join(f"{line.label} {sum(line.y) / len(line.y):.2f}" for line in lines)
-    svg = line_chart(f"Router's score of expert 0, mean over layers: {ends}.", with_means(lines), "layer", (0, 1))
+    svg = line_chart(
+        f"Router's score of expert 0, mean over layers: {ends}.",
+        with_means(lines),
+        axis_label(found.encoder_layers),
+        (0, 1),
+    )
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
         "choice": found.has_choice,

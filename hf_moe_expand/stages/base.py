@@ -10,6 +10,8 @@ from datasets import Dataset
 
 from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
+from ..data.pairs import pack_pairs
+from ..data.sources import LanguageText
 from ..errors import InputError
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import longest_block
@@ -225,15 +227,23 @@ class TrainingStage(Stage):
         """The weights to write, from the whole weights of a finished training; on the first rank."""
         return weights
 
+    def load(self, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
+        """The documents of each language; for an encoder-decoder, the sentence pairs to and from it."""
+        two_sides = model_config.is_encoder_decoder
+        return {code: source.load_pairs() if two_sides else source.load() for code, source in data.items()}
+
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
         """Blocks of the stage's text.
 
         Args:
-            texts: documents of each language (column `text`).
+            texts: documents of each language (column `text`), or sentence pairs; see `load`.
             model_config: configuration of the expanded model, whose history orders the languages.
         """
         old, new = languages_of(model_config)
         texts = {code: texts[code] for code in (*old, *new) if code in texts}
+        if model_config.is_encoder_decoder:
+            amounts = self.amounts(texts, model_config, config)
+            return pack_pairs(texts, tokenizer, config.block_size, config.seed, languages=[*old, *new], **amounts)
         return pack_texts(
             texts, tokenizer, config.block_size, config.seed, languages=[*old, *new],
             groups=self.block_groups(texts, model_config, config), **self.amounts(texts, model_config, config),

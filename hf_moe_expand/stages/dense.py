@@ -65,7 +65,13 @@ class Dense(TrainingStage):
     companions = TOKENIZER_FILES
 
     def load_config(self, folder: Path) -> Any:
-        return load_base_config(folder)
+        config = load_base_config(folder)
+        if config.is_encoder_decoder:
+            raise InputError(
+                f"{folder}: is an encoder-decoder, which the dense baselines do not train: use Seq2SeqTrainer of "
+                "transformers."
+            )
+        return config
 
     def check_data(self, config: DenseConfig, data: Mapping[str, Any], model_config: Any) -> None:
         if config.method != "lora" and config.lora != LoraSettings():

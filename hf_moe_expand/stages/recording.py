@@ -22,6 +22,8 @@ class _SaysWhatBegins(TrainerCallback):
             return
         blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
         of = f"{blocks * size:,} tokens" if size else f"{blocks:,} rows"
+        if self.trainer._two_sides:
+            of = f"{blocks:,} sentence pairs"
         scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         rate = f"learning rate {args.learning_rate:g} ({scheduler})"
         print(f"{self.trainer.trained_as}: {state.max_steps:,} steps of {of}, {rate}")
@@ -39,6 +41,7 @@ class RecordingTrainer(Trainer):
         record: the training's record for the history, after the training.
     """
 
+    _two_sides = False
     packed: PackedText | None = None
     trained_as = "training"
     settings: dict[str, Any] | None = None

@@ -74,6 +74,11 @@ class Review(TrainingStage):
                 "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "
                 "none: leave distillation_coef out, or expand with a plan that has old languages."
             )
+        if config.distillation_coef and model_config.is_encoder_decoder:
+            raise InputError(
+                "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
+                "does not make: leave distillation_coef out."
+            )
         if config.distillation_coef and (stage := History.of(model_config).trained_base):
             raise InputError(
                 f"distillation_coef: expert 0 of this model is not the base any more, since `{stage}` trained it: "

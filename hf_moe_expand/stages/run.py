@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from ..auto_class import auto_class
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.folder import copy_companions
 from ..checkpoint.reader import CheckpointReader
@@ -94,14 +94,14 @@ def train_stage(
     tokenizer = load_tokenizer(folder, model)
     callbacks: list[Any] = []
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
-        packed = stage.pack({code: source.load() for code, source in data.items()}, tokenizer, before, config)
+        packed = stage.pack(stage.load(data, before), tokenizer, before, config)
         validation: Any = getattr(config, "validation", None)
         if validation is not None and validation.texts:
             path = work.path / VALIDATION
-            callbacks.append(validation_callback(validation, tokenizer, path, config.block_size, list(data)))
+            callbacks.append(validation_callback(validation, tokenizer, path, config.block_size, list(data), before))
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
-    network = AutoModelForCausalLM.from_pretrained(
+    network = auto_class(before).from_pretrained(
         folder,
         dtype=torch.float32,
         trust_remote_code=False,

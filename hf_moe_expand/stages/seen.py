@@ -6,6 +6,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ..trainers.two_sides import counted_tokens
+
 
 class SeenText(TrainerCallback, ExportableState):
     """The blocks and tokens that passed through training so far; kept in the Trainer's state, so that a resumed
@@ -36,7 +38,8 @@ class SeenText(TrainerCallback, ExportableState):
         """Counts a batch of this rank, without waiting for the device.
 
         Args:
-            inputs: `input_ids`, and perhaps `attention_mask` and `language_ids`, all `[batch, sequence]`.
+            inputs: `input_ids`, and perhaps `attention_mask` and `language_ids`, all `[batch, sequence]`; an
+                encoder-decoder's `labels` and `decoder_language_ids`, both `[batch, target]`.
             languages: number of language ids.
         """
         input_ids = inputs.get("input_ids")
@@ -48,6 +51,11 @@ class SeenText(TrainerCallback, ExportableState):
         ids = ids.where((ids >= 0) & (ids < languages), -1)
         per_language = [(counted & (ids == language)).sum() for language in range(-1, languages)]
         found = torch.stack([torch.full_like(per_language[0], len(input_ids)), *per_language])
+        if inputs.get("decoder_language_ids") is not None:  # an encoder-decoder's targets
+            ids = inputs["decoder_language_ids"].long()
+            counted = counted_tokens(inputs)
+            targets = [(counted & (ids == language)).sum() for language in range(-1, languages)]
+            found = found + torch.stack([torch.zeros_like(targets[0]), *targets])
         self._here = found if self._here is None else self._here + found
 
     def gather(self, trainer: Any, languages: int) -> None:

@@ -10,6 +10,7 @@ from datasets import Dataset
 from torch.utils.data import Sampler
 
 from ..data.packing import PackedText, collate_blocks
+from ..data.pairs import PairCollator, pairs_of
 from ..errors import InputError
 from ..evaluation.validation import VALIDATION, validation_callback
 from ..records import History, add_stage
@@ -31,9 +32,9 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
 
         trainer = PostPretrainTrainer(model, PostPretrainConfig("out"), train_dataset=ds, processing_class=tokenizer)
 
-    `train_dataset` holds text (columns `text` and, if the model has several languages, `language`, a code for each row)
-    or packed blocks (`input_ids` and `language_ids`; id i is language i of the old languages followed by the new ones,
-    as `pack_texts` numbers them).
+    `train_dataset` holds text (columns `text` and, if the model has several languages, `language`, a code for each row;
+    for an encoder-decoder `translation`, sentences by language, in place of `text`) or packed blocks (`input_ids` and
+    `language_ids`; id i is language i of the old languages followed by the new ones, as `pack_texts` numbers them).
 
     Args:
         router_losses: losses in place of those of the configuration.
@@ -88,7 +89,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             )
         self.mix = mix
         super().__init__(
-            model, args, data_collator or collate_blocks, train_dataset, processing_class=processing_class,
+            model, args, data_collator or _collator(model), train_dataset, processing_class=processing_class,
             masking=masking, router_losses=router_losses, language_classes=language_classes, **others,
         )  # fmt: skip
         if config is not None and own_text:
@@ -111,7 +112,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         columns = set(getattr(data, "column_names", None) or ())
         if isinstance(data, PackedText):
             self.packed = data
-        elif "text" in columns:
+        elif {"text", "translation"} & columns:
             self.packed = self._packed(model, config, data, tokenizer)
         if self.packed is None:
             if is_mixed(config):
@@ -136,7 +137,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
                 "packing, and the tokenizer as processing_class."
             )
         old, new = languages_of(model.config)
-        texts = _by_language(data, old, new)
+        texts = _by_language(data, old, new, model.config.is_encoder_decoder)
         self.stage.check_model(model.config)
         self.stage.check_data(config, texts, model.config)
         with config.main_process_first(desc="pack"):
@@ -151,7 +152,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             raise InputError("validation names held-out text: pass the tokenizer as processing_class.")
         trained = list(self.packed.tokens) if self.packed is not None else list(History.of(model.config).languages)
         path = Path(str(self.args.output_dir)) / VALIDATION
-        self.add_callback(validation_callback(validation, tokenizer, path, config.block_size, trained))
+        self.add_callback(validation_callback(validation, tokenizer, path, config.block_size, trained, model.config))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:
@@ -175,15 +176,31 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         return result
 
 
-def _by_language(data: Dataset, old: Sequence[str], new: Sequence[str]) -> Mapping[str, Dataset]:
-    """The texts of each language of a data set."""
+def _collator(model: Any) -> Any:
+    return PairCollator(model.config.pad_token_id or 0) if model.config.is_encoder_decoder else collate_blocks
+
+
+def _by_language(
+    data: Dataset, old: Sequence[str], new: Sequence[str], two_sides: bool = False
+) -> Mapping[str, Dataset]:
+    """The texts of each language of a data set; for an encoder-decoder, its sentence pairs."""
+    column = "translation" if two_sides else "text"
+    if column not in data.column_names:
+        raise InputError(
+            f"train_dataset has no column `{column}`: "
+            + (
+                "an encoder-decoder learns from sentences by language, such as {'en': 'A word.', 'el': 'Μία λέξη.'}."
+                if two_sides
+                else "a decoder learns from text; `LanguageText` makes text of translations."
+            )
+        )
     if "language" not in data.column_names:
         if len(new) != 1:
             raise InputError(
                 f"train_dataset has no column `language`, but this expansion adds {', '.join(new) or 'no language'}: "
                 "give each row its language's code."
             )
-        return {new[0]: data.select_columns(["text"])}
+        return {new[0]: _column(data, column, new[0])}
     rows: dict[str, list[int]] = {}
     for number, code in enumerate(data["language"]):
         rows.setdefault(code, []).append(number)
@@ -191,4 +208,9 @@ def _by_language(data: Dataset, old: Sequence[str], new: Sequence[str]) -> Mappi
         raise InputError(
             f"train_dataset has the unknown language {', '.join(unknown)}; known: {', '.join([*old, *new])}."
         )
-    return {code: data.select(rows[code]).select_columns(["text"]) for code in (*old, *new) if code in rows}
+    return {code: _column(data.select(rows[code]), column, code) for code in (*old, *new) if code in rows}
+
+
+def _column(data: Dataset, column: str, language: str) -> Dataset:
+    """A language's texts, or its sentence pairs."""
+    return data.select_columns(["text"]) if column == "text" else pairs_of(data[column], language)

@@ -39,7 +39,7 @@ class AnalyzeSimilarity(Step):
         round_, settings = self.round, self.round.expansion.analysis
         model, tokenizer = load_for_inference(round_.start, round_.revision)
         result = measure_similarity(
-            model, tokenizer, round_.texts([*round_.old, *round_.new]), round_.old, round_.new,
+            model, tokenizer, round_.texts([*round_.old, *round_.new], model.config), round_.old, round_.new,
             tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
         )  # fmt: skip
         result.to_json(self.output)
@@ -78,7 +78,7 @@ class AnalyzeSeparability(Step):
         round_, settings = self.round, self.round.expansion.analysis
         model, tokenizer = load_for_inference(round_.start, round_.revision)
         result = measure_separability(
-            model, tokenizer, round_.texts([*round_.old, *round_.new]), round_.old, round_.new,
+            model, tokenizer, round_.texts([*round_.old, *round_.new], model.config), round_.old, round_.new,
             tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
             seed=round_.recipe.seed,
         )  # fmt: skip
@@ -127,7 +127,7 @@ class AnalyzeDeviation(Step):
         model, tokenizer = load_for_inference(round_.start, round_.revision)
         work = round_.folder / "deviation.work"
         result = measure_deviation(
-            model, tokenizer, round_.texts(round_.new), work_dir=work, seed=round_.recipe.seed,
+            model, tokenizer, round_.texts(round_.new, model.config), work_dir=work, seed=round_.recipe.seed,
             **plain(round_.expansion.deviation),
         )  # fmt: skip
         result.to_json(self.output)
@@ -138,7 +138,7 @@ class AnalyzeDeviation(Step):
 
 def check_tokens(round_: Round, checks: Checks) -> None:
     """Refuses local text with fewer tokens than the similarity or the search for the nearest experts needs."""
-    if checks.offline:
+    if checks.offline or checks.config.is_encoder_decoder:  # the analysis itself counts sentence pairs at its start
         return
     settings, recipe = round_.expansion.analysis, checks.recipe
     tokenizer: Any = None

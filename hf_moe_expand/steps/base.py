@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..disk import Written
 from ..planning.plan import Plan
@@ -93,9 +94,10 @@ class Round:
     def revision(self) -> str | None:
         return self.recipe.revision if self.start == self.recipe.base else None
 
-    def texts(self, languages: Iterable[str]) -> dict[str, list[str]]:
-        """The documents of each language, shuffled."""
-        return {code: self.sources[code].load().shuffle(seed=self.recipe.seed)["text"] for code in languages}
+    def texts(self, languages: Iterable[str], config: Any) -> dict[str, Any]:
+        """The documents of each language, shuffled; sentence pairs, if the model of this configuration is an
+        encoder-decoder."""
+        return texts_for(config, {code: self.sources[code] for code in languages}, self.recipe.seed)
 
     def contents(self, languages: Iterable[str]) -> dict[str, Any]:
         """The fingerprint of these languages' text: its sources, and a hash of each local file."""

@@ -39,7 +39,7 @@ class Evaluate(Step):
     def check(self, checks: Checks) -> None:
         """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it."""
         recipe, most = self.recipe, self.recipe.evaluation.max_tokens
-        if checks.offline or most is None:
+        if checks.offline or most is None or checks.config.is_encoder_decoder:
             return
         tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
         for code, source in recipe.test_sources.items():

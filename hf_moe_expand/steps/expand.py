@@ -101,4 +101,4 @@ class Expand(Step):
     def _nearest(self) -> dict[int, int]:
         model, tokenizer = load_for_inference(self.round.start)
         settings = plain(self.round.expansion.analysis)
-        return nearest_experts(model, tokenizer, self.round.texts(self.round.new), **settings)
+        return nearest_experts(model, tokenizer, self.round.texts(self.round.new, model.config), **settings)

@@ -121,7 +121,7 @@ class JoinPacks(Step):
         report, found = join_calibrated(
             settings.packs,
             self.output,
-            self.round.texts(self._given),
+            self._texts(),
             tokens=settings.tokens,
             gates=settings.gates,
             **options,
@@ -129,6 +129,11 @@ class JoinPacks(Step):
         factors = " ".join(f"{scale:g}" for scale in report.scales)
         said = f"{_in_words(report.packs, report.experts_per_layer)}; factors of the routers {factors}"
         return Done(said, {"scales": report.scales, "before": found.before, "after": found.after})
+
+    def _texts(self) -> dict[str, list[str]]:
+        """The documents to calibrate on, which decoders alone read."""
+        seed = self.round.recipe.seed
+        return {code: self.round.sources[code].load().shuffle(seed=seed)["text"] for code in self._given}
 
 
 def _is_whole_folder(pack: str) -> bool:

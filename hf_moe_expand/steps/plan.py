@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.source import load_config, resolve_checkpoint
+from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
 from ..planning.methods import PlanMethod
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
@@ -27,16 +28,17 @@ class MakePlan(Step):
         """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""
         if checks.config is None:
             return
-        layers, codes, settings = checks.config.num_hidden_layers, self.round.new, self.round.expansion.planned
+        layers, codes, settings = count_layers(checks.config), self.round.new, self.round.expansion.planned
         same = [1.0] * layers
-        similarity = SimilarityResult(checks.recipe.old_languages, codes, 0, {}, None, same, same)
+        encoder = _encoder_layers(checks.config)
+        similarity = SimilarityResult(checks.recipe.old_languages, codes, 0, {}, None, same, same, encoder)
         falling = [1 - layer / layers for layer in range(layers)]
         alike = [[float(a == b) for b in codes] for a in codes]
         deviation = DeviationResult(codes, falling, dict.fromkeys(codes, falling), alike, [], 0, 0.0, 0, 0, 0)
         apart = SeparabilityResult(similarity.old, codes, 0, {}, 0.0, 0, same, {"32": same}, {})
         plan = make_plan(
             settings, layers, checks.recipe.old_languages, codes, similarity, checks.recipe.seed, deviation,
-            grows_from=checks.counts, separability=apart,
+            grows_from=checks.counts, separability=apart, encoder_layers=encoder,
         )  # fmt: skip
         grown = plan.experts_per_layer
         checks.copyable = checks.least
@@ -69,11 +71,16 @@ class MakePlan(Step):
         separability = SeparabilityResult.from_json(apart) if self._method.needs_separability else None
         config = load_config(resolve_checkpoint(round_.start, round_.revision))
         plan = make_plan(
-            round_.expansion.planned, config.num_hidden_layers, round_.old, round_.new, similarity, round_.recipe.seed,
+            round_.expansion.planned, count_layers(config), round_.old, round_.new, similarity, round_.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (), separability=separability,
+            encoder_layers=_encoder_layers(config),
         )  # fmt: skip
         plan.save(self.output)
-        said = f"experts per layer {' '.join(map(str, plan.experts_per_layer))}"
+        said = f"experts per layer {plan.counts_in_words}"
         if plan.groups:
             return Done(f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
         return Done(f"{said}; classifiers in layers {plan.classifiers_in_words}")
+
+
+def _encoder_layers(config: Any) -> int:
+    return stack_sizes(config).get("encoder", 0)

@@ -8,7 +8,7 @@ from typing import Any
 from ..checkpoint.source import resolve_checkpoint
 from ..disk import Written
 from ..errors import at
-from ..models import load_tokenizer
+from ..models import check_decoder, load_tokenizer
 from ..recipe import Recipe
 from ..schema import plain
 from ..self_written import check_positions, write_texts
@@ -37,6 +37,7 @@ class WriteOldText(Step):
         recipe, chosen = self.recipe, self.recipe.self_written
         assert chosen is not None
         if checks.config is not None:
+            check_decoder(checks.config, recipe.base, "texts that the base writes itself (self_written)")
             tokenizer: Any = None
             if not checks.offline:
                 tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)

@@ -75,6 +75,8 @@ class LossBatch:
         model: the expanded model itself, without its wrappers for training.
         inputs: the inputs of the trainer's own loss, such as `input_ids` and `labels`.
         outputs: the model's outputs (`outputs.logits`), if a loss has `needs_outputs`; else None.
+        others: of an encoder-decoder, whose losses are computed for its encoder and for its decoder, the routing of the
+            other one's layers, on other tokens: a mean over layers counts them.
     """
 
     routing: Sequence[LayerRouting]
@@ -88,6 +90,7 @@ class LossBatch:
     model: Any = None
     inputs: Mapping[str, Any] | None = None
     outputs: Any = None
+    others: Sequence[LayerRouting] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class RouterLoss(ABC):
         needs_groups: whether the classes of languages are language groups, of which group g has expert g.
         needs_outputs: whether it reads `LossBatch.outputs`.
         logged_at_zero: whether a stage computes it, for the log, where its coefficient is 0.
+        for_encoder_decoders: whether it is defined for encoder-decoders; a trainer then computes it twice, for the
+            source's tokens in the encoder's layers and for the target's in the decoder's, and adds both up.
 
     Raises:
         InputError: the coefficient is negative or not a number.
@@ -119,6 +124,7 @@ class RouterLoss(ABC):
     needs_groups: ClassVar[bool] = False
     needs_outputs: ClassVar[bool] = False
     logged_at_zero: ClassVar[bool] = True
+    for_encoder_decoders: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coef) and self.coef >= 0):
@@ -170,13 +176,14 @@ class LayerLoss(RouterLoss):
 
     def _mean(self, batch: LossBatch, coef: float) -> torch.Tensor:
         layers = [layer for layer, routing in enumerate(batch.routing) if self.applies_to(routing)]
+        number = len(layers) + sum(map(self.applies_to, batch.others))
         micro_batch, step = getattr(batch.micro_batch, self.over), getattr(batch.step, self.over)
         count, share = (micro_batch, micro_batch / step) if self.per_micro_batch else (step, 1.0)
         total = torch.zeros_like(step)
         for layer in layers:
             loss = self.layer_loss(batch, layer, count)
             # The coefficient is inside the sum: the order of the factors determines the gradient's rounding.
-            total = total + coef * loss * share / len(layers)
+            total = total + coef * loss * share / number
             batch.record(f"{self.name}_loss", loss * count, getattr(batch.local, self.over))
         return total
 

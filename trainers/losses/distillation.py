@@ -60,6 +60,7 @@ class DistillationLoss(RouterLoss):
     metrics = ("distillation_loss",)
     needs_languages = True
     needs_outputs = True
+    for_encoder_decoders = False
     logged_at_zero = False
 
     def __call__(self, batch: LossBatch) -> torch.Tensor:

@@ -167,7 +167,10 @@ class PlanSettings:
         Text | None,
         AfterValidator(lambda given: given and check_layer_ranges(given)),
         BeforeValidator(lambda given: str(given) if type(given) is int else given),
-        Field(description="Layers that may get experts, such as 4-11 or 0,6-8; the others stay dense. All by default."),
+        Field(
+            description="Layers that may get experts, such as 4-11, 0,6-8 or 1-11/2 (every second one), in an "
+            "encoder-decoder encoder.1,decoder.0-5; the others stay dense. All by default."
+        ),
     ] = None
     classifier_layers: Annotated[Whole, Field(ge=0, description="Number of layers with a classifier.")] = 0
     classifier_choice: Annotated[

@@ -1,0 +1,168 @@
+"""Turns sentences into tokens as each kind of translation model wants them: language codes, or the task in words."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from langcodes import Language, LanguageTagError
+
+from ..errors import InputError
+from .parallel import Pair, language_name
+from .sources import names_language
+
+_CODE = re.compile(r"[a-z]{2,3}(_[A-Za-z]{2,4})?")
+_IN_FRONT = re.compile(r"<2[a-z]{2,3}(_[A-Za-z]{2,4})?>")
+
+
+class SentencePair(NamedTuple):
+    """A sentence, its translation, and their languages."""
+
+    source: str
+    target: str
+    source_language: str
+    target_language: str
+
+    @property
+    def direction(self) -> Pair:
+        return self.source_language, self.target_language
+
+
+class PairEncoder:
+    """Turns sentences into tokens as the tokenizer's kind of model wants them.
+
+    A tokenizer with language codes (M2M100, NLLB, mBART) gets those of source and target; the target's first token
+    names its language. Where codes are tokens in front of the source (multilingual Marian's `>>el<<`, MADLAD-400's
+    `<2el>`), it gets the target's. A tokenizer without codes (T5, ByT5, BART, Pegasus) gets the task in the text,
+    `translate English to Greek: ...`; the model of a single pair (Marian) gets the text alone.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._found: dict[str, str] = {}
+        self.codes = _language_codes(tokenizer)
+        # Whether the source names the target's language alone, or no language.
+        self.of_target = hasattr(tokenizer, "supported_language_codes") or any("<" in code for code in self.codes)
+
+    def check(self, directions: Iterable[Pair]) -> None:
+        """Refuses directions with a language that the tokenizer has no code for.
+
+        Raises:
+            InputError: the tokenizer has language codes, but none for one of the languages.
+        """
+        for source, target in directions:
+            self._name(target)
+            if not self.of_target:
+                self._name(source)
+
+    def encode(self, rows: Sequence[SentencePair]) -> tuple[list[list[int]], list[list[int]]]:
+        """The encoder's tokens of each row, and the labels.
+
+        Raises:
+            InputError: see `check`.
+        """
+        inputs: list[list[int]] = [[] for _ in rows]
+        labels: list[list[int]] = [[] for _ in rows]
+        places: dict[Pair, list[int]] = {}
+        for place, row in enumerate(rows):
+            places.setdefault(row.direction, []).append(place)
+        for direction, found in places.items():
+            sources = self.sources([rows[place].source for place in found], direction)
+            targets = self.targets([rows[place].target for place in found], direction)
+            for place, source, target in zip(found, sources, targets, strict=True):
+                inputs[place], labels[place] = source, target
+        return inputs, labels
+
+    def sources(self, sentences: Sequence[str], direction: Pair) -> list[list[int]]:
+        """The encoder's tokens of sentences to be translated."""
+        source, target = direction
+        before = ""
+        if self.of_target:
+            before = f"{self._name(target)} " if self.codes else ""
+        elif self.codes:
+            self.tokenizer.src_lang = self._name(source)
+        else:
+            before = f"translate {self._name(source)} to {self._name(target)}: "
+        return self.tokenizer([before + sentence for sentence in sentences], verbose=False).input_ids
+
+    def targets(self, sentences: Sequence[str], direction: Pair) -> list[list[int]]:
+        """The labels of translations."""
+        if self.codes and not self.of_target:
+            self.tokenizer.src_lang, self.tokenizer.tgt_lang = map(self._name, direction)
+        return self.tokenizer(text_target=list(sentences), verbose=False).input_ids
+
+    def start(self, direction: Pair) -> dict[str, int]:
+        """The options of `generate` with which a translation begins: where the labels begin with the target's language,
+        the first token is forced; where they end with it (the first mBART), it starts the decoder."""
+        if not self.codes or self.of_target:
+            return {}
+        (labels,) = self.targets([""], direction)
+        code = self.tokenizer.convert_tokens_to_ids(self._token(direction[1]))
+        if labels[:1] == [code]:
+            return {"forced_bos_token_id": code}
+        return {"decoder_start_token_id": code} if labels[-1:] == [code] else {}
+
+    def _token(self, language: str) -> str:
+        """The token of a language."""
+        tokens = getattr(self.tokenizer, "lang_code_to_token", None) or {}
+        name = self._name(language)
+        return tokens.get(name, name)
+
+    def _name(self, language: str) -> str:
+        """What the tokenizer calls a language; its English name where the tokenizer has no codes."""
+        if language not in self._found:
+            if self.codes:
+                self._found[language] = _nearest(language, self.codes, type(self.tokenizer).__name__)
+            else:
+                self._found[language] = language if self.of_target else language_name(language)
+        return self._found[language]
+
+
+def _language_codes(tokenizer: Any) -> dict[str, str]:
+    """The tokenizer's language codes, by the code that it is given; empty if it has none."""
+    if hasattr(tokenizer, "supported_language_codes"):  # Marian's `>>el<<`
+        return {code: code.strip("<>") for code in tokenizer.supported_language_codes}
+    if not hasattr(tokenizer, "src_lang"):
+        return {token: token[2:-1] for token in tokenizer.get_vocab() if _IN_FRONT.fullmatch(token)}
+    listed = getattr(tokenizer, "lang_code_to_token", None) or getattr(tokenizer, "lang_code_to_id", None)
+    names = list(listed) if listed else [str(token) for token in tokenizer.all_special_tokens]
+    return {name: name for name in names if _CODE.fullmatch(name)}
+
+
+def _nearest(language: str, codes: Mapping[str, str], tokenizer: str) -> str:
+    """The tokenizer's code for a language: the same one, or another standard's; of several scripts, the usual one."""
+    for code, name in codes.items():
+        if language in (code, name):
+            return code
+    alike = {code: name for code, name in codes.items() if names_language(_language_of(name), _language_of(language))}
+    script = _script(language)
+    found = [code for code, name in alike.items() if _script(name) == script] or list(alike)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InputError(
+            f"{language!r} may be {', '.join(sorted(found))}, which {type_name(tokenizer)} tells apart: name one of "
+            "them."
+        )
+    raise InputError(
+        f"{type_name(tokenizer)} has no code for {language!r}, so the model cannot be told to read or write it; it has "
+        f"{', '.join(sorted(codes)[:8])}{', ...' if len(codes) > 8 else ''}. Use a model whose tokenizer knows it."
+    )
+
+
+def type_name(tokenizer: str) -> str:
+    """How messages call the tokenizer."""
+    return f"the tokenizer ({tokenizer})"
+
+
+def _language_of(code: str) -> str:
+    """`el` of `el_GR`, `ell` of `ell_Grek`."""
+    return re.split("[_-]", code)[0]
+
+
+def _script(code: str) -> str | None:
+    """The script in a code, or the one in which its language is usually written."""
+    try:
+        tag = code.replace("_XX", "").replace("_", "-")
+        return Language.get(tag).maximize().script
+    except LanguageTagError:
+        return None

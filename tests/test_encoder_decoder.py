@@ -1,0 +1,388 @@
+"""Encoder-decoders: the promises on each shape, from folder to folder and in memory, and every surgery."""
+
+import copy
+import json
+import shutil
+from itertools import product
+
+import pytest
+import torch
+from conftest import byte_tokenizer, invoke, run_fresh, save_dense
+from safetensors.torch import load_file
+from seq2seq import PLAN, SHAPES, batch, save_tiny, tiny
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from hf_moe_expand import (
+    DMoEConfig,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    LayerMoEForSeq2SeqLM,
+    LayerMoEModel,
+    Plan,
+    expand_checkpoint,
+    expand_model,
+    grow_checkpoint,
+)
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.checkpoint.expansion_only import save_expansion
+from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.join import join_expansions
+from hf_moe_expand.checkpoint.leave_out import leave_out_pack
+from hf_moe_expand.checkpoint.shrink import shrink_checkpoint
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.modeling import decoder_ffns, layer_names
+from hf_moe_expand.planning.layers import layers_in
+
+BEAMS = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3, "eos_token_id": None}
+CONFIGURATIONS = {
+    "layer-moe": (PLAN, {}),
+    "conditional": (Plan("uniform", [3] * 5, new=["el"], encoder_layers=3), {"conditional_routing": True}),
+    "lora": (PLAN, {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0}),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(shape, configuration)`: folders of the dense checkpoint and of its expansion, and their models."""
+    root, found = tmp_path_factory.mktemp("models"), {}
+
+    def make(shape, configuration="layer-moe"):
+        dense = root / shape / "dense"
+        if not dense.exists():
+            tiny(shape).save_pretrained(dense)
+        if (shape, configuration) not in found:
+            out = root / shape / configuration
+            plan, options = CONFIGURATIONS[configuration]
+            expand_checkpoint(dense, out, plan, **options)
+            models = [copy.deepcopy(AutoModelForSeq2SeqLM.from_pretrained(path).eval()) for path in (dense, out)]
+            found[shape, configuration] = (dense, out, *models)
+        return found[shape, configuration]
+
+    return make
+
+
+@torch.no_grad()
+def moved(model):
+    """A copy whose new experts, routers, classifiers and gates have changed."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    for ffn in model.expanded_ffns().values():
+        for module in (*ffn.experts[1:], ffn.router, ffn.classifier, ffn.conditional_gate):
+            for parameter in () if module is None else module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+@torch.no_grad()
+def logits(model, **changes):
+    return model(**{**batch(), **changes}).logits
+
+
+@pytest.mark.parametrize(
+    ("shape", "configuration"),
+    [*((shape, "layer-moe") for shape in SHAPES), *product(("m2m_100", "t5", "byt5"), ("conditional", "lora"))],
+)
+def test_p1_p2_it_starts_as_the_base_and_expert_0_stays_the_base(made, shape, configuration):
+    _, _, dense, model = made(shape, configuration)
+    assert isinstance(model, LayerMoEForSeq2SeqLM)
+    expected = logits(dense)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    for name, parameter in model.named_parameters():
+        if "router" in name:
+            torch.nn.init.normal_(parameter)  # whatever the routers say
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    trained = moved(model)
+    assert not torch.allclose(logits(trained), expected)
+    source = {name: batch()[name] for name in ("input_ids", "attention_mask")}
+    with trained.use_expert(0):
+        assert torch.equal(logits(trained), expected)
+        assert torch.equal(trained.generate(**source, **BEAMS), dense.generate(**source, **BEAMS))
+
+
+@pytest.mark.parametrize("shape", ["m2m_100", "t5"])
+def test_p5_generation_with_beams_and_a_cache_is_the_full_forward(made, shape):
+    model = moved(made(shape)[3])
+    source = {name: batch()[name] for name in ("input_ids", "attention_mask")}
+    first, second = (model.generate(**source, **BEAMS, use_cache=cached) for cached in (True, False))
+    assert torch.equal(first, second)
+    # Each row alone, without padding: padding on the source's side changes nothing.
+    for row, mask in enumerate(source["attention_mask"]):
+        alone = model.generate(source["input_ids"][row : row + 1, mask.bool()], **BEAMS)
+        assert torch.equal(alone[0], first[row])
+
+
+def test_layers_are_one_list_the_encoders_first(made):
+    for shape, places in {
+        "m2m_100": ["model.encoder.layers.0.fc1", "model.decoder.layers.1.fc1"],
+        "t5": ["encoder.block.0.layer.1.DenseReluDense", "decoder.block.1.layer.2.DenseReluDense"],
+    }.items():
+        model = made(shape)[3]
+        found = decoder_ffns(model)
+        assert [found[0].place, found[4].place] == places
+        assert layer_names(model.config) == ["encoder.0", "encoder.1", "encoder.2", "decoder.0", "decoder.1"]
+        assert {layer: len(ffn.experts) for layer, ffn in model.expanded_ffns().items()} == {0: 3, 2: 2, 4: 4}
+        assert [layer for layer, ffn in model.expanded_ffns().items() if ffn.classifier is not None] == [0, 4]
+        with torch.no_grad(), model.capture_routing() as routing:
+            model(**batch())
+        assert [routing.layers[layer].router_logits.shape[0] for layer in (0, 2, 4)] == [27, 27, 18]
+
+
+def test_the_user_s_word_is_for_decoders(made):
+    model = made("t5")[3]
+    with pytest.raises(ValueError, match="a sentence of an encoder-decoder and its translation have a language each"):
+        model(**batch(), languages=["en"] * 3)
+    with pytest.raises(ValueError, match="leave languages out"):
+        model.generate(batch()["input_ids"], languages="en")
+
+
+def test_a_layer_is_never_left_out_at_random(made):
+    model = made("m2m_100")[3].train()
+    assert model.config.encoder_layerdrop == 0.05
+    assert {module.layerdrop for module in model.modules() if hasattr(module, "layerdrop")} == {0.0}
+
+
+@pytest.mark.parametrize("shape", ["m2m_100", "t5", "byt5", "marian"])
+def test_expanded_in_memory_it_is_the_checkpoints_model(made, shape, tmp_path):
+    dense, out, *_ = made(shape)
+    expand_model(AutoModelForSeq2SeqLM.from_pretrained(dense), PLAN).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_layer_moe.LayerMoEConfig",
+        "AutoModel": "modeling_layer_moe.LayerMoEModel",
+        "AutoModelForSeq2SeqLM": "modeling_layer_moe.LayerMoEForSeq2SeqLM",
+    }
+    written, saved = (load_file(folder / "model.safetensors") for folder in (out, tmp_path))
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(written[name], saved[name]) for name in saved)
+    assert isinstance(AutoModel.from_pretrained(out), LayerMoEModel)
+
+
+def test_random_experts_of_t5_are_drawn_as_t5_draws_its_ffn(made, tmp_path):
+    dense = made("t5")[0]
+    expand_checkpoint(dense, tmp_path / "a", PLAN, expert_init="random", seed=1)
+    expand_model(AutoModelForSeq2SeqLM.from_pretrained(dense), PLAN, expert_init="random", seed=1).save_pretrained(
+        tmp_path / "b"
+    )
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    weight = a["encoder.block.0.layer.1.DenseReluDense.experts.1.wo.weight"]
+    assert weight.std().item() == pytest.approx(48**-0.5, rel=0.1)  # d_ff ** -0.5, not initializer_range
+
+
+def test_p4_a_fresh_process_loads_and_saves_it_without_the_package(made, tmp_path):
+    program = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+found = {}
+for path in map(Path, sys.argv[2:]):
+    config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+    base = AutoModel.from_pretrained(path, trust_remote_code=True)
+    model = AutoModelForSeq2SeqLM.from_pretrained(path, trust_remote_code=True).eval()
+    ids = torch.arange(5, 17)[None]
+    found[path.parent.name] = {
+        "classes": [type(x).__name__ for x in (config, base, model)],
+        "module": type(model).__module__.split(".")[0],
+        "generated": model.generate(ids, num_beams=2, max_new_tokens=4, do_sample=False, eos_token_id=None).tolist(),
+    }
+    model.save_pretrained(Path(sys.argv[1]) / path.parent.name)
+print(json.dumps(found))
+"""
+    folders = {shape: made(shape)[1] for shape in SHAPES}
+    found = json.loads(run_fresh(program, str(tmp_path), *map(str, folders.values())).splitlines()[-1])
+    assert found.keys() == folders.keys()
+    for shape, result in found.items():
+        assert result["classes"] == ["LayerMoEConfig", "LayerMoEModel", "LayerMoEForSeq2SeqLM"]
+        assert result["module"] == "transformers_modules"
+        model = LayerMoEForSeq2SeqLM.from_pretrained(folders[shape]).eval()
+        expected = model.generate(torch.arange(5, 17)[None], **{**BEAMS, "num_beams": 2, "max_new_tokens": 4})
+        assert result["generated"] == expected.tolist()
+        for file in (tmp_path / shape).iterdir():
+            assert file.read_bytes() == (folders[shape] / file.name).read_bytes(), f"{shape}: {file.name}"
+
+
+# --- surgery --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def el(base):
+    expand_checkpoint(base, base.with_name("el"), PLAN, seed=1)
+    change(base.with_name("el"))
+    return base.with_name("el")
+
+
+def change(folder):
+    """Training in a stroke: new experts, routers and classifiers change."""
+    model = moved(AutoModelForSeq2SeqLM.from_pretrained(folder))
+    model.save_pretrained(folder)
+
+
+def test_grow_and_shrink(el, tmp_path):
+    plan = Plan(
+        "layer-moe", [4, 1, 2, 1, 5], [0], old=["en", "es", "el"], new=["hi"], grows_from=[3, 1, 2, 1, 4],
+        encoder_layers=3,
+    )  # fmt: skip
+    grow_checkpoint(el, tmp_path / "grown", plan, keep_routers=True)
+    before, grown = (AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (el, tmp_path / "grown"))
+    assert grown.config.num_experts_per_layer == [4, 1, 2, 1, 5]
+    with grown.use_expert(1), before.use_expert(1):
+        assert torch.equal(logits(grown), logits(before))
+    shrink_checkpoint(tmp_path / "grown", tmp_path / "back", 1)
+    assert not compare_checkpoints(el, tmp_path / "back").changed
+    assert load_file(el / "model.safetensors").keys() == load_file(tmp_path / "back" / "model.safetensors").keys()
+    said = invoke("inspect", tmp_path / "grown")
+    assert "m2m_100, 3 encoder and 2 decoder layers" in said
+    assert "encoder 4 1 2, decoder 1 5 (total 13, top-2)" in said
+    assert "classifier layers   encoder.0\n" in said
+    with pytest.raises(InputError, match=r"grows_from: layer decoder\.0 is dense in the model that grows"):
+        Plan("own", [3, 1, 2, 2, 4], new=["hi"], grows_from=[3, 1, 2, 1, 4], encoder_layers=3)
+
+
+def test_diff_names_the_parts(base, el, tmp_path):
+    expand_checkpoint(base, tmp_path / "again", PLAN, seed=1)
+    found = compare_checkpoints(tmp_path / "again", el)
+    assert found.changed
+    assert all(any(part in name for part in (".experts.", ".router.", ".classifier.")) for name in found.changed)
+    assert not any(".experts.0." in name for name in found.changed)
+
+
+def test_export_of_an_expert_is_a_dense_model(base, el, tmp_path):
+    assert export_expert(el, tmp_path / "zero", 0) == "M2M100ForConditionalGeneration"
+    stored, again = (load_file(path / "model.safetensors") for path in (base, tmp_path / "zero"))
+    assert stored.keys() == again.keys()
+    assert all(torch.equal(stored[name], again[name]) for name in stored)
+    export_expert(el, tmp_path / "one", 1)
+    one, model = (AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (tmp_path / "one", el))
+    with model.use_expert(1):
+        assert torch.equal(logits(one), logits(model))
+    with pytest.raises(InputError, match=r"layer encoder\.2 has no expert 2"):
+        export_expert(el, tmp_path / "two", 2)
+    with pytest.raises(InputError, match="no mixture-of-experts architecture of transformers is equivalent"):
+        export_native(el, tmp_path / "native")
+
+
+def test_expansion_only(base, el, tmp_path):
+    save_expansion(el, tmp_path / "added", base)
+    added = load_file(tmp_path / "added" / "expansion.safetensors")
+    assert added
+    assert all(any(part in name for part in (".experts.", ".router.", ".classifier.")) for name in added)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "added", base_model=base).eval()
+    assert torch.equal(logits(model), logits(AutoModelForSeq2SeqLM.from_pretrained(el).eval()))
+
+
+def test_packs_join_and_part(base, el, tmp_path):
+    hi = Plan("layer-moe", [2, 1, 3, 1, 2], [0], old=["en"], new=["hi"], encoder_layers=3)
+    expand_checkpoint(base, tmp_path / "hi", hi, seed=2)
+    change(tmp_path / "hi")
+    join_expansions([el, tmp_path / "hi"], tmp_path / "both")
+    joined = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "both").eval()
+    assert joined.config.num_experts_per_layer == [4, 1, 4, 1, 5]
+    with joined.use_expert(0):
+        assert torch.equal(logits(joined), logits(AutoModelForSeq2SeqLM.from_pretrained(base).eval()))
+    leave_out_pack(tmp_path / "both", tmp_path / "el", "hi")
+    assert not compare_checkpoints(el, tmp_path / "el").changed
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_plans_name_layers_by_their_stack(base, tmp_path):
+    out = tmp_path / "plan.json"
+    said = invoke(
+        "plan", "uniform", "--layers", base, "--experts", 3, "--only-layers", "encoder.0-2/2,decoder.1", "--new", "el",
+        "--classifiers-in", "decoder.1", "--out", out,
+    )  # fmt: skip
+    assert "experts per layer  encoder 3 1 3, decoder 1 3 (total 11)" in said
+    assert "classifier layers  decoder.1" in said
+    plan = Plan.load(out)
+    assert (plan.encoder_layers, plan.experts_per_layer, plan.classifier_layers) == (3, [3, 1, 3, 1, 3], [4])
+    invoke("plan", "random", "--layers", "3+2", "--total-experts", 12, "--new", "el", "--out", tmp_path / "random.json")
+    assert Plan.load(tmp_path / "random.json").encoder_layers == 3
+    with pytest.raises(InputError, match=r"--layers is 3\+0: must be at least 1, or a checkpoint"):
+        invoke("plan", "random", "--layers", "3+0", "--total-experts", 12, "--out", tmp_path / "none.json")
+    Plan("own", [2, 2]).save(tmp_path / "decoder.json")
+    assert "encoder_layers" not in json.loads((tmp_path / "decoder.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "encoder", "message"),
+    [
+        ("1-3", 2, r"1-3: the model is an encoder-decoder; name its layers by encoder\.0 or decoder\.0"),
+        ("encoder.1", 0, r"encoder\.1: the model is a decoder; name its layers by their numbers alone"),
+        ("decoder.3", 2, r"the model has no layer decoder\.3; its layers are decoder\.0-2"),
+        ("encoder.2", 2, r"the model has no layer encoder\.2; its layers are encoder\.0-1"),
+        ("decoder.2-1", 2, r"decoder\.2-1 runs backwards"),
+        ("middle.1", 2, "give layers and ranges of layers from 0"),
+        ("0-4/0", 0, "has a step of 0"),
+    ],
+)
+def test_layers_that_the_model_has_not_are_refused(text, encoder, message):
+    with pytest.raises(InputError, match=message):
+        layers_in(text, 5, encoder_layers=encoder)
+
+
+def test_every_second_layer():
+    assert layers_in("encoder.1-11/2,decoder.1-11/2", 24, encoder_layers=12) == list(range(1, 24, 2))
+    assert layers_in("1-4/3,0", 6) == [0, 1, 4]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_the_wrong_auto_class_is_named(el, tmp_path):
+    save_dense(tmp_path / "decoder")
+    expand_checkpoint(tmp_path / "decoder", tmp_path / "qwen", Plan("own", [2, 1, 2], new=["el"]))
+    with pytest.raises(ValueError, match=r"m2m_100, is an encoder-decoder: load it with AutoModelForSeq2SeqLM"):
+        LayerMoEForCausalLM.from_pretrained(el)
+    with pytest.raises(ValueError, match=r"qwen2, is a decoder: load it with AutoModelForCausalLM"):
+        LayerMoEForSeq2SeqLM.from_pretrained(tmp_path / "qwen")
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForCausalLM.from_pretrained(el)
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "qwen")
+
+
+def test_bases_and_plans_that_do_not_fit_are_refused(base, tmp_path):
+    def refused(plan, message, folder=base):
+        with pytest.raises(InputError, match=message):
+            expand_checkpoint(folder, tmp_path / "out", plan)
+        assert not (tmp_path / "out").exists()
+
+    refused(Plan("own", [2] * 5), r"The plan is for a decoder, but .* has 3 layers of an encoder and 2 of a decoder")
+    refused(Plan("own", [2] * 5, encoder_layers=2), "The plan is for 2 layers of an encoder and 3 of a decoder")
+    refused(Plan("own", [2] * 6, encoder_layers=3), "The plan is for 6 layers, but .* has 5")
+    groups = Plan("dmoe", [2] * 5, groups=[["en"], ["el"]], encoder_layers=3)
+    refused(groups, "is an encoder-decoder, which DMoE does not expand: each of its experts learns the text of one")
+    gate = Plan("own", [2] * 5, [0], new=["el"], encoder_layers=3)
+    refused(Plan(**{**vars(gate), "prefix_gate": {"decay": 0.9, "bound": 4.0}}), "which has no prefix gates")
+    AutoConfig.for_model("bert").save_pretrained(tmp_path / "bert")
+    refused(PLAN, "a bert checkpoint cannot be expanded: it is an encoder, or", tmp_path / "bert")
+    config = AutoConfig.from_pretrained(base)
+    with pytest.raises(ValueError, match="A DMoE is made of a decoder"):
+        DMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5)
+    with pytest.raises(ValueError, match=r"2 entries, but the m2m_100 backbone has 5 layers \(encoder 3, decoder 2"):
+        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2, 2])
+    with pytest.raises(ValueError, match=r"classifier_layers names layer encoder\.1, which is dense"):
+        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2, 1, 2, 2, 2], classifier_layers=[1])
+
+
+def test_a_decoder_alone_out_of_an_encoder_decoder_is_refused(tmp_path):
+    config = AutoConfig.for_model("bart", is_encoder_decoder=False, is_decoder=True)
+    config.save_pretrained(tmp_path / "bart")
+    with pytest.raises(InputError, match="it is the decoder of an encoder-decoder"):
+        expand_checkpoint(tmp_path / "bart", tmp_path / "out", PLAN)
+
+
+def test_the_folder_of_a_decoder_holds_the_same_fields_as_ever(tmp_path):
+    save_dense(tmp_path / "decoder")
+    expand_checkpoint(tmp_path / "decoder", tmp_path / "out", Plan("own", [2, 1, 2], new=["el"]))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+    assert inspect_checkpoint(tmp_path / "out").encoder_layers == 0
+    assert byte_tokenizer() is not None
+    shutil.rmtree(tmp_path / "out")

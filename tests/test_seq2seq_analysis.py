@@ -1,0 +1,235 @@
+"""Analyses and scores of encoder-decoders: similarity, routing, perplexity and translations, against slow loops."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import invoke
+from seq2seq import PLAN, SENTENCES, save_tiny
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.analysis.deviation import measure_deviation
+from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
+from hf_moe_expand.analysis.similarity import ffn_inputs, measure_similarity
+from hf_moe_expand.card import make_card
+from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.pair_translation import translate_pairs
+from hf_moe_expand.evaluation.pairs import evaluate_pairs
+from hf_moe_expand.evaluation.translation import evaluate_translation
+from hf_moe_expand.pipeline import run_recipe, validate_recipe
+from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.results import RoutingResult, SimilarityResult
+from hf_moe_expand.trainers.two_sides import with_decoder_inputs
+
+ENCODER = 3
+TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("analysis")
+    save_tiny(root / "base")
+    expand_checkpoint(root / "base", root / "expanded", PLAN, seed=4)
+    model = AutoModelForSeq2SeqLM.from_pretrained(root / "expanded")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for part in (*ffn.experts[1:], ffn.router, *filter(None, [ffn.classifier])):
+                for parameter in part.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(root / "expanded")
+    for code in ("es", "el"):
+        rows = [{"translation": {"en": b, code: a}} for a, b in zip(SENTENCES[code], SENTENCES["en"], strict=True)]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (root / f"{code}.jsonl").write_text(text, "utf-8")
+    for code, sentences in SENTENCES.items():
+        (root / f"{code}.txt").write_text("\n".join(sentences) + "\n", "utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """`loaded("base")`: the model and its tokenizer."""
+    return lambda name: (
+        AutoModelForSeq2SeqLM.from_pretrained(folder / name).eval(),
+        AutoTokenizer.from_pretrained(folder / name),
+    )
+
+
+def pairs():
+    """The sentence pairs of each language, to and from it."""
+    found = {}
+    for code, other in (("en", "es"), ("es", "en"), ("el", "en")):
+        both = list(zip(SENTENCES[code], SENTENCES[other], strict=True))
+        found[code] = [
+            row for a, b in both for row in (SentencePair(b, a, other, code), SentencePair(a, b, code, other))
+        ]
+    return found
+
+
+def slow_sides(model, tokenizer, language):
+    """For each side, the runs of single pairs without padding that hold the first `TOKENS` tokens of the language
+    there: the model's inputs, its labels, and the number of tokens that count."""
+    encoder, runs = PairEncoder(tokenizer), {0: [], 1: []}
+    for side in runs:
+        left = TOKENS
+        for pair in pairs()[language]:
+            if pair.direction[side] == language and left:
+                ((source,), (target,)) = encoder.encode([pair])
+                batch = {"input_ids": torch.tensor([source]), "labels": torch.tensor([target])}
+                inputs = with_decoder_inputs(model, batch)
+                labels = inputs.pop("labels")
+                count = min(left, len((source, target)[side]))
+                left -= count
+                runs[side].append((inputs, labels, count))
+    return runs
+
+
+def test_similarity_is_the_mean_cosine_of_all_pairs_of_states(loaded):
+    model, tokenizer = loaded("base")
+    found = measure_similarity(model, tokenizer, pairs(), ["en", "es"], ["el"], tokens=TOKENS, batch_size=3)
+    assert found.encoder_layers == ENCODER
+    states = {}
+    for language in ("en", "es", "el"):
+        states[language] = [[] for _ in range(5)]
+        for side, runs in slow_sides(model, tokenizer, language).items():
+            for inputs, _, count in runs:
+                seen = {}
+                with torch.no_grad(), ffn_inputs(model, seen.__setitem__):
+                    model(**inputs)
+                for layer in range(5):
+                    if (layer >= ENCODER) == bool(side):
+                        states[language][layer].append(seen[layer].flatten(0, -2)[:count])
+    for layer in range(5):
+        units = {code: F.normalize(torch.cat(found_[layer]).double(), dim=-1) for code, found_ in states.items()}
+        slow = [(units["el"] @ units[old].T).mean().item() for old in ("en", "es")]
+        assert found.new_old[layer] == pytest.approx(sum(slow) / 2, abs=1e-5)
+
+
+def test_routing_is_that_of_single_pairs(loaded):
+    model, tokenizer = loaded("expanded")
+    found = measure_routing(model, tokenizer, pairs(), tokens=TOKENS, batch_size=4)
+    assert (found.layers, found.encoder_layers) == ([0, 2, 4], ENCODER)
+    assert found.names == ["encoder.0", "encoder.2", "decoder.1"]
+    for language in ("en", "es", "el"):
+        weights, nats = {layer: [] for layer in found.layers}, 0.0
+        for side, runs in slow_sides(model, tokenizer, language).items():
+            for inputs, labels, count in runs:
+                with torch.no_grad(), model.capture_routing() as routing:
+                    logits = model(**inputs).logits
+                for layer, one in routing.layers.items():
+                    if (layer >= ENCODER) == bool(side):
+                        weights[layer].append(one.weight_of_each_expert()[:count])
+                if side:
+                    nats += F.cross_entropy(logits[0, :count], labels[0, :count], reduction="sum").item()
+        assert found.perplexity[language] == pytest.approx(torch.tensor(nats / TOKENS).exp().item(), rel=1e-4)
+        for index, layer in enumerate(found.layers):
+            use = torch.cat(weights[layer])
+            torch.testing.assert_close(
+                torch.tensor(found.weight_share[language][index]), use.mean(0), rtol=1e-4, atol=1e-5
+            )
+            top1 = use.argmax(-1).bincount(minlength=use.shape[1]).tolist()
+            assert found.experts_for_half[language][index] == experts_for_half(top1)
+    assert found.colocation[1] is None  # between the stacks, whose tokens differ
+    assert found.colocation[0] is not None
+
+
+def test_perplexity_is_of_the_translations_without_the_given_code(loaded):
+    model, tokenizer = loaded("base")
+    score = evaluate_pairs(model, tokenizer, {"el": pairs()["el"]}, batch_size=3)["el"]
+    encoder, nats, tokens = PairEncoder(tokenizer), 0.0, 0
+    for pair in pairs()["el"]:
+        ((source,), (target,)) = encoder.encode([pair])
+        batch = {"input_ids": torch.tensor([source]), "labels": torch.tensor([target])}
+        with torch.no_grad():
+            logits = model(**with_decoder_inputs(model, batch)).logits
+        nats += F.cross_entropy(logits[0, 1:], batch["labels"][0, 1:], reduction="sum").item()
+        tokens += len(target) - 1
+    assert score.tokens == tokens
+    assert score.bytes == sum(len(pair.target.encode()) for pair in pairs()["el"])
+    assert score.perplexity == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_translations_are_those_of_single_sentences(loaded, beams):
+    model, tokenizer = loaded("expanded")
+    found, cut = translate_pairs(model, tokenizer, SENTENCES["en"], ("en", "el"), 2, 6, beams)
+    greek, ends = tokenizer.convert_tokens_to_ids("ell_Grek"), 0
+    for sentence, translation in zip(SENTENCES["en"], found, strict=True):
+        (source,) = PairEncoder(tokenizer).sources([sentence], ("en", "el"))
+        (written,) = model.generate(
+            torch.tensor([source]), forced_bos_token_id=greek, num_beams=beams, max_new_tokens=6, do_sample=False
+        ).tolist()
+        assert written[1] == greek
+        assert translation == " ".join(tokenizer.decode(written, skip_special_tokens=True).split())
+        ends += tokenizer.eos_token_id in written[1:]
+    assert cut == len(found) - ends
+
+
+def test_a_trained_model_s_scores_and_bad_requests(loaded):
+    model, tokenizer = loaded("base")
+    scores = evaluate_translation(model, tokenizer, SENTENCES, [("en", "el"), ("el", "en")], max_new_tokens=5)
+    assert {pair: score.sentences for pair, score in scores.items()} == {"en-el": 5, "el-en": 5}
+    with pytest.raises(InputError, match="shots is 1, but an encoder-decoder translates without examples"):
+        evaluate_translation(model, tokenizer, SENTENCES, [("en", "el")], shots=1)
+    with pytest.raises(InputError, match="do not fit the model's 64 positions"):
+        evaluate_translation(model, tokenizer, SENTENCES, [("en", "el")], max_new_tokens=64)
+    with pytest.raises(InputError, match="Language 'en' has 4 tokens as a source, but 20 were asked for"):
+        measure_similarity(model, tokenizer, {**pairs(), "en": pairs()["en"][8:]}, ["en"], ["el"], tokens=TOKENS)
+    with pytest.raises(InputError, match="is an encoder-decoder, but deviation and DMoE are for decoders"):
+        measure_deviation(model, tokenizer, {}, work_dir=Path("none"))
+
+
+def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
+    (tmp_path / "plain.jsonl").write_text('{"text": "η θάλασσα"}\n', "utf-8")
+    pair = {"translation": {"en": "the sea", "hi": "समुद्र"}}
+    (tmp_path / "hi.jsonl").write_text(json.dumps(pair, ensure_ascii=False) + "\n", "utf-8")
+
+    def recipe(**texts):
+        plan = {"method": "moe-lpr", "experts": 2, "only_layers": "encoder.1"}
+        return Recipe(base=str(folder / "base"), output=str(tmp_path / "run"), plan=plan, **{"review": None, **texts})
+
+    with pytest.raises(InputError, match=r"new.el: .*plain.jsonl:1: holds `text`, but the model is an encoder-decoder"):
+        validate_recipe(recipe(new={"el": str(tmp_path / "plain.jsonl")}))
+    with pytest.raises(InputError, match=r"new.hi: the tokenizer \(NllbTokenizer\) has no code for 'hi'"):
+        validate_recipe(recipe(new={"hi": str(tmp_path / "hi.jsonl")}))
+    with pytest.raises(InputError, match=r"is an encoder-decoder, but texts that the base writes itself"):
+        validate_recipe(recipe(new={"el": str(folder / "el.jsonl")}, self_written={}, review={}))
+
+
+def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
+    data = [f"--data={code}={folder / name}.jsonl" for code, name in (("en", "es"), ("es", "es"), ("el", "el"))]
+    said = invoke("analyze", "routing", folder / "expanded", *data, "--tokens", TOKENS, "--out", tmp_path / "r.json")
+    assert "encoder.0, encoder.2" in said
+    assert RoutingResult.from_json(tmp_path / "r.json").encoder_layers == ENCODER
+    texts = [f"--data={code}={folder / code}.txt" for code in ("en", "el")]
+    said = invoke(
+        "evaluate-translation", folder / "base", folder / "expanded", *texts, "--max-new-tokens", 6, "--beams", 2,
+        "--out", tmp_path / "translation.json",
+    )  # fmt: skip
+    assert "en-el" in said
+    recipe = Recipe(
+        base=str(folder / "base"), output=str(tmp_path / "run"), old={"es": str(folder / "es.jsonl")},
+        new={"el": str(folder / "el.jsonl")}, test={"es": str(folder / "es.jsonl"), "el": str(folder / "el.jsonl")},
+        analysis={"tokens": TOKENS}, plan={"method": "layer-moe", "total_experts": 12, "classifier_layers": 2},
+        post_pretrain={"block_size": 32, "training": {"max_steps": 2}},
+        review={"block_size": 32, "training": {"max_steps": 2}},
+    )  # fmt: skip
+    run_recipe(recipe)
+    assert SimilarityResult.from_json(tmp_path / "run" / "analysis.json").encoder_layers == ENCODER
+    assert Plan.load(tmp_path / "run" / "plan.json").total_experts == 12
+    (tmp_path / "r.json").rename(tmp_path / "run" / "routing.json")
+    invoke("report", tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    for stack, layer in product(("encoder", "decoder"), (0, 1)):
+        assert f"{stack}.{layer}" in page
+    assert "layer encoder.2" in page
+    card = str(make_card(tmp_path / "run" / "review", "me/el"))
+    assert "AutoModelForSeq2SeqLM.from_pretrained" in card
+    assert "pipeline_tag: translation" in card
+    assert "| encoder.0" in card

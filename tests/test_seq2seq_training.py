@@ -1,0 +1,377 @@
+"""Training on sentence pairs: languages of both sides, losses against slow definitions, stages from file to folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import checkpointed, invoke
+from datasets import Dataset
+from safetensors.torch import load_file
+from seq2seq import (
+    PLAN,
+    SENTENCES,
+    byt5_tokenizer,
+    mbart50_tokenizer,
+    nllb_tokenizer,
+    plain_tokenizer,
+    save_tiny,
+    t5_tokenizer,
+)
+from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+from hf_moe_expand import (
+    BalanceLoss,
+    ClassifierLoss,
+    DistillationLoss,
+    GateBudgetLoss,
+    LanguagePriorLoss,
+    LanguageText,
+    Masking,
+    PairCollator,
+    Plan,
+    PostPretrainConfig,
+    PostPretrainTrainer,
+    ReviewConfig,
+    RouterLossMixin,
+    expand_checkpoint,
+    pack_pairs,
+    train_stage,
+)
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation.validation import ValidationCurves
+from hf_moe_expand.records import History
+from hf_moe_expand.trainers.two_sides import with_decoder_inputs
+
+
+def write_pairs(path: Path, language: str, other: str = "en", times: int = 1) -> Path:
+    rows = [
+        {"translation": {other: b, language: a}}
+        for a, b in zip(SENTENCES[language], SENTENCES[other], strict=True)
+        for _ in range(times)
+    ]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A dense base, its expansion, and parallel text of Greek and of Spanish with English."""
+    root = tmp_path_factory.mktemp("training")
+    save_tiny(root / "base")
+    expand_checkpoint(root / "base", root / "expanded", PLAN, seed=1)
+    for code in ("es", "el"):
+        write_pairs(root / f"{code}.jsonl", code)
+    return root
+
+
+def texts(folder, **sources):
+    return {code: LanguageText(code, str(folder / f"{name}.jsonl")) for code, name in sources.items()}
+
+
+def packed(folder, **options):
+    pairs = {code: source.load_pairs() for code, source in texts(folder, es="es", el="el").items()}
+    return pack_pairs(pairs, nllb_tokenizer(), 32, 0, languages=["en", "es", "el"], **options)
+
+
+# --- tokens of both sides -------------------------------------------------------------------------------------------
+
+
+def words(tokenizer, ids):
+    return tokenizer.convert_ids_to_tokens(ids)
+
+
+def test_the_tokenizer_s_own_codes_stand_where_it_puts_them():
+    pair = SentencePair("the sea", "η θάλασσα", "en", "el")
+    tokenizer = nllb_tokenizer()
+    encoder = PairEncoder(tokenizer)
+    ((source,), (target,)) = encoder.encode([pair])
+    assert words(tokenizer, source)[0] == "eng_Latn"
+    assert words(tokenizer, target)[0] == "ell_Grek"
+    assert words(tokenizer, target)[-1] == "</s>"
+    assert encoder.start(("en", "el")) == {"forced_bos_token_id": tokenizer.convert_tokens_to_ids("ell_Grek")}
+    assert encoder.start(("el", "en")) == {"forced_bos_token_id": tokenizer.convert_tokens_to_ids("eng_Latn")}
+    tokenizer = mbart50_tokenizer()
+    ((source,), (target,)) = PairEncoder(tokenizer).encode([SentencePair("the sea", "el mar", "en", "es")])
+    assert [words(tokenizer, source)[0], words(tokenizer, target)[0]] == ["en_XX", "es_XX"]
+
+
+def test_without_codes_the_task_stands_in_the_text():
+    for tokenizer in (t5_tokenizer(), byt5_tokenizer()):
+        encoder = PairEncoder(tokenizer)
+        ((source,), (target,)) = encoder.encode([SentencePair("good night", "καληνύχτα", "en", "el")])
+        same = tokenizer("translate English to Greek: good night").input_ids
+        assert source == same
+        assert target == tokenizer("καληνύχτα").input_ids
+        assert encoder.start(("en", "el")) == {}
+
+
+def test_marian_takes_the_target_s_code_or_none():
+    tokenizer = plain_tokenizer()
+    tokenizer.supported_language_codes = []
+    pair = SentencePair("the sea", "η θάλασσα", "en", "el")
+    assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer("the sea").input_ids]
+    tokenizer.supported_language_codes = [">>el<<", ">>ell<<"]
+    assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer(">>el<< the sea").input_ids]
+    with pytest.raises(InputError, match="has no code for 'hi'"):
+        PairEncoder(tokenizer).check([("hi", "el"), ("el", "hi")])
+
+
+def test_codes_in_front_of_the_source_name_the_target():
+    """MADLAD-400's tokenizer."""
+    tokenizer = plain_tokenizer()
+    tokenizer.add_tokens(["<2el>", "<2zh_Latn>"])
+    encoder = PairEncoder(tokenizer)
+    ((source,), (target,)) = encoder.encode([SentencePair("the sea", "η θάλασσα", "en", "el")])
+    assert source == tokenizer("<2el> the sea").input_ids
+    assert target == tokenizer("η θάλασσα").input_ids
+    with pytest.raises(InputError, match="has no code for 'hi'"):
+        encoder.check([("el", "hi")])
+
+
+def test_codes_are_found_by_language_and_script():
+    encoder = PairEncoder(nllb_tokenizer())
+    assert [encoder._name(code) for code in ("zh", "zh-Hant", "zho_Hans", "en", "es", "ell_Grek")] == [
+        "zho_Hans", "zho_Hant", "zho_Hans", "eng_Latn", "spa_Latn", "ell_Grek",
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"has no code for 'hi', so the model cannot be told .* it has ell_Grek"):
+        encoder.check([("hi", "en")])
+
+
+def test_pairs_go_both_ways_and_keep_their_languages(folder):
+    found = packed(folder)
+    assert (found.documents, found.blocks, found.languages) == ({"es": 10, "el": 10}, (10, 10), ("en", "es", "el"))
+    rows = found.dataset
+    assert sorted({tuple(ids) for ids in rows["language_ids"][:10]}) == [(0, 1), (1, 0)]
+    assert sorted({tuple(ids) for ids in rows["language_ids"][10:]}) == [(0, 2), (2, 0)]
+    sizes = [len(a) + len(b) for a, b in zip(rows["input_ids"], rows["labels"], strict=True)]
+    assert found.tokens == {"es": sum(sizes[:10]), "el": sum(sizes[10:])}
+    batch = PairCollator(1)([rows[0], rows[10], rows[11]])
+    for ids, tokens, filler in (("language_ids", "input_ids", 1), ("decoder_language_ids", "labels", -100)):
+        assert ((batch[ids] < 0) == (batch[tokens] == filler)).all()
+    assert torch.equal(batch["attention_mask"], (batch["input_ids"] != 1).long())
+    assert packed(folder, documents={"es": 3, "el": 5}).documents == {"es": 3, "el": 5}
+    with pytest.raises(InputError, match="each of its 10 sentence pairs is longer than block_size, 2"):
+        pack_pairs({"el": texts(folder, el="el")["el"].load_pairs()}, nllb_tokenizer(), 2, 0)
+
+
+# --- losses ---------------------------------------------------------------------------------------------------------
+
+
+class Plain(RouterLossMixin, Seq2SeqTrainer):
+    """What a user writes."""
+
+
+LOSSES = [BalanceLoss(0.01), LanguagePriorLoss(0.1), ClassifierLoss(0.2)]
+
+
+def trainer(folder, out, rows, batch, accumulation=1, losses=LOSSES, collator=None, **options):
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "expanded", dtype=torch.float32)
+    arguments = Seq2SeqTrainingArguments(
+        str(out), per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1, seed=0,
+        learning_rate=1.0, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, report_to="none",
+        save_strategy="no", logging_steps=1, use_cpu=True, disable_tqdm=True, **options,
+    )  # fmt: skip
+    return Plain(
+        model, arguments, train_dataset=rows, data_collator=collator or PairCollator(1), router_losses=losses,
+        language_classes=[0, 0, 1],
+    )  # fmt: skip
+
+
+def moved_by(made):
+    """The change of every parameter in one step of plain gradient descent."""
+    before = {name: value.detach().clone() for name, value in made.model.named_parameters()}
+    made.train()
+    return {name: value.detach() - before[name] for name, value in made.model.named_parameters()}
+
+
+def slow_gradient(folder, rows):
+    """The step's loss by its definition: a loop over pairs, layers and tokens, without padding."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "expanded", dtype=torch.float32).train()
+    classes, nats, targets = [0, 0, 1], [], 0
+    found = {layer: [] for layer in model.expanded_ffns()}
+    for row in rows:
+        labels = torch.tensor([row["labels"]])
+        inputs = with_decoder_inputs(model, {"input_ids": torch.tensor([row["input_ids"]]), "labels": labels})
+        with model.capture_routing() as routing:
+            logits = model(input_ids=inputs["input_ids"], decoder_input_ids=inputs["decoder_input_ids"]).logits
+        nats.append(F.cross_entropy(logits[0], labels[0], reduction="sum"))
+        targets += labels.numel()
+        for layer, one in routing.layers.items():
+            of = classes[row["language_ids"][int(layer >= 3)]]
+            found[layer].append((one, torch.full((one.router_logits.shape[0],), of)))
+    total = torch.stack(nats).sum() / targets
+    classifiers = [layer for layer, ones in found.items() if ones[0][0].classifier_logits is not None]
+    for layer, ones in found.items():
+        logits, class_T = torch.cat([one.router_logits for one, _ in ones]), torch.cat([of for _, of in ones])
+        prior = -logits.log_softmax(-1)[class_T == 0, 0].mean()
+        T, N = logits.shape
+        K = ones[0][0].top_k
+        f = torch.zeros(N).scatter_add(0, logits.topk(K).indices.flatten(), torch.ones(T * K)) * N / (K * T)
+        total = total + (0.1 * prior + 0.01 * (f * logits.softmax(-1).mean(0)).sum()) / len(found)
+        if layer in classifiers:
+            judged = torch.cat([one.classifier_logits for one, _ in ones])
+            total = total + 0.2 * F.cross_entropy(judged, class_T) / len(classifiers)
+    total.backward()
+    return {name: value.grad for name, value in model.named_parameters()}
+
+
+def test_a_step_is_the_gradient_of_the_definition(folder, tmp_path):
+    rows = packed(folder).dataset
+    moved = moved_by(trainer(folder, tmp_path, rows, 20))
+    for name, gradient in slow_gradient(folder, rows).items():
+        expected = torch.zeros_like(moved[name]) if gradient is None else -gradient
+        torch.testing.assert_close(moved[name], expected, rtol=2e-3, atol=2e-5, msg=name)
+    assert all(moved[name].any() for name in moved if "router" in name or "classifier" in name)
+
+
+def more_padding(rows):
+    """Five columns of padding on each side."""
+    batch = PairCollator(1)(rows)
+    fillers = {"input_ids": 1, "attention_mask": 0, "labels": -100, "language_ids": -1, "decoder_language_ids": -1}
+    return {name: F.pad(value, (0, 5), value=fillers[name]) for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("way", ["micro-batches", "padding", "checkpointing"])
+def test_p6_a_step_does_not_depend_on_padding_or_on_how_it_is_cut(folder, tmp_path, way):
+    rows, losses = packed(folder).dataset, [LanguagePriorLoss(0.1), ClassifierLoss(0.2)]
+    whole = moved_by(trainer(folder, tmp_path / "a", rows, 20, losses=losses))
+    options = {
+        "micro-batches": {"batch": 4, "accumulation": 5},
+        "padding": {"batch": 20, "collator": more_padding},
+        "checkpointing": {"batch": 20, **checkpointed()},
+    }[way]
+    other = moved_by(trainer(folder, tmp_path / "b", rows, losses=losses, **options))
+    for name, value in whole.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_label_smoothing_is_taken(folder, tmp_path):
+    rows = packed(folder).dataset
+    plain, smooth = (
+        moved_by(trainer(folder, tmp_path / str(share), rows, 20, label_smoothing_factor=share)) for share in (0.0, 0.1)
+    )
+    assert any(not torch.allclose(plain[name], smooth[name], atol=1e-6) for name in plain)
+
+
+def test_predictions_with_generation_and_losses_without(folder, tmp_path):
+    rows = packed(folder).dataset
+    made = trainer(folder, tmp_path, rows, 4, predict_with_generate=True, generation_max_length=8)
+    found = made.predict(rows.select(range(4)))
+    assert found.predictions.shape[0] == 4
+    made.args.predict_with_generate = False
+    assert {"eval_loss", "eval_language_prior_loss", "eval_classifier_accuracy"} <= set(made.evaluate(rows))
+
+
+def test_what_cannot_be_is_refused(folder, tmp_path):
+    rows = packed(folder).dataset
+    with pytest.raises(ValueError, match="The distillation loss is for decoders"):
+        trainer(folder, tmp_path, rows, 4, losses=[DistillationLoss(0.1)])
+    bare = trainer(folder, tmp_path, rows, 4, collator=lambda batch: without(PairCollator(1)(batch)))
+    with pytest.raises(ValueError, match="batches with language_ids and decoder_language_ids"):
+        bare.train()
+
+
+def without(batch):
+    return {name: value for name, value in batch.items() if name != "decoder_language_ids"}
+
+
+# --- stages ---------------------------------------------------------------------------------------------------------
+
+LENGTH = {
+    "max_steps": 3, "per_device_train_batch_size": 5, "learning_rate": 1e-2, "use_cpu": True, "block_size": 32,
+    "disable_tqdm": True,
+}  # fmt: skip
+
+
+def test_stage_1_and_review_from_file_to_folder(folder, tmp_path):
+    first = PostPretrainConfig(str(tmp_path / "w"), **LENGTH, validation={"texts": {"el": str(folder / "el.jsonl")}})
+    record = train_stage(folder / "expanded", tmp_path / "one", texts(folder, el="el"), first)
+    assert (record.documents, record.blocks_seen) == ({"el": 10}, 15)
+    curves = ValidationCurves.load(tmp_path / "one")
+    assert curves.steps == [0, 3]
+    assert curves.loss["el"][1] < curves.loss["el"][0]
+    changed = compare_checkpoints(folder / "expanded", tmp_path / "one").changed
+    assert changed
+    assert all((".experts." in name and ".experts.0." not in name) or ".router." in name for name in changed)
+    everything = texts(folder, en="es", es="es", el="el")
+    train_stage(tmp_path / "one", tmp_path / "two", everything, ReviewConfig(str(tmp_path / "w"), **LENGTH))
+    changed = compare_checkpoints(tmp_path / "one", tmp_path / "two").changed
+    assert all(".router." in name or ".classifier." in name for name in changed)
+    stages = History.of(json.loads((tmp_path / "two" / "config.json").read_text())).stages
+    assert [stage.stage for stage in stages] == ["post-pretrain", "review"]
+    assert stages[1].tokens_seen_by_language.keys() == {"en", "es", "el"}
+
+
+def test_p8_the_same_seed_gives_the_same_bytes_with_everything_on(folder, tmp_path):
+    """Masks, gates, a curriculum and a temperature."""
+    plan = Plan("uniform", [4, 1, 4, 4, 1], new=["es", "el"], encoder_layers=3)
+    expand_checkpoint(folder / "base", tmp_path / "gates", plan, conditional_routing=True)
+    (tmp_path / "curriculum.json").write_text('{"steps": 4, "entry": {"es": 0, "el": 2}}')
+    length = {**LENGTH, "curriculum": str(tmp_path / "curriculum.json")}
+    del length["max_steps"]
+    for name in ("a", "b"):
+        config = PostPretrainConfig(
+            str(tmp_path / "w"), **length, temperature=2.0, gate_budget=0.6,
+            masking=Masking(expert_output=0.1, final_output=0.2, conditional_routing=0.2, gating_dropout=0.3),
+        )  # fmt: skip
+        train_stage(tmp_path / "gates", tmp_path / name, texts(folder, es="es", el="el"), config)
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert a == b
+    before = load_file(tmp_path / "gates" / "model.safetensors")
+    trained = load_file(tmp_path / "a" / "model.safetensors")
+    gates = [name for name in trained if "conditional_gate" in name]
+    assert len(gates) == 3
+    assert all(not torch.equal(trained[name], before[name]) for name in gates)
+
+
+def test_the_trainer_takes_translations_in_memory(folder, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder / "expanded", dtype=torch.float32)
+    data = Dataset.from_list([{"translation": {"en": "the sea", "el": "η θάλασσα"}}] * 6)
+    config = PostPretrainConfig(str(tmp_path), **LENGTH)
+    made = PostPretrainTrainer(model, config, train_dataset=data, processing_class=nllb_tokenizer())
+    made.train()
+    assert made.record.documents == {"el": 12}
+    with pytest.raises(InputError, match="train_dataset has no column `translation`: an encoder-decoder learns"):
+        PostPretrainTrainer(
+            model, config, train_dataset=Dataset.from_dict({"text": ["η θάλασσα"]}), processing_class=nllb_tokenizer()
+        )
+
+
+def test_gates_have_their_budget(folder, tmp_path):
+    plan = Plan("uniform", [3] * 5, new=["el"], encoder_layers=3)
+    expand_checkpoint(folder / "base", tmp_path / "expanded", plan, conditional_routing=True)
+    rows = packed(folder).dataset
+    made = trainer(tmp_path, tmp_path / "out", rows, 20, losses=[GateBudgetLoss(0.5, gate_budget=0.9)])
+    made.train()
+    (logged,) = [log for log in made.state.log_history if "budget_loss" in log]
+    assert logged["gate"] == pytest.approx(0.5, abs=1e-4)
+    assert logged["budget_loss"] == pytest.approx(0.4, abs=1e-4)
+
+
+def test_text_that_does_not_fit_is_refused(folder, tmp_path):
+    def refused(message, lines):
+        (tmp_path / "text.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        source = {"el": LanguageText("el", str(tmp_path / "text.jsonl"))}
+        config = PostPretrainConfig(str(tmp_path / "w"), **LENGTH)
+        with pytest.raises(InputError, match=message):
+            train_stage(folder / "expanded", tmp_path / "out", source, config)
+        assert not (tmp_path / "out").exists()
+
+    refused(r"text\.jsonl:1: holds `text`, but the model is an encoder-decoder", [{"text": "η θάλασσα"}])
+    pair = {"translation": {"hi": "समुद्र", "el": "η θάλασσα"}}
+    refused(r"the tokenizer \(NllbTokenizer\) has no code for 'hi'", [pair])
+    refused("no text in language 'el'", [{"translation": {"en": "the sea", "es": "el mar"}}])
+    config = ReviewConfig(str(tmp_path / "w"), **LENGTH, distillation_coef=0.1)
+    everything = texts(folder, en="es", es="es", el="el")
+    with pytest.raises(InputError, match="distillation_coef: keeps the base's predictions of the next token"):
+        train_stage(folder / "expanded", tmp_path / "out", everything, config)
+
+
+def test_the_dense_baselines_are_for_decoders(folder, tmp_path):
+    with pytest.raises(InputError, match="which the dense baselines do not train"):
+        invoke("train", "dense", folder / "base", tmp_path / "out", "--data", f"el={folder / 'el.jsonl'}")

@@ -1,0 +1,68 @@
+"""The two sides of an encoder-decoder in a batch: the source's tokens in its encoder, the target's in its decoder.
+
+Shape suffixes: B pairs of a batch, S tokens of a source, T tokens of a target, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..modeling import LayerRouting, stack_sizes
+
+# The columns with the language of each token, of the source (or of a decoder's text) and of the target.
+LANGUAGE_COLUMNS = ("language_ids", "decoder_language_ids")
+_IGNORED = -100
+
+
+def target_loss(
+    outputs: Any, labels_BT: torch.Tensor, num_items_in_batch: Any = None, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """The mean negative log-likelihood of the target's tokens, in nats: over the whole optimizer step, not the mean of
+    its micro-batches' means, which the library's translation models give.
+
+    Args:
+        num_items_in_batch: number of target tokens in the step; those of the batch by default.
+        label_smoothing: share of the probability that is spread over the vocabulary.
+    """
+    logits_NV = outputs["logits"].flatten(0, 1).float()
+    nats = F.cross_entropy(
+        logits_NV, labels_BT.flatten(), ignore_index=_IGNORED, reduction="sum", label_smoothing=label_smoothing
+    )
+    return nats / (labels_BT.ne(_IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def with_decoder_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs with `decoder_input_ids` `[B, T]`: the labels, shifted to the right as the model itself does it."""
+    labels_BT = inputs.get("labels")
+    if labels_BT is None or inputs.get("decoder_input_ids") is not None:
+        return dict(inputs)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is not None:
+        return {**inputs, "decoder_input_ids": shift(labels=labels_BT)}
+    shifted_BT = labels_BT.roll(1, dims=-1)
+    shifted_BT[:, 0] = model.config.decoder_start_token_id
+    return {**inputs, "decoder_input_ids": shifted_BT.masked_fill(shifted_BT == _IGNORED, model.config.pad_token_id)}
+
+
+def counted_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """`[B, T]` bool: the decoder's tokens that are no padding, those with a label."""
+    if inputs.get("labels") is not None:
+        return inputs["labels"].ne(_IGNORED)
+    mask = inputs.get("decoder_attention_mask")
+    return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+
+
+def by_stack(config: Any, layers: Mapping[int, LayerRouting]) -> list[list[LayerRouting]]:
+    """The routing of the expanded layers, in order: of an encoder-decoder, the encoder's and the decoder's."""
+    found, first = [], 0
+    for size in stack_sizes(config).values():
+        found.append([layers[layer] for layer in sorted(layers) if first <= layer < first + size])
+        first += size
+    return found
+
+
+def others(stacks: Sequence[Sequence[LayerRouting]], stack: int) -> list[LayerRouting]:
+    """The routing of the other stacks' layers."""
+    return [layer for number, layers in enumerate(stacks) if number != stack for layer in layers]
