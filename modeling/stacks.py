@@ -14,7 +14,7 @@ def stack_sizes(config: Any) -> dict[str, int]:
         ValueError: an encoder-decoder's configuration does not say how many layers its decoder has.
     """
     if not getattr(config, "is_encoder_decoder", False):
-        return {"": config.num_hidden_layers}
+        return {"": config.get_text_config(decoder=True).num_hidden_layers}  # of a model of several kinds of input
     decoder = next((found for name in DECODER_LAYERS if (found := getattr(config, name, None)) is not None), None)
     if decoder is None or not isinstance(config.num_hidden_layers, int):
         raise ValueError(

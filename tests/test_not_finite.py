@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from conftest import invoke, save_dense, write_texts
@@ -70,7 +71,8 @@ def test_each_tensor_is_looked_at_once(root, monkeypatch):
 def test_a_score_that_is_not_finite_names_model_and_language(monkeypatch, root):
     with pytest.raises(InputError, match="NaN or infinite"):
         LanguageScore.from_nats(math.nan, 3, 10)
-    monkeypatch.setattr(scoring, "load_for_inference", lambda *_: (None, None))
+    model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+    monkeypatch.setattr(scoring, "load_for_inference", lambda *_: (model, None))
     monkeypatch.setattr(scoring, "evaluate_model", lambda *_: LanguageScore.from_nats(math.inf, 3, 10))
     with pytest.raises(InputError, match=r"^tuned: the log-likelihood of the text is -inf"):
         scoring.score_models({"tuned": ("x", None)}, {}, [["en"]])

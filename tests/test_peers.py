@@ -74,7 +74,8 @@ def test_a_step_trains_what_it_should(script, case, tmp_path, capsys):
     }  # fmt: skip
     assert found["trained"] == trained.get(case, routers)
     assert found["parameters"] >= dense
-    assert min(found["seconds"], found["peak"]) > 0
+    assert found["seconds"] > 0
+    assert found["peak"] >= 0  # what the process held before may be enough
 
 
 def test_what_does_not_keep_the_function_is_told(script, tmp_path):

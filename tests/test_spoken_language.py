@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from conftest import CONFIGURATIONS, byte_tokenizer, matrix, tiny_config, tiny_dense
 from transformers import Trainer, TrainingArguments, pipeline
 
@@ -179,6 +180,7 @@ def test_a_model_that_records_no_language_says_so():
 
 def test_accelerate_leaves_the_argument_in_place():
     """It wraps the forward pass for mixed precision, and unwinds it."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # of tests in the same process
     _, model = expanded("qwen2")
     before = model(**text(2), languages="en").logits
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
@@ -186,6 +188,7 @@ def test_accelerate_leaves_the_argument_in_place():
     prepared(**text(2), languages="en")
     unwound = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert torch.equal(unwound(**text(2), languages="en").logits, before)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_the_forward_pass_keeps_its_signature_for_the_library(tmp_path):
