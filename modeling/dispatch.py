@@ -19,6 +19,7 @@ from .grouped_experts import knows_routing, run_grouped
 from .grouped_kernels import has_grouped_mm
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+_FEW_ASSIGNMENTS = 128
 logger = logging.get_logger(__name__)
 
 
@@ -39,8 +40,8 @@ def dispatch(
         implementation: one of `IMPLEMENTATIONS`; None chooses by the number of tokens.
     """
     form = None if block is None or takes_residual else block.forms[training]
-    if implementation is None and _is_one_token(x_Th, training) and not torch.is_autocast_enabled(x_Th.device.type):
-        form = None  # its experts alone, without sorting, are fastest
+    if implementation is None and _is_faster_apart(x_Th, index_TK, training):
+        form = None
     if form is not None and implementation != "eager" and not torch._C._are_functorch_transforms_active():
         found = block.weights(experts, form, x_Th)  # type: ignore[union-attr]
         if found is not None and _fits(x_Th, found[0].weights[0]):
@@ -62,6 +63,14 @@ def dispatch(
 def _is_one_token(x_Th: torch.Tensor, training: bool) -> bool:
     """Whether this is a step of decoding whose routing the host reads at no cost."""
     return not training and knows_routing(x_Th) and x_Th.shape[0] == 1
+
+
+def _is_faster_apart(x_Th: torch.Tensor, index_TK: torch.Tensor, training: bool) -> bool:
+    """Whether experts on a CPU run faster as modules, as measured for few tokens (docs/speed.md). Under autocast,
+    training would convert each expert's weights there."""
+    if not knows_routing(x_Th) or index_TK.numel() > _FEW_ASSIGNMENTS:
+        return False
+    return not (training and torch.is_autocast_enabled(x_Th.device.type))
 
 
 def _fits(x_Th: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -71,14 +71,24 @@ def test_the_model_without_a_head_and_every_backbone_take_it():
     torch.testing.assert_close(model(IDS).logits, build(backbone="bloom")(IDS).logits)
 
 
-def test_the_default_runs_all_experts_at_once_but_for_one_token(monkeypatch):
+def test_the_default_runs_all_experts_at_once_but_for_few_tokens_on_a_cpu(monkeypatch):
     model = build()
     ran = implementations(monkeypatch)
+    monkeypatch.setattr(dispatch_module, "_FEW_ASSIGNMENTS", 2 * IDS.numel() - 1)  # 2 experts a token
     model(IDS)
     assert ran == ["grouped_mm"] * 2
     ran.clear()
-    model(IDS[:1, :1])
-    assert not ran  # the token's experts alone
+    model(IDS[:1])
+    model.train()(IDS[:1])
+    assert ran == ["eager"] * 4
+    ran.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(IDS[:1])
+    assert ran == ["grouped_mm"] * 2
+    ran.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.eval()(IDS[:1])
+    assert ran == ["eager"] * 2
 
 
 @pytest.mark.parametrize("name", ["deepgemm", "grouped", ""])
