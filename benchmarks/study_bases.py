@@ -148,7 +148,12 @@ def gemma_accepted(given: bool) -> bool:
     if given:
         print("Accepted with --accept-gemma-terms.")
         return True
-    return sys.stdin.isatty() and input("Do you accept the terms? Write yes or no: ").strip().lower() == "yes"
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return input("Do you accept the terms? Write yes or no: ").strip().lower() == "yes"
+    except EOFError:  # Ctrl-D
+        return False
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {"smollm2": make_smollm2, "gemma3": make_gemma3}
