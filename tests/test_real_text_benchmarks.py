@@ -236,8 +236,7 @@ def quick_study(tmp_path, help_text, monkeypatch):
 def test_study(quick_study, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     names = [
-        "base", "25 % replay", "LoRA", "MoE-LPR, 3 experts", "MoE-LPR, without LPR", "DMoE, 2 groups",
-        "lifelong: tr, el hu",
+        "base", "25 % replay", "LoRA", "MoE-LPR, 3 experts", "MoE-LPR, without LPR",
     ]  # fmt: skip
     made = {"rows": names, "curves": ["LoRA"]}
     quick_study("row", "LoRA", rates=[1e-3, 1e-2])  # the others take the only rate, without a sweep
