@@ -44,6 +44,12 @@ class Study:
     def __init__(self, options: argparse.Namespace) -> None:
         self.settings, self.out, self.data = read_settings(options.settings), options.out, options.data
         self.base = options.base or self.out / "base"
+        trained = [*self.settings["old"]["reviewed"], *self.settings["new"]]
+        files = [self.data / "help" / f"{code}.{split}.jsonl" for code in trained for split in ("train", "test")]
+        if missing := next((file for file in (self.base / "config.json", *files) if not file.is_file()), None):
+            raise InputError(
+                f"{missing}: no such file; --data names a folder with help, flores and minimal_pairs, --base a model."
+            )
         self.models = Models(self.settings, self.base, self.data / "help", self.out)
         self.old = [code for codes in self.settings["old"].values() for code in codes]
         self._pairs: MinimalPairs | None = None
@@ -77,8 +83,14 @@ class Study:
         found = bits_per_byte(model, tokenizer, texts, {**self.settings["evaluation"], "max_tokens": 3000})
         return mean(mean(found[code] for code in codes) for codes in groups)
 
+    def check_row(self, name: str) -> None:
+        """Raises InputError if the settings have no such row."""
+        if name not in self.settings["rows"]:
+            raise InputError(f"{name!r} is not a row; known: {', '.join(self.settings['rows'])}.")
+
     def result(self, name: str, seed: int) -> dict[str, Any]:
         """Costs and scores of a row, kept."""
+        self.check_row(name)
         kept = self.kept(name, seed)
         if not kept.exists():
             rate = self.rate(name)
@@ -109,8 +121,8 @@ class Study:
 
     def run(self, seeds: list[int], part: str, rows: list[str]) -> None:
         number, parts = map(int, part.split("/"))
-        if unknown := [name for name in rows if name not in self.settings["rows"]]:
-            raise SystemExit(f"{unknown[0]!r} is not a row; known: {', '.join(self.settings['rows'])}.")
+        for name in rows:
+            self.check_row(name)
         for seed in seeds:
             for name in (rows or list(self.settings["rows"]))[number - 1 :: parts]:
                 tqdm.write(f"== {name}, seed {seed}")
@@ -164,7 +176,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    options.work(options)
+    try:
+        options.work(options)
+    except InputError as error:
+        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

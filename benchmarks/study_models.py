@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -121,28 +122,26 @@ class Models:
         return _Row(self, row, seed, rate).made()
 
     def similarity(self) -> SimilarityResult:
-        path = self.out / "analyses" / "similarity.json"
-        with FileLock(f"{self._locked(path)}.lock"):
-            if not path.exists():
-                model, tokenizer = load_for_inference(self.base)
-                texts = {code: self.text.documents(code) for code in (*self.reviewed, *self.new)}
-                found = measure_similarity(
-                    model, tokenizer, texts, self.reviewed, self.new, **self.settings["analysis"]
-                )
-                found.to_json(path)
-        return SimilarityResult.from_json(path)
+        def measure(model: Any, tokenizer: Any, texts: Any, work: Path) -> SimilarityResult:
+            return measure_similarity(model, tokenizer, texts, self.reviewed, self.new, **self.settings["analysis"])
+
+        return SimilarityResult.from_json(self._analysis("similarity", measure))
 
     def deviation(self) -> DeviationResult:
-        path = self.out / "analyses" / "deviation.json"
+        def measure(model: Any, tokenizer: Any, texts: Any, work: Path) -> DeviationResult:
+            return measure_deviation(model, tokenizer, texts, work_dir=work, **self.settings["deviation"])
+
+        return DeviationResult.from_json(self._analysis("deviation", measure))
+
+    def _analysis(self, name: str, measure: Callable[[Any, Any, dict[str, list[str]], Path], Any]) -> Path:
+        """The file of an analysis of the base on all text that is trained on, measured once."""
+        path = self.out / "analyses" / f"{name}.json"
         with FileLock(f"{self._locked(path)}.lock"):
             if not path.exists():
-                model, tokenizer = load_for_inference(self.base)
                 texts = {code: self.text.documents(code) for code in (*self.reviewed, *self.new)}
-                work = path.with_name("deviation.work")
-                found = measure_deviation(model, tokenizer, texts, work_dir=work, **self.settings["deviation"])
-                found.to_json(path)
-                shutil.rmtree(work)
-        return DeviationResult.from_json(path)
+                with TemporaryDirectory(dir=path.parent) as work:
+                    measure(*load_for_inference(self.base), texts, Path(work) / name).to_json(path)
+        return path
 
     def step(self, name: str, about: Mapping[str, Any], work: Callable[[Path], Mapping[str, Any] | None]) -> Path:
         """A step's model, and beside it a `.json` with its processor time and what `work` returns.

@@ -274,11 +274,16 @@ def test_no_point_of_the_pareto_front_is_beaten(monkeypatch):
     assert pareto(points) == ["base", "a", "c"]
 
 
-def test_a_study_names_only_rows_that_it_inherits(quick_study):
-    from hf_moe_expand.errors import InputError
-
-    with pytest.raises(InputError, match="'LoRa' is not a row"):
-        quick_study("run", rows=["base", "LoRa"])
+def test_a_study_says_what_is_wrong(quick_study, tmp_path, capsys):
+    for words, changes, said in (
+        (["run"], {"rows": ["base", "LoRa"]}, "'LoRa' is not a row of the inherited file"),
+        (["row", "LoRa"], {}, "'LoRa' is not a row; known: base, "),
+        (["run", "--rows", "LoRa"], {}, "'LoRa' is not a row; known: base, "),
+        (["run"], {"new": ["xx"]}, "xx.train.jsonl: no such file; --data names a folder"),
+    ):
+        with pytest.raises(SystemExit):
+            quick_study(*words, **changes)
+        assert said in capsys.readouterr().err
 
 
 def test_translation(tmp_path, monkeypatch, help_text):
