@@ -10,8 +10,8 @@ DIR holds help/LANGUAGE.train.jsonl, help/LANGUAGE.test.jsonl and flores/LANGUAG
 minimal_pairs/LANGUAGE.jsonl (objects with `good` and `bad`). `--settings` names the languages, the training and the
 rows: studies/study.yaml by default. `base` makes the small base; for another one give `--base` to the others.
 
-Each row trains the same number of tokens, and takes the best of the same learning rates: a sweep with seed 0, judged on
-documents of the training text that no row trains on. Finished parts are kept: run a command again to continue. `--part
+Each row trains the same number of tokens, and takes its learning rate from the same sweep: with seed 0, judged on
+documents of the training text that no row trains on, and extended where the best rate is at an end. Finished parts are kept: run a command again to continue. `--part
 1/2` and `--part 2/2` share the rows of `run` between two processes; `--rows` names some of them.
 """
 
@@ -38,6 +38,25 @@ from hf_moe_expand.models import load_for_inference
 SETTINGS = Path(__file__).with_name("studies") / "study.yaml"
 
 
+def sweep(rates: list[float], score: Callable[[float], float]) -> dict[str, float]:
+    """The scores of the middle three of `rates`, and of the next one outwards while the best is at an end."""
+    if len(rates) == 1:
+        return {str(rates[0]): 0.0}
+    first = max(0, (len(rates) - 3) // 2)
+    last = min(first + 3, len(rates))
+    scores = [score(rate) for rate in rates[first:last]]
+    while True:
+        best = scores.index(min(scores))
+        if best == 0 and first > 0:
+            first -= 1
+            scores.insert(0, score(rates[first]))
+        elif best == len(scores) - 1 and last < len(rates):
+            scores.append(score(rates[last]))
+            last += 1
+        else:
+            return dict(zip(map(str, rates[first:last]), scores, strict=True))
+
+
 class Study:
     """The rows of a settings file on one base, and their results."""
 
@@ -59,13 +78,8 @@ class Study:
         kept = self.out / "sweep" / f"{file_name(name)}.json"
         if not self.settings["rows"][name]:
             return 0.0
-        if len(self.settings["rates"]) == 1:
-            return self.settings["rates"][0]
         if not kept.exists():
-            scores = {}
-            for rate in self.settings["rates"]:
-                scores[str(rate)] = self.tuning_score(name, rate)
-            write_json(kept, scores)
+            write_json(kept, sweep(self.settings["rates"], lambda rate: self.tuning_score(name, rate)))
         scores = read_json(kept, "a sweep")
         return float(min(scores, key=scores.__getitem__))
 
