@@ -11,8 +11,9 @@ minimal_pairs/LANGUAGE.jsonl (objects with `good` and `bad`). `--settings` names
 rows: studies/study.yaml by default. `base` makes the small base; for another one give `--base` to the others.
 
 Each row trains the same number of tokens, and takes its learning rate from the same sweep: with seed 0, judged on
-documents of the training text that no row trains on, and extended where the best rate is at an end. Finished parts are kept: run a command again to continue. `--part
-1/2` and `--part 2/2` share the rows of `run` between two processes; `--rows` names some of them.
+documents of the training text that no row trains on, and extended where the best rate is at an end. Finished parts are
+kept: run a command again to continue. `--part 1/2` and `--part 2/2` share the rows of `run` between two processes;
+`--rows` names some of them.
 """
 
 import argparse

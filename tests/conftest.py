@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -45,6 +45,8 @@ def quick_garbage_collection():
     gc.freeze()
 
 
+# The zero byte, as byte-level tokenizers write it.
+BEGIN = sorted(pre_tokenizers.ByteLevel.alphabet()).index("\N{LATIN CAPITAL LETTER A WITH MACRON}")
 VOCABULARY = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": None, "eos_token_id": 256}
 SIZES = {
     "hidden_size": 32,
@@ -108,6 +110,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+def beginning_tokenizer() -> PreTrainedTokenizerFast:
+    """`byte_tokenizer`, but the zero byte is a begin-of-text token, which it puts before every text."""
+    tokenizer = byte_tokenizer()
+    begin = tokenizer.convert_ids_to_tokens(BEGIN)
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, BEGIN)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=begin, eos_token=tokenizer.eos_token, pad_token=tokenizer.pad_token
+    )
 
 
 def save_dense(folder: Path, backbone: str = "qwen2", **changes) -> Path:

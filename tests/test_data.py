@@ -7,14 +7,14 @@ import time
 from itertools import pairwise
 
 import pytest
-from conftest import byte_tokenizer, write_texts
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, write_texts
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_moe_expand import hub_access
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
-from hf_moe_expand.data import sources
+from hf_moe_expand.data import packing, sources
 from hf_moe_expand.data.mixing import review_documents
 from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
 from hf_moe_expand.data.sources import LanguageText, check_languages, names_language
@@ -222,6 +222,17 @@ def test_packing_keeps_every_token_in_order_with_its_language(english, greek, bl
     for item in found:
         left.remove(item)
     assert sum(len(text.encode()) + 1 for _, text in left) == total - start
+
+
+def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one(monkeypatch):
+    data = texts(en=[f"document {i}" for i in range(9)], el=[f"έγγραφο {i}" for i in range(9)])
+    found = pack_texts(data, beginning_tokenizer(), 8, 0)
+    monkeypatch.setattr(packing, "begin_token", lambda tokenizer: None)
+    wrapped = pack_texts(data, beginning_tokenizer(), 8, 0)
+    assert {row[0] for row in wrapped.dataset["input_ids"]} != {BEGIN}
+    assert list(found.dataset["input_ids"]) == [[BEGIN, *row[1:]] for row in wrapped.dataset["input_ids"]]
+    assert list(found.dataset["language_ids"]) == list(wrapped.dataset["language_ids"])
+    assert found.tokens == wrapped.tokens
 
 
 def bytes_of(ids):

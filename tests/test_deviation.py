@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_dense
 from matplotlib.figure import Figure
 
 from hf_moe_expand import measure_deviation
 from hf_moe_expand.analysis import deviation
+from hf_moe_expand.data.packing import encode_documents
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.report import drawing, figures
 from hf_moe_expand.results import DeviationResult
@@ -117,6 +118,14 @@ def test_each_language_starts_from_the_same_weights(tmp_path):
     assert found.by_language == backwards.by_language
     assert found.by_language["hu"] == alone.by_language["hu"]
     assert alone.similarity == [[pytest.approx(1.0)]]
+
+
+def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one():
+    texts = {"en": ["One sentence, and another one. " * 3] * 4}
+    found = deviation._blocks(texts, beginning_tokenizer(), 5, 16, 0)["en"]
+    tokens = torch.tensor(encode_documents(texts["en"], beginning_tokenizer())).flatten()[: 5 * 16].view(5, 16)
+    assert found[:, 0].tolist() == [BEGIN] * 5
+    assert torch.equal(found[:, 1:].long(), tokens[:, 1:])
 
 
 def test_the_seed_orders_documents(tmp_path):

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_config, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_config, tiny_dense
 
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.perplexity import LanguageScore, evaluate_model, scored_stream
+from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.models import longest_block
 from hf_moe_expand.report.figures import plot_allocation
@@ -53,38 +53,51 @@ def test_a_uniform_model_needs_log2_of_its_vocabulary():
 
 
 def test_begin_of_text_is_the_separator_where_the_tokenizer_adds_one():
-    class WithBegin:
-        bos_token_id, eos_token_id = 1, 2
+    stream = text_stream(["ab", "c"], beginning_tokenizer())
+    letters = byte_tokenizer()("abc").input_ids
+    assert stream.ids == [BEGIN, *letters[:2], BEGIN, letters[2]]
+    assert stream.scored == [False, True, True, False, True]
+    assert stream.size == 3
 
-        def __call__(self, text, add_special_tokens=True, **_):
-            rows = [[10 + ord(character) for character in row] for row in ([text] if isinstance(text, str) else text)]
-            rows = [[1, *row] for row in rows] if add_special_tokens else rows
-            return type("Encoding", (), {"input_ids": rows[0] if isinstance(text, str) else rows})
 
-    ids, scored, size = scored_stream(["ab", "c"], WithBegin())
-    assert ids == [1, 107, 108, 1, 109]
-    assert scored == [False, True, True, False, True]
-    assert size == 3
+@pytest.mark.parametrize("text", ["abcdefghijk", "abc", "abcdefg", "a"])
+@pytest.mark.parametrize("block_size", [2, 3, 4, 30])
+def test_every_window_begins_with_begin_of_text_where_the_tokenizer_adds_one(text, block_size):
+    """Against each token's probability from a pass of its own; the context has `block_size` tokens with the begin."""
+    model, texts = tiny_dense("qwen2"), [text, "déf"]
+    nats, tokens = 0.0, 0
+    stream = [token for one in texts for token in beginning_tokenizer()(one).input_ids]
+    context: list[int] = []
+    for token in stream:
+        if token != BEGIN:
+            nats -= model(torch.tensor([context])).logits[0, -1].log_softmax(-1)[token].item()
+            tokens += 1
+        context.append(token)
+        if len(context) > block_size:
+            context = [BEGIN] if token == BEGIN else [BEGIN, token]
+    found = evaluate_model(model, beginning_tokenizer(), {"hu": texts}, block_size, 2)["hu"]
+    assert (found.tokens, found.bytes) == (tokens, sum(len(one.encode()) for one in texts))
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / found.bytes, rel=1e-5)
 
 
 def test_max_tokens_takes_whole_documents():
-    ids, _, size = scored_stream(["abc", "defg", "h"], byte_tokenizer(), max_tokens=9)
-    assert (len(ids), size) == (9, 7)
+    stream = text_stream(["abc", "defg", "h"], byte_tokenizer(), max_tokens=9)
+    assert (len(stream.ids), stream.size) == (9, 7)
     # It ends at the first document that does not fit: a shorter one behind it is not taken.
-    ids, _, size = scored_stream(["abc", "defghij", "k"], byte_tokenizer(), max_tokens=9)
-    assert (len(ids), size) == (4, 3)
+    stream = text_stream(["abc", "defghij", "k"], byte_tokenizer(), max_tokens=9)
+    assert (len(stream.ids), stream.size) == (4, 3)
 
 
 def test_a_first_document_that_is_too_long_is_cut_and_this_is_said_once(capfd):
     tokenizer, text = byte_tokenizer(), "ένα δύο τρία τέσσερα"
     for most in range(2, 2 * len(text)):
-        ids, scored, size = scored_stream([text, "xy"], tokenizer, max_tokens=most)
-        beginning = tokenizer.decode(ids[1:])
+        stream = text_stream([text, "xy"], tokenizer, max_tokens=most)
+        beginning = tokenizer.decode(stream.ids[1:])
         assert text.startswith(beginning)
-        assert (len(beginning.encode()), sum(scored)) == (size, len(ids) - 1)
+        assert (len(beginning.encode()), sum(stream.scored)) == (stream.size, len(stream.ids) - 1)
         whole = len(text.encode()) <= most
         # Another character, of at most two tokens, would be too long; and nothing is taken behind a cut.
-        assert beginning == text if whole else most - 2 < sum(scored) <= most
+        assert beginning == text if whole else most - 2 < sum(stream.scored) <= most
     capfd.readouterr()
     model = tiny_dense("qwen2")
     score = evaluate_model(model, tokenizer, {"hu": ["egy kettő három", "négy"]}, 16, max_tokens=9)["hu"]
@@ -95,8 +108,12 @@ def test_a_first_document_that_is_too_long_is_cut_and_this_is_said_once(capfd):
 
 
 def test_a_later_document_stays_whole():
-    ids, scored, size = scored_stream(["", "abcdef"], byte_tokenizer(), max_tokens=4)
-    assert (len(ids), sum(scored), size) == (5, 3, 3)  # the empty document scores nothing, so the next one is the first
+    stream = text_stream(["", "abcdef"], byte_tokenizer(), max_tokens=4)
+    assert (len(stream.ids), sum(stream.scored), stream.size) == (
+        5,
+        3,
+        3,
+    )  # the empty document scores nothing: the next is first
     with pytest.raises(InputError, match=r"'el': no text to score \(max_tokens 2\)"):
         evaluate_model(tiny_dense("qwen2"), byte_tokenizer(), {"el": ["\N{CJK UNIFIED IDEOGRAPH-4E00}"]}, max_tokens=2)
 
@@ -114,7 +131,7 @@ def test_documents_tokenised_in_batches_give_the_same_stream(most):
         ids += [tokenizer.eos_token_id, *tokens]
         scored += [False, *[True] * len(tokens)]
         size += len(text.encode())
-    assert scored_stream(iter(texts), tokenizer, most) == (ids, scored, size)
+    assert text_stream(iter(texts), tokenizer, most) == TextStream(ids, scored, size)
 
 
 def evaluation():

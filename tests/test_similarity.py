@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_dense, tiny_dense
+from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, save_dense, tiny_dense
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_similarity
 from hf_moe_expand.analysis.similarity import MeanDirections, ffn_inputs, padded_batches, token_blocks
@@ -89,6 +89,14 @@ def test_exactly_so_many_tokens_are_counted_and_padding_never():
     directions = MeanDirections(1, 3)
     directions.add(0, torch.tensor([[3.0, 0, 0], [0, 0, 0], [0, 0.1, 0]]))
     assert directions.means()[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0])
+
+
+def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one():
+    blocks = token_blocks("en", TEXTS["en"], beginning_tokenizer(), 101, 16)
+    assert sum(map(len, blocks)) == 101
+    assert all(block[0] == BEGIN for block in blocks)
+    first, second = (beginning_tokenizer()(text).input_ids for text in TEXTS["en"][:2])
+    assert blocks[:3] == [first[:16], [BEGIN, *first[17:]], second[:16]]
 
 
 def test_too_little_text_is_refused_by_language():

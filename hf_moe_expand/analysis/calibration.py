@@ -20,7 +20,7 @@ from ..checkpoint.pack_checks import check_packs
 from ..checkpoint.packs import Pack
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError
-from ..evaluation.perplexity import LanguageScore, beginning, scored_stream, target_nats, tokenized
+from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import check_decoder, load_for_inference, load_tokenizer, longest_block
 from ..records import ExpansionRecord, History
@@ -31,9 +31,6 @@ FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 TOKENS = 500
 _SWEEPS, _LEAST = 3, 16
 _BLOCK, _BATCH = 1024, 4
-
-# Of a language: the token ids, which of them are scored, and the bytes of the scored text.
-Stream = tuple[list[int], list[bool], int]
 
 
 @dataclass(frozen=True)
@@ -131,10 +128,10 @@ def join_calibrated(
     return write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
 
 
-def _gated(model: Any, streams: Mapping[str, Stream], packs: Sequence[Pack]) -> tuple[list[Pack], Calibration]:
+def _gated(model: Any, streams: Mapping[str, TextStream], packs: Sequence[Pack]) -> tuple[list[Pack], Calibration]:
     """The packs with gates that are fitted on the streams; and the bits per byte of the streams before, and told their
     languages, which is what the gates aim at."""
-    rows = fit_gates(model, {code: ids for code, (ids, _, _) in streams.items()})
+    rows = fit_gates(model, {code: stream.ids for code, stream in streams.items()})
     ends = [0, *accumulate(pack.expansions for pack in packs)]
     fitted = [
         replace(pack, scale=1.0, gates={layer: found[start:end] for layer, found in rows.items()})
@@ -143,9 +140,9 @@ def _gated(model: Any, streams: Mapping[str, Stream], packs: Sequence[Pack]) -> 
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
     before, told = {}, {}
     for code, stream in streams.items():
-        before[code] = _bits_per_byte(model, stream, block)
+        before[code] = score_stream(model, stream, block, _BATCH).bits_per_byte
         with model.use_languages(code):
-            told[code] = _bits_per_byte(model, stream, block)
+            told[code] = score_stream(model, stream, block, _BATCH).bits_per_byte
     return fitted, Calibration([1.0] * len(packs), before, told, gates=True)
 
 
@@ -198,7 +195,7 @@ def _check_languages(given: Iterable[str], packs: Sequence[tuple[str, Sequence[E
             )
 
 
-def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens: int) -> Stream:
+def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens: int) -> TextStream:
     """The stream of a text's first tokens; the last document is cut.
 
     Raises:
@@ -210,19 +207,19 @@ def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens
         chosen.append(text if fits else beginning(text, tokenizer, tokens - found)[0])
         found += len(ids)
         if found >= tokens:
-            return scored_stream(chosen, tokenizer)
+            return text_stream(chosen, tokenizer)
     raise InputError(
         f"Language {language!r} has {found:,} tokens, but the calibration reads {tokens:,} of each language: give more "
         "text, or fewer tokens (--tokens; `join: {tokens: ...}` in a recipe)."
     )
 
 
-def _streams(tokenizer: Any, texts: Mapping[str, Iterable[str]], tokens: int) -> dict[str, Stream]:
+def _streams(tokenizer: Any, texts: Mapping[str, Iterable[str]], tokens: int) -> dict[str, TextStream]:
     return {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
 
 
 @torch.no_grad()
-def _search(model: Any, streams: Mapping[str, Stream], packs: int) -> Calibration:
+def _search(model: Any, streams: Mapping[str, TextStream], packs: int) -> Calibration:
     """The factors that a search pack by pack finds."""
     model.eval()
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
@@ -231,7 +228,9 @@ def _search(model: Any, streams: Mapping[str, Stream], packs: int) -> Calibratio
     def scores(factors: tuple[float, ...]) -> dict[str, float]:
         if factors not in known:
             with _scaled(model, factors):
-                known[factors] = {code: _bits_per_byte(model, stream, block) for code, stream in streams.items()}
+                known[factors] = {
+                    code: score_stream(model, stream, block, _BATCH).bits_per_byte for code, stream in streams.items()
+                }
             bar.update()
         return known[factors]
 
@@ -250,12 +249,6 @@ def _search(model: Any, streams: Mapping[str, Stream], packs: int) -> Calibratio
             if best == start:
                 break
     return Calibration(list(best), before, scores(best))
-
-
-def _bits_per_byte(model: Any, stream: Stream, block_size: int) -> float:
-    ids, scored, size = stream
-    nats = sum(part.sum().item() for part in target_nats(model, ids, scored, block_size, _BATCH))
-    return LanguageScore.from_nats(nats, sum(scored), size).bits_per_byte
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from transformers import get_linear_schedule_with_warmup
 
 from ..checkpoint.writer import new_folder
-from ..data.packing import encode_documents
+from ..data.packing import begin_token, encode_documents
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..modeling import decoder_ffns
@@ -156,7 +156,11 @@ def _blocks(
             f"each language, but {', '.join(short)}. Give more text, or smaller --steps or "
             "--batch-size (`deviation: {steps: ..., batch_size: ...}` in a recipe)."
         )
-    return {language: found.view(count, block_size) for language, found in tokens.items()}
+    blocks = {language: found.view(count, block_size) for language, found in tokens.items()}
+    if (begin := begin_token(tokenizer)) is not None:
+        for found in blocks.values():
+            found[:, 0] = begin  # as in the blocks of a stage
+    return blocks
 
 
 def _first_tokens(documents: Sequence[str], tokenizer: Any, needed: int, seed: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..data.packing import begin_token
 from ..errors import InputError
 from ..modeling import decoder_ffns, stack_sizes
 from ..models import longest_block, model_name
@@ -71,16 +72,21 @@ def document_blocks(
 ) -> list[list[list[int]]]:
     """The blocks of `token_blocks`, document by document; documents without tokens are left out.
 
+    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token.
+
     Raises:
         InputError: the texts have fewer than `tokens` tokens.
     """
     documents: list[list[list[int]]] = []
-    left = tokens
+    begin, left = begin_token(tokenizer), tokens
+    first = [] if begin is None else [begin]
     for text in texts:
         ids = tokenizer(text, verbose=False).input_ids[:left]
         left -= len(ids)
         if ids:
-            documents.append([ids[start : start + block_size] for start in range(0, len(ids), block_size)])
+            documents.append(
+                [[*first, *ids[start : start + block_size][len(first) :]] for start in range(0, len(ids), block_size)]
+            )
         if left == 0:
             return documents
     raise InputError(

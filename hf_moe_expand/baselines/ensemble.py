@@ -73,18 +73,18 @@ def evaluate_ensemble(
     for model in tqdm(models, desc="ensemble", unit="model"):
         loaded, own = load_for_inference(model) if isinstance(model, (str, os.PathLike)) else (model, tokenizer)
         loaded.eval()
-        for language, (ids, scored, _) in streams.items():
+        for language, stream in streams.items():
             # Not the vocabularies: the loader may add tokens that no text has.
-            if own is not tokenizer and language_stream(language, texts, own, max_tokens)[0] != ids:
+            if own is not tokenizer and language_stream(language, texts, own, max_tokens).ids != stream.ids:
                 raise InputError(
                     f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
                     "ensemble must share one tokenizer."
                 )
-            found[language].append(-torch.cat(list(target_nats(loaded, ids, scored, block_size, batch_size))))
+            found[language].append(-torch.cat(list(target_nats(loaded, stream, block_size, batch_size))))
         del loaded
     scores = {}
-    for language, (_, scored, size) in streams.items():
+    for language, stream in streams.items():
         nats = -mix_models(torch.stack(found[language]), top_m).sum().item()
         with at(f"ensemble: language {language!r}"):
-            scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+            scores[language] = stream.score(nats)
     return scores

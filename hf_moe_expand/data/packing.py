@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
@@ -40,6 +41,12 @@ def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> li
     if end is None:
         raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
     return [row if row and row[-1] == end else [*row, end] for row in tokenizer(texts, verbose=False).input_ids]
+
+
+def begin_token(tokenizer: Any) -> int | None:
+    """The id of the begin-of-text token, if the tokenizer puts it before a text."""
+    begin = tokenizer.bos_token_id
+    return begin if begin is not None and tokenizer("a").input_ids[:1] == [begin] else None
 
 
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
@@ -85,6 +92,9 @@ def pack_texts(
 ) -> PackedText:
     """Shuffles, mixes and packs documents into blocks of exactly `block_size` tokens.
 
+    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token, which
+    is no target.
+
     Args:
         texts: documents of each language (column `text`).
         documents: number of documents to take of each language; all by default.
@@ -97,7 +107,7 @@ def pack_texts(
     """
     from trl import pack_dataset  # heavy
 
-    order = tuple(languages or texts)
+    order, begin = tuple(languages or texts), begin_token(tokenizer)
     encoded_texts, tokens, counts = {}, {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
@@ -116,6 +126,8 @@ def pack_texts(
         mixed = concatenate_datasets([encoded_texts[code] for code in members]).shuffle(seed=seed).flatten_indices()
         packed = pack_dataset(mixed, block_size, strategy="wrapped", map_kwargs={"desc": "pack"})
         packed = packed.with_format(None).filter(lambda ids: len(ids) == block_size, input_columns="input_ids")
+        if begin is not None:
+            packed = packed.map(lambda ids: {"input_ids": [begin, *ids[1:]]}, input_columns="input_ids", desc="begin")
         if not len(packed):
             raise InputError(
                 f"All text of {', '.join(members)} together is {sum(tokens[code] for code in members):,} tokens, less "

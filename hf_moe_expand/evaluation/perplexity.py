@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..data.packing import begin_token
 from ..errors import InputError, at
 from ..models import longest_block
 from ..settings import EvaluationSettings
@@ -45,20 +46,75 @@ class LanguageScore:
         return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size)
 
 
-def scored_stream(
-    texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None, name: str = "the text"
-) -> tuple[list[int], list[bool], int]:
-    """Documents as one stream: token ids, which of them are scored, and the scored text's UTF-8 bytes.
+@dataclass(frozen=True)
+class TextStream:
+    """Documents as one stream of tokens.
 
-    Each document follows a separator (begin-of-text if the tokenizer adds it, else end-of-text), which is context and
-    not scored, so that the scored tokens are exactly the text's. `max_tokens` limits the stream, in whole documents; a
-    first document with more tokens is cut, and a line on the screen says so.
+    Attributes:
+        ids: the token ids. Each document follows a separator (begin-of-text if the tokenizer adds it, else
+            end-of-text), which is context and not scored, so that the scored tokens are exactly the text's.
+        scored: which of them are scored.
+        size: UTF-8 bytes of the scored text.
+        begin: id of the begin-of-text token if the tokenizer adds it. Every window begins with it, since models that
+            were trained so are bad without it.
+    """
+
+    ids: list[int]
+    scored: list[bool]
+    size: int
+    begin: int | None = None
+
+    def windows(self, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Batches of inputs and targets `[batch, block_size]`; -100 where a target is not scored.
+
+        Windows overlap by one token, so that each token is a target once.
+        """
+        starts = iter(self._starts(block_size))
+        while batch := list(islice(starts, batch_size)):
+            inputs, targets = [], []
+            for start, lead in batch:
+                end = start + block_size - len(lead)
+                window = [*lead, *self.ids[start : end + 1]]
+                # The first token was a target of the window before.
+                scored = [*[False] * (len(lead) + 1), *self.scored[start + 1 : end + 1]]
+                padding = block_size + 1 - len(window)
+                inputs.append(window[:-1] + [0] * padding)
+                wanted = [token if is_scored else -100 for token, is_scored in zip(window, scored, strict=True)]
+                targets.append(wanted[1:] + [-100] * padding)
+            yield torch.tensor(inputs), torch.tensor(targets)
+
+    def score(self, nats: float) -> LanguageScore:
+        """The score of this text.
+
+        Raises:
+            InputError: `nats` is not finite.
+        """
+        return LanguageScore.from_nats(nats, sum(self.scored), self.size)
+
+    def _starts(self, block_size: int) -> Iterator[tuple[int, list[int]]]:
+        """Each window's first token, and what comes before it."""
+        start = 0
+        while start < len(self.ids) - 1:
+            leads = self.begin is not None and self.ids[start] != self.begin and block_size > 1
+            lead = [self.begin] if leads and self.begin is not None else []
+            yield start, lead
+            start += block_size - len(lead)
+
+
+def text_stream(
+    texts: Iterable[str], tokenizer: Any, max_tokens: int | None = None, name: str = "the text"
+) -> TextStream:
+    """The stream of some documents. `max_tokens` limits it, in whole documents; a first document with more tokens is
+    cut, and a line on the screen says so.
 
     Args:
         name: name of the text in this line.
+
+    Raises:
+        InputError: the tokenizer has neither a begin-of-text nor an end-of-text token.
     """
-    begins = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    separator = tokenizer.bos_token_id if begins else tokenizer.eos_token_id
+    begin = begin_token(tokenizer)
+    separator = tokenizer.eos_token_id if begin is None else begin
     if separator is None:
         raise InputError("The tokenizer has neither a begin-of-text nor an end-of-text token: set its eos_token.")
     ids: list[int] = []
@@ -76,7 +132,7 @@ def scored_stream(
         ids += [separator, *tokens]
         scored += [False, *[True] * len(tokens)]
         size += len(text.encode())
-    return ids, scored, size
+    return TextStream(ids, scored, size, begin)
 
 
 def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
@@ -110,45 +166,35 @@ def _say(line: str) -> None:
 
 def language_stream(
     language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None
-) -> tuple[list[int], list[bool], int]:
-    """`scored_stream` of one language's documents.
+) -> TextStream:
+    """`text_stream` of one language's documents.
 
     Raises:
         InputError: the documents have no token to score.
     """
-    ids, scored, size = scored_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
-    if not any(scored):
+    stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
+    if not any(stream.scored):
         raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
-    return ids, scored, size
-
-
-def windows(
-    ids: list[int], scored: list[bool], block_size: int, batch_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of inputs and targets `[batch, block_size]`; windows overlap by one token, so each is a target once."""
-    starts = range(0, len(ids) - 1, block_size)
-    for first in range(0, len(starts), batch_size):
-        inputs, targets = [], []
-        for start in starts[first : first + batch_size]:
-            window = ids[start : start + block_size + 1]
-            wanted = [t if s else -100 for t, s in zip(window, scored[start : start + block_size + 1], strict=True)]
-            padding = block_size + 1 - len(window)
-            inputs.append(window[:-1] + [0] * padding)
-            targets.append(wanted[1:] + [-100] * padding)
-        yield torch.tensor(inputs), torch.tensor(targets)
+    return stream
 
 
 @torch.no_grad()
-def target_nats(
-    model: Any, ids: list[int], scored: list[bool], block_size: int, batch_size: int
-) -> Iterator[torch.Tensor]:
-    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch of `windows`; 0 if not
-    scored."""
-    for inputs, targets in windows(ids, scored, block_size, batch_size):
+def target_nats(model: Any, stream: TextStream, block_size: int, batch_size: int) -> Iterator[torch.Tensor]:
+    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch; 0 where not scored."""
+    for inputs, targets in stream.windows(block_size, batch_size):
         # Padding is at the end, where causal attention keeps it from every scored token.
         logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float()
         nats = F.cross_entropy(logits.flatten(0, 1), targets.to(model.device).flatten(), reduction="none")
         yield nats.view(targets.shape).cpu().double()
+
+
+def score_stream(model: Any, stream: TextStream, block_size: int, batch_size: int) -> LanguageScore:
+    """The score of a model on a text, in windows of `block_size` tokens.
+
+    Raises:
+        InputError: the model computes NaN or infinite values.
+    """
+    return stream.score(sum(part.sum().item() for part in target_nats(model, stream, block_size, batch_size)))
 
 
 def evaluate_model(
@@ -169,8 +215,7 @@ def evaluate_model(
     block_size = min(block_size, longest_block(model.config) or block_size)
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
-        ids, scored, size = language_stream(language, texts, tokenizer, max_tokens)
-        nats = sum(part.sum().item() for part in target_nats(model, ids, scored, block_size, batch_size))
+        stream = language_stream(language, texts, tokenizer, max_tokens)
         with at(f"language {language!r}"):
-            scores[language] = LanguageScore.from_nats(nats, sum(scored), size)
+            scores[language] = score_stream(model, stream, block_size, batch_size)
     return scores

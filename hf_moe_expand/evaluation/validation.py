@@ -17,7 +17,7 @@ from ..jsonfile import read_json, write_json
 from ..models import longest_block
 from ..schema import read
 from .pairs import PairStream, pair_nats, pair_stream
-from .perplexity import LanguageScore, language_stream, target_nats
+from .perplexity import LanguageScore, TextStream, language_stream, score_stream
 
 VALIDATION = "validation.json"
 
@@ -115,7 +115,7 @@ class ValidationCallback(TrainerCallback):
 
     def __init__(
         self,
-        streams: Mapping[str, tuple[list[int], list[bool], int] | PairStream],
+        streams: Mapping[str, TextStream | PairStream],
         path: Path,
         every: int,
         block_size: int,
@@ -141,15 +141,12 @@ class ValidationCallback(TrainerCallback):
         scores = {}
         with _untouched(model):
             for language, stream in self.streams.items():
-                if isinstance(stream, PairStream):
-                    nats = sum(pair_nats(model, stream, args.per_device_train_batch_size))
-                    tokens, size = stream.tokens, stream.size
-                else:
-                    ids, scored, size = stream
-                    parts = target_nats(model, ids, scored, block_size, args.per_device_train_batch_size)
-                    nats, tokens = sum(part.sum().item() for part in parts), sum(scored)
                 with at(f"validation at step {state.global_step}: language {language!r}"):
-                    scores[language] = LanguageScore.from_nats(nats, tokens, size)
+                    if isinstance(stream, PairStream):
+                        nats = sum(pair_nats(model, stream, args.per_device_train_batch_size))
+                        scores[language] = LanguageScore.from_nats(nats, stream.tokens, stream.size)
+                    else:
+                        scores[language] = score_stream(model, stream, block_size, args.per_device_train_batch_size)
         self.curves.add(state.global_step, scores)
         if state.is_world_process_zero:
             self.curves.save(self.path)
