@@ -1,8 +1,9 @@
 """Measures the value of perfect classifiers: bits per byte if the layers are told every token's language.
 
-    python benchmarks/perfect_classifiers.py --data DIR --model runs/real_text/LayerMoE-0/review
+    python benchmarks/perfect_classifiers.py --data DIR --model runs/study/small/steps/review-...
 
-DIR holds LANGUAGE.test.jsonl. The model is a reviewed one with classifiers (benchmarks/real_text.py makes it).
+DIR holds LANGUAGE.test.jsonl. The model is a reviewed one with classifiers (such as the study's LayerMoE:
+`results/LayerMoE.0.json` in its folder names it).
 """
 
 import argparse

@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_moe_expand.evaluation.perplexity import LanguageScore
-from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.schema import changed
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -215,28 +213,3 @@ def test_expand_io_finds_a_difference(script, tmp_path):
     shutil.rmtree(ours)
     module.copy(other, ours, options, 2)
     module.check_same(ours, other)
-
-
-def test_lifelong_variants_have_as_many_experts_and_steps(script, monkeypatch):
-    module = script("lifelong")
-    for name in ("BASE", "DATA", "OUT"):
-        monkeypatch.setenv(name, name)
-    recipe = Recipe.load(BENCHMARKS / "lifelong.yaml")
-    found = module.variants(recipe.expansions, layers=6)
-    brought = {name: [list(expansion.new) for expansion in expansions] for name, expansions in found.items()}
-    assert brought == {
-        "el hu, then tr hi": [["el", "hu"], ["tr", "hi"]],
-        "tr hi, then el hu": [["tr", "hi"], ["el", "hu"]],
-        "el hu, then tr hi, uniform": [["el", "hu"], ["tr", "hi"]],
-        "el hu tr hi at once": [["el", "hu", "tr", "hi"]],
-    }
-    for name, expansions in found.items():
-        plans = [e.plan for e in expansions]
-        counts = [plan.experts * 6 if plan.method == "moe-lpr" else plan.total_experts for plan in plans]
-        assert sum(counts) == 30, name
-        for stage in ("post_pretrain", "review"):
-            steps = [getattr(expansion, stage).training["max_steps"] for expansion in expansions]
-            assert sum(steps) == 2 * getattr(recipe, stage).training["max_steps"], name
-        changed(recipe, expansions=expansions)  # is a recipe
-    with pytest.raises(SystemExit, match="18, which 5 layers cannot share equally"):
-        module.variants(recipe.expansions, layers=5)

@@ -2,13 +2,13 @@
 
 import importlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import save_dense, write_texts
 
+from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.recipe import Recipe
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -45,8 +45,6 @@ def place(tmp_path, monkeypatch, help_text):
     def run(name, *options):
         table = tmp_path / "table.md"
         given = {"--data": tmp_path / "data", "--base": tmp_path / "base", "--out": tmp_path / "out", "--table": table}
-        if name == "real_text":  # which makes the base
-            del given["--base"]
         words = [*(str(word) for pair in given.items() for word in pair), *options]
         monkeypatch.setattr("sys.argv", [f"{name}.py", *words])
         importlib.import_module(name).main()
@@ -107,31 +105,14 @@ def test_delta_moe(place, monkeypatch, tmp_path):
     assert sizes["base"] < sizes["MoE, stage 1"] == sizes["DeltaMoE"] == sizes["MoE-CPT-Avg"]
 
 
-def test_lifelong(place):
-    found = rows(place("lifelong"))
-    ways = ("el hu, then tr hi", "tr hi, then el hu", "el hu, then tr hi, uniform")
-    assert {name.partition(":")[0] for name in found} == {"base", *ways, "el hu tr hi at once"}
-    assert len(found) == 2 + 2 * len(ways)
-
-
-def test_real_text_and_perfect_classifiers(place, tmp_path, monkeypatch, capsys):
-    script = importlib.import_module("real_text")
-    tiny = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 6, "block_size": 32}
-    base = importlib.import_module("small_base")
-    monkeypatch.setattr(base, "BASE", replace(base.BASE, **tiny, blocks_per_step=2, logging_steps=1))
-    found = rows(place("real_text", "--seeds", "0", "1", "--base-steps", "1"))
-    stages = ("post-pretrained", "reviewed")
-    trained = {f"{name}, {stage}, seed {seed}" for name in script.PLANS for stage in stages for seed in (0, 1)}
-    assert {*found} == {
-        "base", *trained, "full fine-tuning on new", "LayerMoE, reviewed, seed 0, classifiers off",
-    }  # fmt: skip
-    capsys.readouterr()
-    model = tmp_path / "out" / "LayerMoE-0" / "review"
-    options = ["--data", str(tmp_path / "data"), "--model", str(model), "--tokens", "1000"]
+def test_perfect_classifiers(place, tmp_path, monkeypatch, capsys):
+    plan = Plan("moe-lpr", [2, 2, 2], classifier_layers=[1], old=["en"], new=["hu"])
+    expand_checkpoint(tmp_path / "base", tmp_path / "model", plan, expert_init="random")
+    options = ["--data", str(tmp_path / "data"), "--model", str(tmp_path / "model"), "--tokens", "1000"]
     monkeypatch.setattr("sys.argv", ["perfect_classifiers.py", *options])
     importlib.import_module("perfect_classifiers").main()
     told = rows(capsys.readouterr().out)
-    assert len(told) == 4 + 6
+    assert len(told) == 4 + 3
     assert len({tuple(values) for values in told.values()}) > 1
 
 
