@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from small_base import make_small_base
+from study_changes import file_name
 from study_models import Models
-from study_report import file_name, write_report
+from study_report import write_report
 from study_scores import MinimalPairs, bits_per_byte, generation_speed, parameters, read_texts
 from study_settings import read_settings
 from tqdm.auto import tqdm

@@ -1,18 +1,19 @@
 """The study's tables, figures and JSON, from its kept results."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
+from study_changes import DOMAINS, Results, change, file_name, groups, read_results, spread
+from study_claims import claims_table
 from study_settings import read_settings
 from tables import markdown_table
 
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
 
-Results = dict[str, list[dict[str, Any]]]  # of each row, one a seed
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 
@@ -21,7 +22,9 @@ def write_report(options: argparse.Namespace) -> None:
     settings = read_settings(options.settings)
     results = read_results(settings, options.out)
     speeds = read_json(options.out / "speed.json", "speeds") if (options.out / "speed.json").exists() else {}
-    tables = "\n\n".join([quality_table(settings, results), cost_table(results, speeds)])
+    tables = "\n\n".join(
+        [quality_table(settings, results), cost_table(results, speeds), claims_table(settings, results)]
+    )
     print(tables)
     if options.table:
         write_text(options.table, tables + "\n")
@@ -30,21 +33,6 @@ def write_report(options: argparse.Namespace) -> None:
     if options.figures:
         draw_pareto(settings, results, options.figures / f"{options.name}_pareto.svg")
         draw_losses(settings, results, options.figures / f"{options.name}_loss.svg")
-
-
-def read_results(settings: Mapping[str, Any], out: Path) -> Results:
-    """The finished rows, in the order of the settings."""
-    found = {}
-    for name in settings["rows"]:
-        kept = sorted(out.glob(f"results/{file_name(name)}.[0-9]*.json"))
-        if kept:
-            found[name] = [read_json(path, "a result") for path in kept]
-    return found
-
-
-def file_name(row: str) -> str:
-    """A row's name as a file's."""
-    return "".join(letter if letter.isalnum() else "-" for letter in row)
 
 
 def as_json(settings: Mapping[str, Any], results: Results, speeds: Mapping[str, float], out: Path) -> dict[str, Any]:
@@ -60,28 +48,14 @@ def as_json(settings: Mapping[str, Any], results: Results, speeds: Mapping[str, 
     return {"settings": settings, "rows": rows}
 
 
-def groups(settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The languages of each column."""
-    return {
-        "reviewed": settings["old"]["reviewed"],
-        "not reviewed": settings["old"]["not reviewed"],
-        "new": settings["new"],
-    }
-
-
-def change(one: Mapping[str, Any], base: Mapping[str, Any], domain: str, codes: Sequence[str]) -> float:
-    """Change of the mean bits per byte against the base, in percent."""
-    now, then = (mean(found["scores"][domain][code] for code in codes) for found in (one, base))
-    return 100 * (now / then - 1)
-
-
 def quality_table(settings: Mapping[str, Any], results: Results) -> str:
     """Bits per byte of the base, each row's change against it, accuracy on minimal pairs; mean and spread of seeds."""
     base = results["base"][0]
     columns = [
         (domain, [code for code in codes if code in base["scores"][domain]])
-        for domain in ("help", "flores")
-        for codes in groups(settings).values()
+        for domain in DOMAINS
+        for group, codes in groups(settings).items()
+        if group != "old"
     ]
     columns = [column for column in columns if column[1]]
     pairs = list(base["scores"]["pairs"])
@@ -118,12 +92,6 @@ def cost_table(results: Results, speeds: Mapping[str, float]) -> str:
     return markdown_table(head, rows)
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Mean, and standard deviation where there are several values."""
-    said = form.format(mean(values))
-    return said if len(values) < 2 else f"{said} ± {stdev(values):.2g}"
-
-
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
     """The names of the points that no other point beats in both, by the first figure; higher is better."""
     return sorted(
@@ -139,10 +107,9 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
 def draw_pareto(settings: Mapping[str, Any], results: Results, path: Path) -> None:
     """Retention against gain: a numbered point a row with its spread, a panel a domain, the Pareto front as a line."""
     base, named = results["base"][0], groups(settings)
-    old, new = [*named["reviewed"], *named["not reviewed"]], named["new"]
     figure = Figure(figsize=(11, 5.5), layout="constrained")
-    for panel, domain in zip(figure.subplots(1, 2), ("help", "flores"), strict=True):
-        known = [[code for code in codes if code in base["scores"][domain]] for codes in (new, old)]
+    for panel, domain in zip(figure.subplots(1, 2), DOMAINS, strict=True):
+        known = [[code for code in codes if code in base["scores"][domain]] for codes in (named["new"], named["old"])]
         points = {}
         for number, (name, found) in enumerate(results.items()):
             gains, losses = ([-change(one, base, domain, codes) for one in found] for codes in known)

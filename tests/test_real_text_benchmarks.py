@@ -226,8 +226,10 @@ def test_study(quick_study, tmp_path, capsys):
     quick_study("speed", **made)
     capsys.readouterr()
     quick_study("report", "--json", str(tmp_path / "study.json"), "--figures", str(tmp_path), **made)
-    quality, costs = (rows(table) for table in capsys.readouterr().out.split("\n\n"))
+    quality, costs, claims = (rows(table) for table in capsys.readouterr().out.split("\n\n"))
     assert [values[0] for values in quality.values()] == [values[0] for values in costs.values()] == names
+    assert claims["MoE-LPR"][1].startswith("MoE-LPR, 3 experts against ")
+    assert claims["MoE-LPR"][-1] == "cannot tell"  # from one seed
     found = json.loads((tmp_path / "study.json").read_text("utf-8"))["rows"]
     sweep = found["LoRA"]["sweep"]
     assert set(sweep) == {"0.001", "0.01"}
@@ -253,6 +255,62 @@ def test_no_point_of_the_pareto_front_is_beaten(monkeypatch):
     pareto = importlib.import_module("study_report").pareto
     points = {"base": (0, 0), "a": (10, -1), "b": (9, -2), "c": (20, -9), "d": (20, -10)}
     assert pareto(points) == ["base", "a", "c"]
+
+
+def test_a_sweep_goes_on_where_the_best_rate_is_at_an_end(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    sweep = importlib.import_module("study").sweep
+    rates = [0.1, 0.3, 1.0, 3.0, 10.0]
+    for best, tried in ((1.0, rates[1:4]), (0.3, rates[:4]), (0.1, rates[:4]), (10.0, rates[1:])):
+        calls = []
+
+        def score(rate, best=best, calls=calls):
+            calls.append(rate)
+            return abs(rate - best)
+
+        found = sweep(rates, score)
+        assert list(found) == [str(rate) for rate in tried]
+        assert min(found, key=found.get) == str(best)
+        assert sorted(calls) == tried  # each once
+    assert list(sweep([1e-3], score)) == ["0.001"]
+    assert list(sweep([1e-3, 1e-2], abs)) == ["0.001", "0.01"]
+
+
+def test_a_claim_is_judged_by_the_seeds_of_both_domains(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    claims = importlib.import_module("study_claims")
+    below, above, open_ = [-1.0, -1.1, -0.9], [1.0, 1.1, 0.9], [-1.0, 1.0, 0.2]
+    assert claims.verdict([below, below]) == "holds"
+    assert claims.verdict([above, above]) == "does not hold"
+    assert claims.verdict([open_, open_]) == claims.verdict([[-5.0], [-5.0]]) == "cannot tell"
+    assert claims.verdict([below, open_]) == "help: holds; flores: cannot tell"
+    # A paired t test of three seeds: 4.303 is the quantile of 2 degrees of freedom at 97.5 %.
+    deviation = 4.303 / 3**0.5
+    for factor, said in ((1.02, "holds"), (0.98, "cannot tell")):
+        values = [-factor * deviation - 1, -factor * deviation, -factor * deviation + 1]
+        assert claims.verdict([values, values]) == said
+    settings = {"old": {"reviewed": ["en"], "not reviewed": ["es"]}, "new": ["hu"]}
+
+    def row(**bits):
+        return {"scores": {"help": bits, "flores": bits}}
+
+    results = {
+        "base": [row(en=1.0, es=3.0, hu=4.0)],
+        "a": [row(en=1.2, es=3.0, hu=3.0), row(en=1.0, es=3.2, hu=2.0)],
+        "b": [row(en=1.0, es=3.0, hu=3.0), row(en=1.0, es=3.0, hu=3.0), row(en=9.0, es=9.0, hu=9.0)],
+    }
+    found = {group: claims.differences(settings, results, "help", group, "a", "b") for group in ("old", "new")}
+    assert found["old"] == pytest.approx([5.0, 5.0])
+    assert found["new"] == pytest.approx([0.0, -25.0])
+
+
+def test_every_claim_names_rows_of_the_study(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    settings = importlib.import_module("study_settings").read_settings(BENCHMARKS / "studies" / "study.yaml")
+    for claims in settings["claims"].values():
+        for _, group, better, other in claims:
+            assert {better, other} <= set(settings["rows"])
+            assert group in ("reviewed", "not reviewed", "new", "old")
 
 
 def test_a_study_says_what_is_wrong(quick_study, tmp_path, capsys):
