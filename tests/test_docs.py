@@ -87,7 +87,6 @@ TESTED = {
     ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("real_model.md", "bash"): "test_docs.py::test_the_guide_to_a_real_model",
     ("real_model.md", "yaml"): "test_docs.py::test_the_guide_to_a_real_model",
-    ("real_text.md", "bash"): "test_docs.py::test_the_commands_of_the_results",
     ("recipes.md", "bash"): "test_docs.py::test_the_recipes_guide",
     ("recipes.md", "yaml"): "test_docs.py::test_the_recipes_guide",
     ("serving.md", "bash"): "test_docs.py::test_the_serving_guide",
@@ -399,15 +398,6 @@ def test_the_distributed_guide(workplace):
         check_training_arguments(parsed(text)["training"], "training")
     said = run("distributed.md")
     assert "final checkpoint: runs/qwen-el/review" in said["run recipe.yaml"]
-
-
-def test_the_commands_of_the_results(workplace, help_text):
-    expanded("runs/real_text/LayerMoE-0/review", [3, 2, 2, 2, 2, 2, 2, 4], [1], new="hu")
-    Path("DIR").mkdir()
-    for code in ("en", "hu"):
-        write_texts(Path(f"DIR/{code}.test.jsonl"), [text[:300] for text in help_text(code, "test", 3)])
-    assert "wrote routing.json" in run("real_text.md")["analyze routing"]
-    assert json.loads(Path("routing.json").read_text("utf-8"))
 
 
 def test_the_dmoe_guide(workplace):
