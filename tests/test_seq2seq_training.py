@@ -14,6 +14,7 @@ from seq2seq import (
     SENTENCES,
     byt5_tokenizer,
     mbart50_tokenizer,
+    mbart_tokenizer,
     nllb_tokenizer,
     plain_tokenizer,
     save_tiny,
@@ -97,6 +98,22 @@ def test_the_tokenizer_s_own_codes_stand_where_it_puts_them():
     tokenizer = mbart50_tokenizer()
     ((source,), (target,)) = PairEncoder(tokenizer).encode([SentencePair("the sea", "el mar", "en", "es")])
     assert [words(tokenizer, source)[0], words(tokenizer, target)[0]] == ["en_XX", "es_XX"]
+
+
+@pytest.mark.parametrize("made", [nllb_tokenizer, mbart_tokenizer, mbart50_tokenizer])
+def test_the_tokenizer_keeps_its_own_languages(made, tmp_path):
+    """Else a tokenizer that is saved after a training would read every text as the last pair's language."""
+    tokenizer = made()
+    before = tokenizer("the sea").input_ids
+    encoder = PairEncoder(tokenizer)
+    encoder.encode([SentencePair("el mar", "the sea", "es", "en")])
+    encoder.start(("es", "en"))
+    assert tokenizer("the sea").input_ids == before
+    tokenizer.save_pretrained(tmp_path / "after")
+    made().save_pretrained(tmp_path / "before")
+    assert (tmp_path / "after" / "tokenizer_config.json").read_bytes() == (
+        tmp_path / "before" / "tokenizer_config.json"
+    ).read_bytes()
 
 
 def test_without_codes_the_task_stands_in_the_text():
