@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import invoke
-from seq2seq import PLAN, SENTENCES, save_tiny
+from seq2seq import PLAN, SENTENCES, mbart_tokenizer, save_tiny, tiny
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -152,6 +152,26 @@ def test_perplexity_is_of_the_translations_without_the_given_code(loaded):
         tokens += len(target) - 1
     assert score.tokens == tokens
     assert score.bytes == sum(len(pair.target.encode()) for pair in pairs()["el"])
+    assert score.perplexity == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-4)
+
+
+def test_the_code_that_ends_a_target_is_not_scored():
+    """The first mBART's, with which the decoder starts: after the end of the sentence there is nothing to predict."""
+    tokenizer, pair = mbart_tokenizer(), SentencePair("the sea", "el mar", "en", "es")
+    model = tiny("mbart", vocabulary=len(tokenizer))
+    score = evaluate_pairs(model, tokenizer, {"es": [pair, pair._replace(target="el mar es azul")]}, batch_size=2)["es"]
+    nats, tokens = 0.0, 0
+    for target in ("el mar", "el mar es azul"):
+        ((source,), (labels,)) = PairEncoder(tokenizer).encode([pair._replace(target=target)])
+        assert tokenizer.convert_ids_to_tokens(labels)[-2:] == ["</s>", "es_XX"]
+        batch = {"input_ids": torch.tensor([source]), "labels": torch.tensor([labels])}
+        inputs = with_decoder_inputs(model, batch)
+        assert inputs["decoder_input_ids"][0, 0] == labels[-1]
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        nats += F.cross_entropy(logits[0, :-1], batch["labels"][0, :-1], reduction="sum").item()
+        tokens += len(labels) - 1
+    assert score.tokens == tokens
     assert score.perplexity == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-4)
 
 

@@ -107,13 +107,20 @@ class PairEncoder:
     def start(self, direction: Pair) -> dict[str, int]:
         """The options of `generate` with which a translation begins: where the labels begin with the target's language,
         the first token is forced; where they end with it (the first mBART), it starts the decoder."""
-        if not self.codes or self.of_target:
+        place = self.place_of_code(direction)
+        if place is None:
             return {}
+        option = "decoder_start_token_id" if place else "forced_bos_token_id"
+        return {option: self.tokenizer.convert_tokens_to_ids(self._token(direction[1]))}
+
+    def place_of_code(self, direction: Pair) -> int | None:
+        """The place in the labels of the token that names the target's language: 0, or -1 at the end; None without
+        such a token."""
+        if not self.codes or self.of_target:
+            return None
         (labels,) = self.targets([""], direction)
         code = self.tokenizer.convert_tokens_to_ids(self._token(direction[1]))
-        if labels[:1] == [code]:
-            return {"forced_bos_token_id": code}
-        return {"decoder_start_token_id": code} if labels[-1:] == [code] else {}
+        return next((place for place in (0, -1) if labels and labels[place] == code), None)
 
     def _token(self, language: str) -> str:
         """The token of a language."""
