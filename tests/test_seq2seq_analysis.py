@@ -1,5 +1,6 @@
 """Analyses and scores of encoder-decoders: similarity, routing, perplexity and translations, against slow loops."""
 
+import dataclasses
 import json
 from itertools import product
 from pathlib import Path
@@ -220,6 +221,30 @@ def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
         validate_recipe(recipe(new={"hi": str(tmp_path / "hi.jsonl")}))
     with pytest.raises(InputError, match=r"is an encoder-decoder, but texts that the base writes itself"):
         validate_recipe(recipe(new={"el": str(folder / "el.jsonl")}, self_written={}, review={}))
+    el, es = ({code: str(folder / f"{code}.jsonl")} for code in ("el", "es"))
+    review = {"distillation_coef": 0.1, "block_size": 32}
+    with pytest.raises(InputError, match="review: distillation_coef: keeps the base's predictions of the next token"):
+        validate_recipe(recipe(new=el, old=es, post_pretrain={"block_size": 32}, review=review))
+    for name, message in (("plain", "holds `text`, but the model is an encoder"), ("hi", "has no code for 'hi'")):
+        held_out = {"block_size": 32, "validation": {"texts": {"el": str(tmp_path / f"{name}.jsonl")}}}
+        (tmp_path / "hi.jsonl").write_text('{"translation": {"el": "x", "hi": "y"}}')
+        with pytest.raises(InputError, match=rf"post_pretrain\.validation\.texts\.el: .*{message}"):
+            validate_recipe(recipe(new=el, post_pretrain=held_out))
+    smooth = {"block_size": 32, "training": {"label_smoothing_factor": 0.1}}
+    assert validate_recipe(recipe(new=el, post_pretrain=smooth))
+
+
+def test_a_recipe_of_a_calibrated_join_is_refused(folder, tmp_path):
+    plan = Plan("own", [2, 1, 1, 1, 2], old=["en"], new=["es"], encoder_layers=ENCODER)
+    for code in ("es", "el"):
+        expand_checkpoint(folder / "base", tmp_path / code, dataclasses.replace(plan, new=[code]), seed=len(code))
+    text = {code: str(folder / f"{code}.jsonl") for code in ("es", "el")}
+    recipe = Recipe(
+        base=str(folder / "base"), output=str(tmp_path / "run"), old={"en": text["es"]}, new=text, review=None,
+        join={"packs": [str(tmp_path / code) for code in text], "calibrate": True, "tokens": 16},
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"join\.calibrate: .* is an encoder-decoder, but factors and gates that are"):
+        validate_recipe(recipe)
 
 
 def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):

@@ -389,6 +389,13 @@ def test_text_that_does_not_fit_is_refused(folder, tmp_path):
         train_stage(folder / "expanded", tmp_path / "out", everything, config)
 
 
+def test_a_stage_takes_label_smoothing(folder, tmp_path):
+    for name, share in (("plain", 0.0), ("smooth", 0.1)):
+        config = PostPretrainConfig(str(tmp_path / "w"), **LENGTH, label_smoothing_factor=share)
+        train_stage(folder / "expanded", tmp_path / name, texts(folder, el="el"), config)
+    assert compare_checkpoints(tmp_path / "plain", tmp_path / "smooth").changed
+
+
 def test_the_dense_baselines_are_for_decoders(folder, tmp_path):
     with pytest.raises(InputError, match="which the dense baselines do not train"):
         invoke("train", "dense", folder / "base", tmp_path / "out", "--data", f"el={folder / 'el.jsonl'}")
