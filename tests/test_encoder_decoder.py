@@ -309,6 +309,12 @@ def test_plans_name_layers_by_their_stack(base, tmp_path):
     assert "encoder_layers" not in json.loads((tmp_path / "decoder.json").read_text())
 
 
+@pytest.mark.parametrize("encoder_layers", [-1, 5, 6])
+def test_a_plan_s_decoder_begins_within_the_list(encoder_layers):
+    with pytest.raises(InputError, match=rf"encoder_layers is {encoder_layers}: must be at least 0 and below 5"):
+        Plan("own", [2] * 5, encoder_layers=encoder_layers)
+
+
 @pytest.mark.parametrize(
     ("text", "encoder", "message"),
     [

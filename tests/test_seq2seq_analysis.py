@@ -19,6 +19,7 @@ from hf_moe_expand.analysis.similarity import ffn_inputs, measure_similarity
 from hf_moe_expand.card import make_card
 from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import scoring
 from hf_moe_expand.evaluation.pair_translation import translate_pairs
 from hf_moe_expand.evaluation.pairs import evaluate_pairs
 from hf_moe_expand.evaluation.translation import evaluate_translation
@@ -247,6 +248,15 @@ def test_a_recipe_of_a_calibrated_join_is_refused(folder, tmp_path):
         validate_recipe(recipe)
 
 
+def test_what_is_for_decoders_is_refused_before_any_score(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "load_for_inference", lambda *_: pytest.fail("a model was loaded"))
+    data = ["--data", f"el={folder / 'el.jsonl'}", "--new", "el"]
+    with pytest.raises(InputError, match="base: is an encoder-decoder, but ensembles are for decoders"):
+        invoke("evaluate", folder / "base", *data, "--ensemble", 1, "--out", tmp_path / "evaluation.json")
+    with pytest.raises(InputError, match="base: is an encoder-decoder, but tasks of lm-evaluation-harness are"):
+        scoring.score_models({"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], tasks=object())
+
+
 def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
     data = [f"--data={code}={folder / name}.jsonl" for code, name in (("en", "es"), ("es", "es"), ("el", "el"))]
     said = invoke("analyze", "routing", folder / "expanded", *data, "--tokens", TOKENS, "--out", tmp_path / "r.json")
@@ -258,6 +268,7 @@ def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
         "--out", tmp_path / "translation.json",
     )  # fmt: skip
     assert "en-el" in said
+    assert json.loads((tmp_path / "translation.json").read_text())["beams"] == 2
     recipe = Recipe(
         base=str(folder / "base"), output=str(tmp_path / "run"), old={"es": str(folder / "es.jsonl")},
         new={"el": str(folder / "el.jsonl")}, test={"es": str(folder / "es.jsonl"), "el": str(folder / "el.jsonl")},

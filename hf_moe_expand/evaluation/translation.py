@@ -44,10 +44,12 @@ class TranslationScores:
     Attributes:
         shots: examples in a prompt.
         max_new_tokens: maximum of tokens in a translation.
+        beams: beams of an encoder-decoder's search; 1 is greedy.
     """
 
     shots: int
     max_new_tokens: int
+    beams: int = 1
     models: dict[str, dict[str, TranslationScore]] = field(default_factory=dict)
 
     def to_json(self, path: str | Path) -> None:
