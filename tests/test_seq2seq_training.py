@@ -175,6 +175,25 @@ def test_pairs_go_both_ways_and_keep_their_languages(folder):
         pack_pairs({"el": texts(folder, el="el")["el"].load_pairs()}, nllb_tokenizer(), 2, 0)
 
 
+def test_pairs_that_are_too_long_are_made_up_for(tmp_path):
+    short, long = ({"en": "the sea", "el": "η θάλασσα" + " η θάλασσα" * times} for times in (0, 30))
+    (tmp_path / "el.jsonl").write_text(
+        "".join(json.dumps({"translation": row}) + "\n" for row in [long, short, long] * 6)
+    )
+    pairs = {"el": LanguageText("el", str(tmp_path / "el.jsonl")).load_pairs()}
+    assert len(pairs["el"]) == 36
+    for wanted, found in ((1, 1), (5, 5), (12, 12), (20, 12)):
+        made = pack_pairs(pairs, nllb_tokenizer(), 24, 0, documents={"el": wanted})
+        assert made.documents == {"el": found}
+        sizes = [len(a) + len(b) for a, b in zip(made.dataset["input_ids"], made.dataset["labels"], strict=True)]
+        assert made.tokens == {"el": sum(sizes)}
+        assert max(sizes) < 48
+    assert pack_pairs(pairs, nllb_tokenizer(), 24, 0).documents == {"el": 12}
+    made = pack_pairs(pairs, nllb_tokenizer(), 24, 0, tokens_per_language=30)
+    assert made.documents["el"] == len(made.dataset) < 12
+    assert 30 <= made.tokens["el"] < 30 + 24
+
+
 # --- losses ---------------------------------------------------------------------------------------------------------
 
 
