@@ -207,6 +207,15 @@ def test_a_trained_model_s_scores_and_bad_requests(loaded):
         measure_deviation(model, tokenizer, {}, work_dir=Path("none"))
 
 
+def test_every_direction_is_checked_before_the_first_is_translated(loaded, monkeypatch):
+    model, tokenizer = loaded("base")
+    monkeypatch.setattr(model, "generate", lambda **_: pytest.fail("a sentence was translated"))
+    texts = {**SENTENCES, "hi": SENTENCES["en"], "es": [*SENTENCES["es"][1:], "la casa " * 40]}
+    for wrong, message in ((("en", "hi"), "has no code for 'hi'"), (("es", "en"), "do not fit the model's 64")):
+        with pytest.raises(InputError, match=message):
+            evaluate_translation(model, tokenizer, texts, [("en", "el"), wrong], max_new_tokens=5)
+
+
 def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
     (tmp_path / "plain.jsonl").write_text('{"text": "η θάλασσα"}\n', "utf-8")
     pair = {"translation": {"en": "the sea", "hi": "समुद्र"}}

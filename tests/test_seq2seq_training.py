@@ -401,7 +401,8 @@ def test_text_that_does_not_fit_is_refused(folder, tmp_path):
     refused(r"text\.jsonl:1: holds `text`, but the model is an encoder-decoder", [{"text": "η θάλασσα"}])
     pair = {"translation": {"hi": "समुद्र", "el": "η θάλασσα"}}
     refused(r"the tokenizer \(NllbTokenizer\) has no code for 'hi'", [pair])
-    refused("no text in language 'el'", [{"translation": {"en": "the sea", "es": "el mar"}}])
+    refused("no sentence pair in language 'el'", [{"translation": {"en": "the sea", "es": "el mar"}}])
+    refused("must hold it and another language", [{"translation": {"el": "η θάλασσα", "en": None, "es": " "}}])
     config = ReviewConfig(str(tmp_path / "w"), **LENGTH, distillation_coef=0.1)
     everything = texts(folder, en="es", es="es", el="el")
     with pytest.raises(InputError, match="distillation_coef: keeps the base's predictions of the next token"):
