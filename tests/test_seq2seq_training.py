@@ -45,7 +45,7 @@ from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.records import History
-from hf_moe_expand.trainers.two_sides import with_decoder_inputs
+from hf_moe_expand.trainers.two_sides import target_loss, with_decoder_inputs
 
 
 def write_pairs(path: Path, language: str, other: str = "en", times: int = 1) -> Path:
@@ -284,6 +284,21 @@ def test_p6_a_step_does_not_depend_on_padding_or_on_how_it_is_cut(folder, tmp_pa
     other = moved_by(trainer(folder, tmp_path / "b", rows, losses=losses, **options))
     for name, value in whole.items():
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_loss_of_a_batch_is_the_mean_over_its_tokens():
+    """Padding does not count; smoothing spreads its share evenly over the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, 7, generator=generator)
+    labels = torch.tensor([[1, 2, -100, -100], [3, 4, 5, 6], [0, -100, -100, -100]])
+    for share in (0.0, 0.3):
+        nats = []
+        for row, targets in zip(logits.log_softmax(-1), labels, strict=True):
+            for scores, target in zip(row, targets, strict=True):
+                if target != -100:
+                    nats.append(-((1 - share) * scores[target] + share * scores.mean()))
+        found = [target_loss({"logits": logits}, labels, count, share) for count in (None, 20)]
+        torch.testing.assert_close(found, [sum(nats) / 7, sum(nats) / 20])
 
 
 def test_label_smoothing_is_taken(folder, tmp_path):

@@ -60,9 +60,7 @@ def translate_pairs(
     return found, cut
 
 
-def check_directions(
-    model: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], max_new_tokens: int
-) -> None:
+def check_directions(model: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], max_new_tokens: int) -> None:
     """Refuses sentences that `translate_pairs` would refuse.
 
     Args:
