@@ -177,6 +177,48 @@ def test_the_code_that_ends_a_target_is_not_scored():
     assert score.perplexity == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_pairs_longer_than_the_model_s_positions_are_left_out(loaded, side):
+    model, tokenizer = loaded("base")
+    long = SentencePair(
+        *[text * (80 if place == side else 1) for place, text in enumerate(("sea ", "mar "))], "en", "es"
+    )
+    short = pairs()["es"]
+    assert max(map(len, PairEncoder(tokenizer).encode([long])[side])) > model.config.max_position_embeddings
+    assert evaluate_pairs(model, tokenizer, {"es": [long, *short]}) == evaluate_pairs(model, tokenizer, {"es": short})
+    texts = pairs()
+    plain = measure_similarity(model, tokenizer, texts, ["en", "es"], ["el"], tokens=TOKENS)
+    more = {**texts, "es": [long, *texts["es"]]}
+    assert measure_similarity(model, tokenizer, more, ["en", "es"], ["el"], tokens=TOKENS) == plain
+
+
+def test_scored_tokens_are_at_most_those_asked_for(loaded):
+    model, tokenizer = loaded("base")
+    sizes = [len(labels) - 1 for labels in PairEncoder(tokenizer).encode(pairs()["el"])[1]]
+    for most, count in ((sum(sizes[:3]), 3), (sum(sizes[:3]) - 1, 2), (2, 1)):
+        found = evaluate_pairs(model, tokenizer, {"el": pairs()["el"]}, max_tokens=most)["el"]
+        assert found.tokens == sum(sizes[:count])
+
+
+def test_tokens_that_the_checkpoint_forbids_are_forbidden(loaded, monkeypatch):
+    """Marian's padding, with which its decoder starts."""
+    model, tokenizer = loaded("base")
+    model.generation_config.bad_words_ids = [[1]]
+    used = []
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "generate", lambda **_: used.append(model.generation_config) or torch.zeros(1, 2).long())
+        translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=5)
+    assert used[0].bad_words_ids == [[1]]
+
+
+def test_a_translation_may_fill_the_model_s_positions(loaded):
+    model, tokenizer = loaded("base")
+    # A start, the language's code and 62 further tokens are the model's 64 positions.
+    assert len(translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=62)[0]) == 1
+    with pytest.raises(InputError, match="a translation of 63 do not fit the model's 64 positions"):
+        translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=63)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_translations_are_those_of_single_sentences(loaded, beams):
     model, tokenizer = loaded("expanded")

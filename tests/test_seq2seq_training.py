@@ -19,6 +19,7 @@ from seq2seq import (
     plain_tokenizer,
     save_tiny,
     t5_tokenizer,
+    tiny,
 )
 from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -45,7 +46,7 @@ from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.records import History
-from hf_moe_expand.trainers.two_sides import target_loss, with_decoder_inputs
+from hf_moe_expand.trainers.two_sides import by_stack, target_loss, with_decoder_inputs
 
 
 def write_pairs(path: Path, language: str, other: str = "en", times: int = 1) -> Path:
@@ -265,6 +266,16 @@ def test_a_step_is_the_gradient_of_the_definition(folder, tmp_path):
     assert all(moved[name].any() for name in moved if "router" in name or "classifier" in name)
 
 
+def test_the_routing_of_each_stack_is_apart():
+    """Also where the decoder's first layer is expanded."""
+    config = tiny("m2m_100").config  # three layers and two
+    assert by_stack(config, {layer: f"layer {layer}" for layer in (4, 3, 2, 0)}) == [
+        ["layer 0", "layer 2"],
+        ["layer 3", "layer 4"],
+    ]
+    assert by_stack(config, {3: "layer 3"}) == [[], ["layer 3"]]
+
+
 def more_padding(rows):
     """Five columns of padding on each side."""
     batch = PairCollator(1)(rows)
@@ -343,6 +354,8 @@ def test_stage_1_and_review_from_file_to_folder(folder, tmp_path):
     first = PostPretrainConfig(str(tmp_path / "w"), **LENGTH, validation={"texts": {"el": str(folder / "el.jsonl")}})
     record = train_stage(folder / "expanded", tmp_path / "one", texts(folder, el="el"), first)
     assert (record.documents, record.blocks_seen) == ({"el": 10}, 15)
+    # One epoch is 10 pairs of 5 a step: the third step begins another one.
+    assert record.tokens["el"] < record.tokens_seen < 2 * record.tokens["el"]
     curves = ValidationCurves.load(tmp_path / "one")
     assert curves.steps == [0, 3]
     assert curves.loss["el"][1] < curves.loss["el"][0]
