@@ -134,6 +134,7 @@ def test_marian_takes_the_target_s_code_or_none():
     assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer("the sea").input_ids]
     tokenizer.supported_language_codes = [">>el<<", ">>ell<<"]
     assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer(">>el<< the sea").input_ids]
+    PairEncoder(tokenizer).check([("hi", "el")])  # a source needs no code
     with pytest.raises(InputError, match="has no code for 'hi'"):
         PairEncoder(tokenizer).check([("hi", "el"), ("el", "hi")])
 
