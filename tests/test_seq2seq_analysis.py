@@ -12,7 +12,7 @@ from conftest import invoke
 from seq2seq import PLAN, SENTENCES, mbart_tokenizer, save_tiny, tiny
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint, expand_model
 from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import ffn_inputs, measure_similarity
@@ -139,6 +139,13 @@ def test_routing_is_that_of_single_pairs(loaded):
             assert found.experts_for_half[language][index] == experts_for_half(top1)
     assert found.colocation[1] is None  # between the stacks, whose tokens differ
     assert found.colocation[0] is not None
+
+
+def test_no_colocation_is_measured_between_the_stacks_alone(loaded):
+    model, tokenizer = loaded("base")
+    plan = Plan("own", [3] * 5, old=["en"], new=["el"], encoder_layers=ENCODER)
+    found = measure_routing(expand_model(model, plan), tokenizer, {"el": pairs()["el"]}, tokens=TOKENS)
+    assert [value is None for value in found.colocation] == [False, False, True, False]
 
 
 def test_perplexity_is_of_the_translations_without_the_given_code(loaded):
