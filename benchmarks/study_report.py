@@ -24,9 +24,8 @@ def write_report(options: argparse.Namespace) -> None:
     settings = read_settings(options.settings)
     results = read_results(settings, options.out)
     speeds = read_json(options.out / "speed.json", "speeds") if (options.out / "speed.json").exists() else {}
-    tables = "\n\n".join(
-        [quality_table(settings, results), cost_table(results, speeds), claims_table(settings, results)]
-    )
+    parts = [quality_table(settings, results), cost_table(results, speeds), claims_table(settings, results)]
+    tables = "\n\n".join(filter(None, parts))
     print(tables)
     if options.table:
         write_text(options.table, tables + "\n")
