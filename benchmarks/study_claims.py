@@ -16,7 +16,7 @@ _LEVEL = 0.05
 
 
 def claims_table(settings: Mapping[str, Any], results: Results) -> str:
-    """Each claim whose rows are there: what was measured on help pages and on FLORES, and the verdict. Empty without one.
+    """Each claim whose rows are there: what was measured on help pages and on FLORES, and the verdict; empty if none.
 
     Args:
         settings: `claims` holds, by paper, lists of the claim's words, the group of languages, the row that should be
