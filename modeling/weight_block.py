@@ -1,5 +1,5 @@
-"""A block of memory: each of the FFN's matrices of all experts lies in one tensor `[N, out, in]`, last expert first, and each
-expert's weight is its slice.
+"""A block of memory: each of the FFN's matrices of all experts lies in one tensor `[N, out, in]`, last expert first,
+and each expert's weight is its slice.
 
 Kernels for all experts at once read the block; checkpoints, optimizers and adapters see ordinary parameters, since
 every slice is a storage of its own: nothing takes them for tied weights.
