@@ -181,6 +181,10 @@ def other_class(expert):
     expert.up_proj = Subclass(32, 48, bias=False)
 
 
+def other_class_in_place(expert):
+    expert.up_proj.__class__ = Subclass
+
+
 def on_the_whole(expert):
     expert.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
@@ -201,8 +205,14 @@ def new_bias(expert):
     expert.down_proj.bias = nn.Parameter(torch.ones(32))
 
 
-CHANGES = [hook, replaced_forward, parametrized, other_class, on_the_whole]
-CHANGES += [hook_on_the_activation, other_activation, replaced_activation, new_bias]
+def fewer_neurons(expert):
+    expert.gate_proj.weight.data = expert.gate_proj.weight.data[:24]
+    expert.up_proj.weight.data = expert.up_proj.weight.data[:24]
+    expert.down_proj.weight.data = expert.down_proj.weight.data[:, :24]
+
+
+CHANGES = [hook, replaced_forward, parametrized, other_class, other_class_in_place, on_the_whole]
+CHANGES += [hook_on_the_activation, other_activation, replaced_activation, new_bias, fewer_neurons]
 
 
 @pytest.mark.parametrize("numbers", [(0,), (2,), (0, 3)])
@@ -263,6 +273,18 @@ def test_memory_that_is_shared_no_longer_is_laid_out(model):
     assert None not in blocks(fresh)
 
 
+def test_an_expert_in_another_type_runs_as_a_module(model):
+    model.expanded_ffns()[2].experts[1].to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_right(model)
+
+
+def test_memory_of_several_processes_stays_theirs(model):
+    model.share_memory()
+    model(IDS)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_training_and_evaluation_leave_the_weights_in_their_place(dropout):
     model = LayerMoEForCausalLM(
@@ -274,6 +296,24 @@ def test_training_and_evaluation_leave_the_weights_in_their_place(dropout):
     model.eval()(IDS)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert None not in blocks(model)
+
+
+def test_a_block_is_that_of_all_its_weights_in_order(model):
+    ffn = model.expanded_ffns()[2]
+    for found in ffn.block.weights(ffn.experts, ffn.block.forms[0], torch.zeros(1)):
+        weights = found.weights
+        assert weight_block.block_of(weights) is found.block
+        assert weight_block.block_of(weights[:-1]) is None
+        assert weight_block.block_of((weights[0], *weights[2:], weights[1])) is None
+        assert weight_block.block_of(weights[1:]) is None
+
+
+def test_weights_that_change_before_the_backward_pass_are_noticed(model):
+    loss = model.train()(IDS, labels=IDS).loss
+    with torch.no_grad():
+        model.expanded_ffns()[0].experts[1].up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_two_threads_lay_out_one_block(model, monkeypatch):
