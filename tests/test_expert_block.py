@@ -274,9 +274,10 @@ def test_memory_that_is_shared_no_longer_is_laid_out(model):
 
 
 def test_an_expert_in_another_type_runs_as_a_module(model):
-    model.expanded_ffns()[2].experts[1].to(torch.bfloat16)
+    expert = model.expanded_ffns()[2].experts[1].to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         assert_right(model)
+    assert {parameter.dtype for parameter in expert.parameters()} == {torch.bfloat16}
 
 
 def test_memory_of_several_processes_stays_theirs(model):

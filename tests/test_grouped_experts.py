@@ -187,6 +187,15 @@ def test_tokens_without_any_expert_keep_the_experts_in_the_graph(tokens):
     assert all(not parameter.grad.any() for parameter in layer.experts.parameters())
 
 
+@pytest.mark.parametrize("tokens", [30, 900])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_a_choice_without_an_expert_adds_nothing_whatever_its_weight(tokens, implementation):
+    layer = build().train()
+    left_out = torch.rand(tokens, 2, generator=torch.Generator().manual_seed(0)) < 0.3
+    layer.control.change_choice = lambda _, choice: replace(choice, experts=choice.experts.masked_fill(left_out, 4))
+    assert_agree(layer, torch.randn(1, tokens, 16), implementation)
+
+
 @pytest.mark.parametrize("tokens", [6, 900])
 @pytest.mark.parametrize("frozen", [1, 3, 4])
 def test_frozen_experts_get_no_gradient(tokens, frozen):
@@ -234,6 +243,39 @@ def test_an_ffn_of_another_kind_runs_as_a_module(ffn):
     layer = build(ffn).eval()
     assert layer.block.forms == (None, None)
     layer(torch.randn(1, 5, 16))
+
+
+class Halves(Plain):
+    """Halves of the tokens, not of the neurons."""
+
+    def forward(self, x):
+        first, second = self.up(x).chunk(2)
+        return self.down(torch.mul(first, second))
+
+
+class FirstToken(Plain):
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)) * self.up(x)[0])
+
+
+class InPlace(Plain):
+    def __init__(self, hidden, inner):
+        super().__init__(hidden, inner)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.down(self.up(self.act(x)))
+
+
+class Dropped(Plain):
+    def forward(self, x):
+        return self.down(F.dropout(torch.relu(self.up(x)), 0.5, self.training))
+
+
+@pytest.mark.parametrize("ffn", [Halves, FirstToken, InPlace, Dropped])
+def test_a_pass_that_is_not_row_by_row_has_no_form(ffn):
+    assert form_of(ffn(6, 10).train()) is None
+    assert (form_of(ffn(6, 10).eval()) is None) == (ffn is not Dropped)
 
 
 class Scaled(Plain):
