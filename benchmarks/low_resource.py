@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from regularisers import CURRICULUM, MASKING, PLAIN
 from tables import markdown_table
 
-from hf_moe_expand import Masking, PostPretrainConfig, train_stage
+from hf_moe_expand import PostPretrainConfig, train_stage
 from hf_moe_expand.checkpoint.expand import expand_checkpoint
 from hf_moe_expand.checkpoint.source import load_base_config
 from hf_moe_expand.data.curriculum import step_based
@@ -27,15 +28,6 @@ from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.stages.config import ValidationSettings
 
 HIGH, LOW = "el", "hi"
-PLAIN, CURRICULUM = "plain", "curriculum"
-MASKING = {
-    PLAIN: Masking(),
-    "EOM 0.1": Masking(expert_output=0.1),
-    "FOM 0.3": Masking(final_output=0.3),
-    "gating dropout 0.2": Masking(gating_dropout=0.2),
-    "CMR 0.2": Masking(conditional_routing=0.2),
-    CURRICULUM: Masking(),
-}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ _LEVEL = 0.05
 
 
 def claims_table(settings: Mapping[str, Any], results: Results) -> str:
-    """Each claim whose rows are there: what was measured on help pages and on FLORES, and the verdict.
+    """Each claim whose rows are there: what was measured on help pages and on FLORES, and the verdict; empty if none.
 
     Args:
         settings: `claims` holds, by paper, lists of the claim's words, the group of languages, the row that should be
@@ -30,7 +30,7 @@ def claims_table(settings: Mapping[str, Any], results: Results) -> str:
                 said = [spread(values, "{:+.1f}") for values in found]
                 rows.append([paper, words, f"{better} against {other}, {group}", *said, verdict(found)])
     head = ["", "claim", "rows, languages", *(f"{domain}, points" for domain in DOMAINS), "verdict"]
-    return markdown_table(head, rows)
+    return markdown_table(head, rows) if rows else ""
 
 
 def differences(

@@ -1,7 +1,8 @@
 """The study's tables, figures and JSON, from its kept results."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import dist
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -14,6 +15,7 @@ from tables import markdown_table
 
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
 
+_AROUND = ((1, 1), (-1, 1), (1, -1), (-1, -1), (1.4, 0), (-1.4, 0), (0, 1.4), (0, -1.4))
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 
@@ -22,9 +24,8 @@ def write_report(options: argparse.Namespace) -> None:
     settings = read_settings(options.settings)
     results = read_results(settings, options.out)
     speeds = read_json(options.out / "speed.json", "speeds") if (options.out / "speed.json").exists() else {}
-    tables = "\n\n".join(
-        [quality_table(settings, results), cost_table(results, speeds), claims_table(settings, results)]
-    )
+    parts = [quality_table(settings, results), cost_table(results, speeds), claims_table(settings, results)]
+    tables = "\n\n".join(filter(None, parts))
     print(tables)
     if options.table:
         write_text(options.table, tables + "\n")
@@ -105,27 +106,38 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def draw_pareto(settings: Mapping[str, Any], results: Results, path: Path) -> None:
-    """Retention against gain: a numbered point a row with its spread, a panel a domain, the Pareto front as a line."""
+    """Retention against gain: a numbered point a row with its spread, and the Pareto front as a line.
+
+    A column a domain; above the old languages that were reviewed, below the others.
+    """
     base, named = results["base"][0], groups(settings)
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    for panel, domain in zip(figure.subplots(1, 2), DOMAINS, strict=True):
-        known = [[code for code in codes if code in base["scores"][domain]] for codes in (named["new"], named["old"])]
-        points = {}
-        for number, (name, found) in enumerate(results.items()):
-            gains, losses = ([-change(one, base, domain, codes) for one in found] for codes in known)
-            points[name] = (mean(gains), mean(losses))
-            bars = [stdev(values) if len(values) > 1 else 0 for values in (gains, losses)]
-            dense = "dense" in settings["rows"][name] or name == "base"
-            panel.errorbar(
-                *points[name], xerr=bars[0], yerr=bars[1], fmt="s" if dense else "o", color="black", markersize=4,
-                markerfacecolor="white" if dense else "black", elinewidth=0.5,
-            )  # fmt: skip
-            panel.annotate(str(number), points[name], xytext=(4, 3), textcoords="offset points", fontsize=7)
-        front = [points[name] for name in pareto(points)]
-        panel.plot(*zip(*front, strict=True), "--", color="gray", linewidth=1, zorder=0)
-        panel.set(title=domain, xlabel=f"gain of {', '.join(known[0])} (% fewer bits per byte)")
-        panel.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("change of the old languages (% fewer bits per byte; 0: the base)")
+    kinds = [kind for kind in ("reviewed", "not reviewed") if named[kind]]
+    figure = Figure(figsize=(11, 5.2 * len(kinds)), layout="constrained")
+    panels = figure.subplots(len(kinds), len(DOMAINS), sharex="col", squeeze=False)
+    for kind, line in zip(kinds, panels, strict=True):
+        for domain, panel in zip(DOMAINS, line, strict=True):
+            known = [
+                [code for code in codes if code in base["scores"][domain]] for codes in (named["new"], named[kind])
+            ]
+            points = {}
+            for name, found in results.items():
+                gains, losses = ([-change(one, base, domain, codes) for one in found] for codes in known)
+                points[name] = (mean(gains), mean(losses))
+                bars = [stdev(values) if len(values) > 1 else 0 for values in (gains, losses)]
+                dense = "dense" in settings["rows"][name] or name == "base"
+                panel.errorbar(
+                    *points[name], xerr=bars[0], yerr=bars[1], fmt="s" if dense else "o", color="black", markersize=4,
+                    markerfacecolor="white" if dense else "black", elinewidth=0.5,
+                )  # fmt: skip
+            front = [points[name] for name in pareto(points)]
+            panel.plot(*zip(*front, strict=True), "--", color="gray", linewidth=1, zorder=0)
+            panel.set_title(f"{domain}: {', '.join(known[1])} ({kind})")
+            panel.grid(alpha=0.3)
+            _number(panel, list(points.values()))
+        line[0].set_ylabel("kept (% fewer bits per byte; 0: the base)")
+    for domain, panel in zip(DOMAINS, panels[-1], strict=True):
+        codes = [code for code in named["new"] if code in base["scores"][domain]]
+        panel.set_xlabel(f"gain of {', '.join(codes)} (% fewer bits per byte)")
     figure.legend(
         handles=[
             figure.axes[0].plot([], [], fmt, color="black", markerfacecolor=face, label=label)[0]
@@ -134,6 +146,20 @@ def draw_pareto(settings: Mapping[str, Any], results: Results, path: Path) -> No
         loc="outside lower center", ncols=2, frameon=False,
     )  # fmt: skip
     figure.savefig(path)
+
+
+def _number(panel: Any, points: Sequence[tuple[float, float]]) -> None:
+    """Writes each point's number beside it, where the fewest points and numbers are near."""
+    panel.figure.draw_without_rendering()  # lays the panels out
+    taken = [tuple(place) for place in panel.transData.transform(points)]
+    for number, (x, y) in enumerate(taken[: len(points)]):
+        around = [(x + far * dx, y + far * dy) for far in (9, 16, 24) for dx, dy in _AROUND]
+        free = min(around, key=lambda place: (sum(dist(place, other) < 9 for other in taken), dist(place, (x, y))))
+        taken.append(free)
+        panel.annotate(
+            str(number), points[number], xytext=(free[0] - x, free[1] - y), textcoords="offset pixels", fontsize=7,
+            ha="center", va="center", arrowprops={"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 3, "shrinkB": 2},
+        )  # fmt: skip
 
 
 def draw_losses(settings: Mapping[str, Any], results: Results, path: Path) -> None:

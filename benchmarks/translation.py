@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from aligned_pages import aligned
 from datasets import concatenate_datasets
+from regularisers import CURRICULUM, MASKING, PLAIN
 from tables import markdown_table
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
@@ -32,7 +33,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_moe_expand import LanguageText, Masking, Plan, PostPretrainConfig, expand_checkpoint, train_stage
+from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.checkpoint.writer import new_folder
 from hf_moe_expand.data.curriculum import step_based
 from hf_moe_expand.data.pairs import PairCollator, pack_pairs
@@ -44,15 +45,6 @@ from hf_moe_expand.planning.layers import layers_in
 from hf_moe_expand.stages.config import ValidationSettings
 from hf_moe_expand.yamlfile import read_yaml
 
-PLAIN, CURRICULUM = "plain", "curriculum"
-MASKING = {
-    PLAIN: Masking(),
-    "EOM 0.1": Masking(expert_output=0.1),
-    "FOM 0.3": Masking(final_output=0.3),
-    "CMR 0.2": Masking(conditional_routing=0.2),
-    "gating dropout 0.2": Masking(gating_dropout=0.2),
-    CURRICULUM: Masking(),
-}
 Found = dict[str, Any]  # of one run: `loss` by language and step, `steps`, `chrf` by direction
 
 

@@ -12,8 +12,6 @@ from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
 from .checkpoint.writer import check_apart, check_place
-from .data.pair_encoder import PairEncoder, SentencePair
-from .data.sources import LanguageText
 from .disk import check_room, free_bytes, peak
 from .distributed import launched
 from .errors import InputError, at
@@ -21,13 +19,12 @@ from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
 from .local_paths import without_paths
 from .modeling import stack_sizes
-from .models import load_tokenizer
 from .recipe import Recipe
 from .recipe_paths import unset_variable
 from .run_record import BEGUN, read_steps
 from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
-from .steps.base import Checks, Done, Round, Step
+from .steps.base import Checks, Done, Round, Step, check_pairs
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.join import JoinPacks
@@ -91,14 +88,6 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     return _checked(recipe, offline).found
 
 
-def _check_pairs(source: LanguageText, recipe: Recipe, offline: bool) -> None:
-    """Refuses text without translations, or in a language that the base's tokenizer has no code for."""
-    pair = source.first_pair()
-    if pair is not None and not offline:
-        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
-        PairEncoder(tokenizer).check([SentencePair(**pair).direction])
-
-
 def _layers_in_words(config: Any) -> str:
     sizes = stack_sizes(config)
     return ", ".join(f"{size} {stack} layers".replace("  ", " ") for stack, size in sizes.items())
@@ -122,7 +111,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
             continue
         with at(key):
             if config is not None and config.is_encoder_decoder:
-                _check_pairs(source, recipe, offline)
+                check_pairs(source, recipe, offline)
             else:
                 source.check()
         files = source.files()

@@ -44,7 +44,8 @@ These keys are passed unchanged to
 - The command sets `output_dir`, `seed`, `data_seed`, `remove_unused_columns` and `label_names` itself, and refuses them
   here.
 - Also refused are `eval_strategy` and related keys (use `validation`), `push_to_hub` and related keys (use
-  `hf-moe-expand push`), `label_smoothing_factor` and reentrant checkpointing.
+  `hf-moe-expand push`), reentrant checkpointing and, for decoders,
+  `label_smoothing_factor`.
 - `distributed_config` is a key of ours, which is passed to `from_pretrained` ([several devices](distributed.md)).
 """
 

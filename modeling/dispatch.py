@@ -12,6 +12,7 @@ Shape suffixes as in `routing.py`.
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from transformers.utils import logging
 
 from .expert_block import ExpertBlock
@@ -42,7 +43,7 @@ def dispatch(
     form = None if block is None or takes_residual else block.forms[training]
     if implementation is None and _is_faster_apart(x_Th, index_TK, training):
         form = None
-    if form is not None and implementation != "eager" and not torch._C._are_functorch_transforms_active():
+    if form is not None and implementation != "eager" and not _has_transforms():
         found = block.weights(experts, form, x_Th)  # type: ignore[union-attr]
         if found is not None and _fits(x_Th, found[0].weights[0]):
             batched = _is_batched(implementation, x_Th, index_TK, len(experts))
@@ -58,6 +59,11 @@ def dispatch(
     if _is_one_token(x_Th, training):
         return dispatch_one_token(experts, x_Th, weights_TK, index_TK, takes_residual)
     return dispatch_sorted(experts, x_Th, weights_TK, index_TK, takes_residual, training)
+
+
+def _has_transforms() -> bool:
+    """Whether derivatives are taken forward or by `torch.func`, which the joint products do not know."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _is_one_token(x_Th: torch.Tensor, training: bool) -> bool:

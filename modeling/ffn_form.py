@@ -1,30 +1,23 @@
-"""Understands an FFN's forward pass: linear layers with row-wise operations between them.
+"""The forward pass of an FFN: linear layers with row-wise operations between them.
 
 Experts of one layer are equal but for their weights. If their forward pass consists of linear layers and operations on
 single elements (`down(act(gate(x)) * up(x))`, `fc2(act(fc1(x)))`), it can run on the sorted tokens of all experts at
-once: each linear layer becomes a grouped product, and all else runs once. The pass is read from the FFN's own code by
-symbolic tracing, which computes nothing and needs no names of classes.
+once: each linear layer becomes a grouped product, and all else runs once. `ffn_trace.py` reads the pass from the FFN's
+own code.
 """
 
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
-from transformers import activations
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-# Functions and methods of tensors that treat each element, or each row, by itself.
-_FUNCTIONS = {
-    *(operator.mul, operator.add, operator.sub, operator.truediv, operator.pow, operator.neg, operator.getitem),
-    *(torch.mul, torch.add, torch.square, torch.pow, torch.relu, torch.tanh, torch.sigmoid, torch.erf, torch.chunk),
-    *(F.relu, F.relu6, F.gelu, F.silu, F.mish, F.leaky_relu, F.elu, F.tanh, F.sigmoid, F.softplus),
-}
-_METHODS = {"mul", "add", "sub", "div", "square", "pow", "relu", "tanh", "sigmoid", "chunk"}
-_ACTIVATIONS = ("torch.nn.modules.activation", activations.__name__)
+# Attributes whose values a traced forward pass holds as they were.
+_SETTINGS = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType)
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,56 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The FFN, or a row-wise module of it, as it was when the forward pass was read.
+
+    Attributes:
+        name: its name in the FFN, empty for the FFN.
+        kind: its class.
+        forward: the class's method, or its name where a pickled copy was loaded.
+        settings: its public attributes that are numbers, names or functions.
+    """
+
+    name: str
+    kind: type
+    forward: Callable[..., Any] | str
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> "Part":
+        return cls(name, type(module), type(module).forward, _settings_of(module))
+
+    def is_still(self, module: nn.Module) -> bool:
+        """Whether a module is of the same class, with the same settings."""
+        if type(module) is not self.kind or (isinstance(module, nn.Dropout) and module.p and module.training):
+            return False
+        if torch.compiler.is_compiling():  # reads attributes one by one, to notice if they change
+            return all(_function_of(getattr(module, name, None)) == value for name, value in self.settings.items())
+        return self.forward in (self.kind.forward, _name_of(self.kind.forward)) and self.settings == _settings_of(
+            module
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "forward": self.forward if isinstance(self.forward, str) else _name_of(self.forward)}
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: _function_of(value) for name, value in vars(module).items()
+        if isinstance(value, _SETTINGS) and name not in _OF_ALL_MODULES and not name.startswith("_")
+    }  # fmt: skip
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _function_of(value: Any) -> Any:
+    """Of a bound method, its function, which copies of a module share."""
+    return value.__func__ if isinstance(value, MethodType) else value
+
+
+@dataclass(frozen=True)
 class FFNForm:
     """The forward pass of an FFN.
 
@@ -90,11 +133,15 @@ class FFNForm:
         steps: its steps, in order.
         output: the number of the value that it returns.
         linears: the steps that are linear layers.
+        parts: the FFN and its row-wise modules.
+        mode: whether the FFN was training, None if its form is the same in training and in evaluation.
     """
 
     steps: tuple[Step, ...]
     output: int
     linears: tuple[Linears, ...]
+    parts: tuple[Part, ...]
+    mode: bool | None = field(compare=False)
 
     def run(
         self, ffn: nn.Module, x: torch.Tensor, product: Callable[[torch.Tensor, int], tuple[torch.Tensor, ...]]
@@ -119,129 +166,3 @@ class FFNForm:
             for unread in step.last:
                 del values[unread]
         return values[self.output]
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-def form_of(ffn: nn.Module) -> FFNForm | None:
-    """The form of an FFN in its present mode (training or evaluation); None if its forward pass is of another kind.
-
-    Dropout that is active, parameters outside linear layers, branches on values and arguments beside the hidden states
-    make it another kind.
-    """
-    try:
-        graph = _Tracer().trace(ffn)
-    except Exception:  # code that cannot be traced fails in many ways
-        return None
-    steps, output = _read(ffn, list(graph.nodes))
-    if output is None:
-        return None
-    steps = _joined(steps)
-    linears = tuple(step.call for step in steps if isinstance(step.call, Linears))
-    known = {
-        f"{name}.{kind}" for call in linears for name, bias in zip(call.names, call.has_bias, strict=True)
-        for kind in ("weight", *(["bias"] if bias else []))
-    }  # fmt: skip
-    if not linears or known != {name for name, _ in ffn.named_parameters()} or any(True for _ in ffn.buffers()):
-        return None
-    return FFNForm(_with_last_uses(steps, output), output, linears)
-
-
-def _read(ffn: nn.Module, nodes: list[fx.Node]) -> tuple[list[Step], int | None]:
-    """The steps of a traced graph, and the number of its result; None for a graph of another kind."""
-    numbers: dict[fx.Node, int] = {}
-    steps: list[Step] = []
-    for number, node in enumerate(nodes):
-        if node.op == "placeholder" and number == 0:
-            numbers[node] = 0
-            continue
-        if node.op == "output":
-            result = node.args[0]
-            return steps, numbers[result] if isinstance(result, fx.Node) else None
-        args = tuple(Value(numbers[a]) if isinstance(a, fx.Node) else a for a in node.args)
-        nested = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, tuple | list | dict | slice)]
-        if nested or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
-            break
-        call = _call_of(ffn, node, len(args))
-        if call is None:
-            break
-        numbers[node] = number
-        steps.append(Step(call, args, dict(node.kwargs), (number,), node.op == "call_method"))
-    return steps, None
-
-
-def _call_of(ffn: nn.Module, node: fx.Node, arguments: int) -> Linears | str | Callable[..., Any] | None:
-    target: Any = node.target
-    known: Any
-    if node.op == "call_module":
-        module = ffn.get_submodule(target)
-        if arguments != 1 or node.kwargs:
-            return None
-        if type(module) in (nn.Linear, Conv1D):
-            return _linear(target, module)
-        return target if _is_row_wise(module) else None
-    if node.op == "call_method":
-        known = target in _METHODS
-    elif target is F.dropout:
-        rate = node.kwargs.get("p", node.args[1] if arguments > 1 else 0.5)
-        known = rate == 0 or not node.kwargs.get("training", node.args[2] if arguments > 2 else True)
-    else:
-        known = node.op == "call_function" and target in _FUNCTIONS
-    if known and target in (torch.chunk, "chunk"):
-        known = node.kwargs.get("dim", node.args[2] if arguments > 2 else 0) == -1
-    if known and target is operator.getitem:
-        known = isinstance(node.args[0], fx.Node) and node.args[0].target in (torch.chunk, "chunk")
-    return target if known else None
-
-
-def _linear(name: str, module: Any) -> Linears:
-    if isinstance(module, Conv1D):
-        return Linears((name,), Conv1D, (True,), module.nx, (module.nf,))
-    return Linears((name,), nn.Linear, (module.bias is not None,), module.in_features, (module.out_features,))
-
-
-def _is_row_wise(module: nn.Module) -> bool:
-    """Whether a module without weights treats each element by itself."""
-    if getattr(module, "inplace", False):
-        return False
-    if isinstance(module, nn.Dropout):
-        return module.p == 0 or not module.training
-    of_library = type(module).__module__ in _ACTIVATIONS and not isinstance(
-        module, nn.Softmax | nn.Softmin | nn.LogSoftmax | nn.Softmax2d | nn.GLU | nn.MultiheadAttention | nn.RReLU
-    )
-    return (of_library or type(module) is nn.Identity) and not any(True for _ in module.parameters())
-
-
-def _joined(steps: list[Step]) -> list[Step]:
-    """Joins linear layers of the same input into one step, at the place of the first."""
-    found: list[Step] = []
-    for step in steps:
-        for place, other in enumerate(found):
-            first, second = other.call, step.call
-            if (
-                isinstance(first, Linears) and isinstance(second, Linears)
-                and other.args == step.args and first.kind is second.kind
-            ):  # fmt: skip
-                both = Linears(
-                    first.names + second.names, first.kind, first.has_bias + second.has_bias, first.inputs,
-                    first.outputs + second.outputs,
-                )  # fmt: skip
-                found[place] = Step(both, other.args, {}, other.results + step.results)
-                break
-        else:
-            found.append(step)
-    return found
-
-
-def _with_last_uses(steps: list[Step], output: int) -> tuple[Step, ...]:
-    found, seen = [], {output}
-    for step in reversed(steps):
-        read = {a.number for a in step.args if isinstance(a, Value)}
-        unread = set(step.results) - seen
-        last = tuple(sorted((read | unread) - seen))
-        seen |= read
-        found.append(Step(step.call, step.args, step.kwargs, step.results, step.is_method, last))
-    return tuple(reversed(found))

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .expert_block import ExpertWeights
 from .ffn_form import FFNForm
 from .grouped_linear import ROWS_OF_ONE_CALL, Groups, grouped_linear
+from .weight_block import ExpertWeights
 
-# Under autocast on a CPU, the experts' weights are converted for at least this many tokens an expert; fewer compute in
-# the weights' own type, which takes less time than the conversion.
+# Under autocast on a CPU, float32 weights are converted for at least this many tokens an expert; fewer compute in
+# float32, which takes less time than the conversion.
 _ROWS_WORTH_A_CONVERSION = 2
 _CHUNK = 256
 
@@ -56,7 +56,8 @@ def run_grouped(
 
 def knows_routing(x_Th: torch.Tensor) -> bool:
     """Whether the host reads values at no cost: on a CPU, unless a graph is traced or the tensors are fake."""
-    return x_Th.device.type == "cpu" and type(x_Th) is torch.Tensor and not torch.compiler.is_compiling()
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return x_Th.device.type == "cpu" and type(x_Th) is torch.Tensor and not is_traced
 
 
 def _run_counted(
@@ -66,9 +67,9 @@ def _run_counted(
     T, K = weights_TK.shape
     place_A = place_TK.reshape(-1)
     *counts, unassigned = place_A.bincount(minlength=N + 1).tolist()
-    dtype = _dtype_of(found)
-    if dtype == torch.float32 and T * K - unassigned >= _ROWS_WORTH_A_CONVERSION * sum(map(bool, counts)):
-        dtype = result
+    dtype = result
+    if _dtype_of(found) == torch.float32 and T * K - unassigned < _ROWS_WORTH_A_CONVERSION * sum(map(bool, counts)):
+        dtype = torch.float32
     order_A = place_A.argsort(stable=True)
     row_TK = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(T * K)).view(T, K)
     mask_TK = None
@@ -99,13 +100,11 @@ def _run_uncounted(
 ) -> torch.Tensor:  # fmt: skip
     T, K = weights_TK.shape
     place_A = place_TK.reshape(-1)
-    dtype = _dtype_of(found)
-    dtype = result if dtype == torch.float32 else dtype
     sorted_A, order_A = place_A.sort(stable=True)
     ends_N = torch.searchsorted(sorted_A, torch.arange(N, device=x_Th.device), right=True).to(torch.int32)
     groups = Groups(ends_N, None, sorted_A, batched)
-    x_Ah = x_Th.to(dtype).index_select(0, order_A // K)
-    y_Ah = form.run(ffn, x_Ah, lambda x, n: grouped_linear(x, form.linears[n], found[n], groups, dtype))
+    x_Ah = x_Th.to(result).index_select(0, order_A // K)
+    y_Ah = form.run(ffn, x_Ah, lambda x, n: grouped_linear(x, form.linears[n], found[n], groups, result))
     row_A = torch.empty_like(order_A).scatter(0, order_A, torch.arange(T * K, device=x_Th.device))
     return _sum_of_copies(y_Ah, weights_TK * (place_TK < N), row_A.view(T, K), result)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .expert_block import block_of
 from .ffn_form import Linears
+from .weight_block import block_of
 
 
 def has_grouped_mm(device: torch.device, linears: Sequence[Linears], dtype: torch.dtype) -> bool:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from . import grouped_kernels as kernels
-from .expert_block import ExpertWeights
 from .ffn_form import Linears
+from .weight_block import ExpertWeights
 
 # On a CPU, at most this many rows are multiplied in one call; more run at the same speed one expert at a time, and gate
 # and up then have outputs of their own, which later steps read faster.

@@ -11,6 +11,7 @@ from transformers import (
     ByT5Tokenizer,
     GenerationConfig,
     MBart50Tokenizer,
+    MBartTokenizer,
     NllbTokenizer,
     PreTrainedTokenizerFast,
     T5Tokenizer,
@@ -83,6 +84,11 @@ def nllb_tokenizer() -> NllbTokenizer:
 def scored(special: list[str]) -> list[tuple[str, float]]:
     words = sorted(pieces(special).get_vocab().items(), key=lambda item: item[1])
     return [(word, 0.0 if word in special else -float(number)) for number, (word, _) in enumerate(words)]
+
+
+def mbart_tokenizer() -> MBartTokenizer:
+    """`tokens </s> <language>` on both sides, as the first mBART has it."""
+    return MBartTokenizer(vocab=scored(["<s>", "<pad>", "</s>", "<unk>"]))
 
 
 def mbart50_tokenizer() -> MBart50Tokenizer:

@@ -135,6 +135,18 @@ def test_the_user_s_word_is_for_decoders(made):
         model.generate(batch()["input_ids"], languages="en")
 
 
+def test_training_draws_the_dropout_inside_the_ffn_as_the_base_does():
+    dense = tiny("bart", activation_dropout=0.3).train()
+    model = expand_model(copy.deepcopy(dense), Plan("own", [2] * 5, old=["en"], new=["el"], encoder_layers=3)).train()
+    drawn = []
+    for network, seed in ((dense, 0), (model, 0), (model, 1)):
+        torch.manual_seed(seed)
+        with model.use_expert(0):
+            drawn.append(logits(network))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.allclose(drawn[1], drawn[2])
+
+
 def test_a_layer_is_never_left_out_at_random(made):
     model = made("m2m_100")[3].train()
     assert model.config.encoder_layerdrop == 0.05
@@ -307,6 +319,12 @@ def test_plans_name_layers_by_their_stack(base, tmp_path):
         invoke("plan", "random", "--layers", "3+0", "--total-experts", 12, "--out", tmp_path / "none.json")
     Plan("own", [2, 2]).save(tmp_path / "decoder.json")
     assert "encoder_layers" not in json.loads((tmp_path / "decoder.json").read_text())
+
+
+@pytest.mark.parametrize("encoder_layers", [-1, 5, 6])
+def test_a_plan_s_decoder_begins_within_the_list(encoder_layers):
+    with pytest.raises(InputError, match=rf"encoder_layers is {encoder_layers}: must be at least 0 and below 5"):
+        Plan("own", [2] * 5, encoder_layers=encoder_layers)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@
 
 import copy
 import gc
+import importlib
 import pickle
+import sys
 import weakref
 from io import BytesIO
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
+from hf_moe_expand.modeling import expert_block, weight_block
 
 IDS = torch.arange(3, 27).view(2, 12)
 
@@ -175,15 +181,46 @@ def other_class(expert):
     expert.up_proj = Subclass(32, 48, bias=False)
 
 
+def other_class_in_place(expert):
+    expert.up_proj.__class__ = Subclass
+
+
 def on_the_whole(expert):
     expert.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
-@pytest.mark.parametrize("change", [hook, replaced_forward, parametrized, other_class, on_the_whole])
-def test_a_changed_expert_runs_as_a_module(model, change):
+def hook_on_the_activation(expert):
+    expert.act_fn.register_forward_hook(lambda module, args, output: output + 1)
+
+
+def other_activation(expert):
+    expert.act_fn = nn.Tanh()
+
+
+def replaced_activation(expert):
+    expert.act_fn.forward = torch.tanh
+
+
+def new_bias(expert):
+    expert.down_proj.bias = nn.Parameter(torch.ones(32))
+
+
+def fewer_neurons(expert):
+    expert.gate_proj.weight.data = expert.gate_proj.weight.data[:24]
+    expert.up_proj.weight.data = expert.up_proj.weight.data[:24]
+    expert.down_proj.weight.data = expert.down_proj.weight.data[:, :24]
+
+
+CHANGES = [hook, replaced_forward, parametrized, other_class, other_class_in_place, on_the_whole]
+CHANGES += [hook_on_the_activation, other_activation, replaced_activation, new_bias, fewer_neurons]
+
+
+@pytest.mark.parametrize("numbers", [(0,), (2,), (0, 3)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_expert_runs_as_a_module(model, change, numbers):
     before = model(IDS).logits
-    change(model.expanded_ffns()[2].experts[0])
-    change(model.expanded_ffns()[2].experts[3])
+    for number in numbers:
+        change(model.expanded_ffns()[2].experts[number])
     after = model(IDS).logits
     assert (after - before).abs().max() > 1e-3
     assert_right(model)
@@ -195,6 +232,121 @@ def test_an_expert_put_in_place_of_another_is_used(model):
     experts[1], experts[2] = copy.deepcopy(experts[2]), copy.deepcopy(experts[1])
     assert (model(IDS).logits - before).abs().max() > 1e-3
     assert_right(model)
+
+
+def test_another_list_of_experts_is_used(model):
+    ffn = model.expanded_ffns()[0]
+    before = model(IDS).logits
+    ffn.experts = nn.ModuleList(reversed(ffn.experts))
+    assert (model(IDS).logits - before).abs().max() > 1e-3
+    assert_right(model)
+
+
+def test_a_method_of_the_class_that_is_replaced_is_used(model, monkeypatch):
+    before = model(IDS).logits
+    kind = type(model.expanded_ffns()[0].experts[0])
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    monkeypatch.setattr(kind, "forward", lambda self, x: self.down_proj(torch.tanh(self.up_proj(x))))
+    assert (model(IDS).logits - before).abs().max() > 1e-3
+    assert_right(model)
+    assert_right(copies[0])
+    assert torch.equal(pickle.loads(pickle.dumps(model))(IDS).logits, model(IDS).logits)
+
+
+def test_tied_experts_have_no_block(model):
+    experts = model.expanded_ffns()[0].experts
+    experts[2] = experts[1]
+    experts[0].up_proj.weight = experts[1].up_proj.weight
+    model(IDS)
+    with torch.no_grad():
+        experts[1].up_proj.weight.mul_(2)
+    assert_right(model)
+
+
+def test_memory_that_is_shared_no_longer_is_laid_out(model):
+    fresh = copy.deepcopy(model)
+    state = fresh.state_dict()
+    fresh(IDS)
+    assert set(blocks(fresh)) == {None}
+    del state
+    fresh(IDS)
+    assert None not in blocks(fresh)
+
+
+def test_an_expert_in_another_type_runs_as_a_module(model):
+    expert = model.expanded_ffns()[2].experts[1].to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_right(model)
+    assert {parameter.dtype for parameter in expert.parameters()} == {torch.bfloat16}
+
+
+def test_memory_of_several_processes_stays_theirs(model):
+    model.share_memory()
+    model(IDS)
+    assert all(parameter.is_shared() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_training_and_evaluation_leave_the_weights_in_their_place(dropout):
+    model = LayerMoEForCausalLM(
+        LayerMoEConfig.from_dense(tiny_dense("gpt2", resid_pdrop=dropout).config, num_experts_per_layer=[3, 1, 4])
+    ).eval()
+    model(IDS)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    model.train()(IDS)
+    model.eval()(IDS)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+    assert None not in blocks(model)
+
+
+def test_a_block_is_that_of_all_its_weights_in_order(model):
+    ffn = model.expanded_ffns()[2]
+    for found in ffn.block.weights(ffn.experts, ffn.block.forms[0], torch.zeros(1)):
+        weights = found.weights
+        assert weight_block.block_of(weights) is found.block
+        assert weight_block.block_of(weights[:-1]) is None
+        assert weight_block.block_of((weights[0], *weights[2:], weights[1])) is None
+        assert weight_block.block_of(weights[1:]) is None
+
+
+def test_weights_that_change_before_the_backward_pass_are_noticed(model):
+    loss = model.train()(IDS, labels=IDS).loss
+    with torch.no_grad():
+        model.expanded_ffns()[0].experts[1].up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_threads_lay_out_one_block(model, monkeypatch):
+    fresh, moved, others = copy.deepcopy(model), weight_block._moved, []
+
+    def meanwhile(*args):
+        if not others:
+            others.append(Thread(target=fresh, args=(IDS,)))
+            others[0].start()
+            others[0].join(0.5)
+        return moved(*args)
+
+    monkeypatch.setattr(weight_block, "_moved", meanwhile)
+    fresh(IDS)
+    others[0].join()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.mul_(1.5)
+    assert_right(fresh)
+
+
+def test_operators_find_the_blocks_of_a_copy_of_the_code(monkeypatch):
+    package = ModuleType("copy_of_the_code")
+    package.__path__ = [str(Path(expert_block.__file__).parent)]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    other = importlib.import_module("copy_of_the_code.expert_block")
+    assert other is not expert_block
+    ffn = nn.Sequential(nn.Linear(4, 4, bias=False))
+    layer, (form, _) = nn.ModuleList([ffn, copy.deepcopy(ffn)]), other.ExpertBlock.of(ffn).forms
+    block = other.ExpertBlock((form, form))
+    (found,) = block.weights(layer, form, torch.zeros(1))
+    assert weight_block.block_of(found.weights) is found.block
 
 
 def test_a_hook_on_all_modules_sees_the_experts(model):

@@ -2,12 +2,15 @@
 
 import copy
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from transformers import GPT2Config, Phi3Config, Qwen2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
@@ -16,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from hf_moe_expand.modeling import dispatch as dispatch_module
 from hf_moe_expand.modeling import grouped_experts, grouped_linear
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
-from hf_moe_expand.modeling.ffn_form import form_of
+from hf_moe_expand.modeling.ffn_trace import form_of
 from hf_moe_expand.modeling.routing_control import RoutingControl
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 3e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -128,6 +131,14 @@ def test_autocast_keeps_its_type(tokens, mode):
     assert_agree(layer, torch.randn(1, tokens, 16), None, autocast=True)
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_autocast_computes_in_its_type_whatever_the_weights(implementation):
+    layer = build(dtype=torch.float16).eval()
+    layer.model_config._experts_implementation = implementation
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.full((1, 40, 16), 1e5)).isfinite().all()  # more than float16 holds
+
+
 @pytest.mark.parametrize("tokens", [30, 900])
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("fields", [{"has_classifier": True}, {"has_classifier": True, "conditional": True}])
@@ -174,6 +185,15 @@ def test_tokens_without_any_expert_keep_the_experts_in_the_graph(tokens):
     y.sum().backward()
     assert not x.grad.any()
     assert all(not parameter.grad.any() for parameter in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("tokens", [30, 900])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_a_choice_without_an_expert_adds_nothing_whatever_its_weight(tokens, implementation):
+    layer = build().train()
+    left_out = torch.rand(tokens, 2, generator=torch.Generator().manual_seed(0)) < 0.3
+    layer.control.change_choice = lambda _, choice: replace(choice, experts=choice.experts.masked_fill(left_out, 4))
+    assert_agree(layer, torch.randn(1, tokens, 16), implementation)
 
 
 @pytest.mark.parametrize("tokens", [6, 900])
@@ -223,6 +243,118 @@ def test_an_ffn_of_another_kind_runs_as_a_module(ffn):
     layer = build(ffn).eval()
     assert layer.block.forms == (None, None)
     layer(torch.randn(1, 5, 16))
+
+
+class Halves(Plain):
+    """Halves of the tokens, not of the neurons."""
+
+    def forward(self, x):
+        first, second = self.up(x).chunk(2)
+        return self.down(torch.mul(first, second))
+
+
+class FirstToken(Plain):
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)) * self.up(x)[0])
+
+
+class InPlace(Plain):
+    def __init__(self, hidden, inner):
+        super().__init__(hidden, inner)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.down(self.up(self.act(x)))
+
+
+class Dropped(Plain):
+    def forward(self, x):
+        return self.down(F.dropout(torch.relu(self.up(x)), 0.5, self.training))
+
+
+@pytest.mark.parametrize("ffn", [Halves, FirstToken, InPlace, Dropped])
+def test_a_pass_that_is_not_row_by_row_has_no_form(ffn):
+    assert form_of(ffn(6, 10).train()) is None
+    assert (form_of(ffn(6, 10).eval()) is None) == (ffn is not Dropped)
+
+
+class Scaled(Plain):
+    scale = 1.0
+
+    def forward(self, x):
+        return self.down(F.dropout(torch.relu(self.up(x)), 0.0, self.training) * self.scale)
+
+
+class Nested(nn.Module):
+    def __init__(self, hidden, inner):
+        super().__init__()
+        self.layers = nn.ModuleDict({"up": nn.Linear(hidden, inner), "down": nn.Linear(inner, hidden)})
+
+    def forward(self, x):
+        return self.layers["down"](torch.relu(self.layers["up"](x)))
+
+
+class ByMode(Plain):
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))) if self.training else self.down(torch.tanh(self.up(x)))
+
+
+def another_scale(expert):
+    expert.scale = 3.0
+
+
+def other_layers(expert):
+    expert.layers = nn.ModuleDict({"up": nn.Linear(16, 16), "down": nn.Linear(16, 16)})
+
+
+def other_mode(expert):
+    expert.train()
+
+
+def other_rate(expert):
+    expert.dropout.p = 1.0
+    expert.dropout.train()
+
+
+def other_layout(expert):
+    expert.up.weight.data = expert.up.weight.data.t()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize(
+    ("ffn", "change"),
+    [
+        (Scaled, another_scale),
+        (Nested, other_layers),
+        (ByMode, other_mode),
+        (conv1d, other_rate),
+        (Plain, other_layout),
+    ],
+)
+def test_an_expert_that_differs_from_the_others_is_noticed(ffn, change, number):
+    layer = build(ffn, inner=16).eval()
+    x = torch.randn(1, 40, 16)
+    before = layer(x)
+    assert layer.block.forms[False] is not None
+    change(layer.experts[number])
+    y = layer(x)
+    assert (y - before).abs().max() > 1e-2
+    layer.model_config._experts_implementation = "eager"
+    torch.testing.assert_close(layer(x), y)
+
+
+def test_reading_a_forward_pass_leaves_other_threads_alone():
+    found, other = [], nn.Linear(2, 2)
+
+    class Meanwhile(Plain):
+        def forward(self, x):
+            thread = Thread(target=lambda: found.append(other(torch.ones(1, 2))))
+            thread.start()
+            thread.join()
+            return super().forward(x)
+
+    assert form_of(Meanwhile(6, 10)) is not None
+    assert torch.equal(found[0], other(torch.ones(1, 2)))
 
 
 def test_active_dropout_runs_as_a_module_in_training_alone():
@@ -281,6 +413,33 @@ def test_compiled_it_computes_k_experts_a_token(mode, form):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
 
 
+def without_bias(expert):
+    expert.up.bias = None
+
+
+@pytest.mark.parametrize(("ffn", "change"), [("plain", without_bias), ("conv1d", other_rate), ("gated", None)])
+def test_compiled_a_changed_expert_is_noticed(ffn, change):
+    layer = build(ffn).eval()
+    x = torch.randn(1, 13, 16)
+    _, compiled = graph_of(layer, x)
+    if change is None:
+        layer.experts[1].act_fn = nn.Tanh()
+    else:
+        change(layer.experts[1])
+    y = compiled(x)
+    layer.model_config._experts_implementation = "eager"
+    torch.testing.assert_close(y, layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_trace_of_the_old_kind_holds_no_routing():
+    layer = build().eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(layer, torch.randn(1, 13, 16), check_trace=False)
+        x = torch.randn(1, 13, 16)
+        torch.testing.assert_close(traced(x), layer(x))
+
+
 def test_compiled_in_decoding_and_after_weights_moved():
     layer = build().eval()
     x = torch.randn(1, 1, 16)
@@ -313,4 +472,7 @@ def test_transforms_of_functions_and_copies_go_on():
     torch.testing.assert_close(doubled[0], layer.experts[0](x))
     _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
     assert tangent.isfinite().all()
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x))))
+    torch.testing.assert_close(dual.tangent, tangent)
     assert torch.equal(copy.deepcopy(layer)(x), expected)

@@ -149,7 +149,7 @@ def test_mistakes_in_the_file(root, old, new, message):
             "gradient_checkpointing: true, gradient_checkpointing_kwargs: {use_reentrant: true}",
             "reentrant gradient checkpointing silently drops",
         ),
-        ("learning_rate: 5e-5", "label_smoothing_factor: 0.1", "label_smoothing_factor is not supported"),
+        ("learning_rate: 5e-5", "label_smoothing_factor: 0.1", "label_smoothing_factor is not supported for decoders"),
         (
             "learning_rate: 5e-5",
             "hub_token: hf_secret",

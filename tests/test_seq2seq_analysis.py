@@ -1,5 +1,6 @@
 """Analyses and scores of encoder-decoders: similarity, routing, perplexity and translations, against slow loops."""
 
+import dataclasses
 import json
 from itertools import product
 from pathlib import Path
@@ -8,16 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import invoke
-from seq2seq import PLAN, SENTENCES, save_tiny
+from seq2seq import PLAN, SENTENCES, mbart_tokenizer, save_tiny, tiny
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint, expand_model
 from hf_moe_expand.analysis.deviation import measure_deviation
 from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
 from hf_moe_expand.analysis.similarity import ffn_inputs, measure_similarity
 from hf_moe_expand.card import make_card
 from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import scoring
 from hf_moe_expand.evaluation.pair_translation import translate_pairs
 from hf_moe_expand.evaluation.pairs import evaluate_pairs
 from hf_moe_expand.evaluation.translation import evaluate_translation
@@ -139,6 +141,13 @@ def test_routing_is_that_of_single_pairs(loaded):
     assert found.colocation[0] is not None
 
 
+def test_no_colocation_is_measured_between_the_stacks_alone(loaded):
+    model, tokenizer = loaded("base")
+    plan = Plan("own", [3] * 5, old=["en"], new=["el"], encoder_layers=ENCODER)
+    found = measure_routing(expand_model(model, plan), tokenizer, {"el": pairs()["el"]}, tokens=TOKENS)
+    assert [value is None for value in found.colocation] == [False, False, True, False]
+
+
 def test_perplexity_is_of_the_translations_without_the_given_code(loaded):
     model, tokenizer = loaded("base")
     score = evaluate_pairs(model, tokenizer, {"el": pairs()["el"]}, batch_size=3)["el"]
@@ -153,6 +162,68 @@ def test_perplexity_is_of_the_translations_without_the_given_code(loaded):
     assert score.tokens == tokens
     assert score.bytes == sum(len(pair.target.encode()) for pair in pairs()["el"])
     assert score.perplexity == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-4)
+
+
+def test_the_code_that_ends_a_target_is_not_scored():
+    """The first mBART's, with which the decoder starts: after the end of the sentence there is nothing to predict."""
+    tokenizer, pair = mbart_tokenizer(), SentencePair("the sea", "el mar", "en", "es")
+    model = tiny("mbart", vocabulary=len(tokenizer))
+    score = evaluate_pairs(model, tokenizer, {"es": [pair, pair._replace(target="el mar es azul")]}, batch_size=2)["es"]
+    nats, tokens = 0.0, 0
+    for target in ("el mar", "el mar es azul"):
+        ((source,), (labels,)) = PairEncoder(tokenizer).encode([pair._replace(target=target)])
+        assert tokenizer.convert_ids_to_tokens(labels)[-2:] == ["</s>", "es_XX"]
+        batch = {"input_ids": torch.tensor([source]), "labels": torch.tensor([labels])}
+        inputs = with_decoder_inputs(model, batch)
+        assert inputs["decoder_input_ids"][0, 0] == labels[-1]
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        nats += F.cross_entropy(logits[0, :-1], batch["labels"][0, :-1], reduction="sum").item()
+        tokens += len(labels) - 1
+    assert score.tokens == tokens
+    assert score.perplexity == pytest.approx(torch.tensor(nats / tokens).exp().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_pairs_longer_than_the_model_s_positions_are_left_out(loaded, side):
+    model, tokenizer = loaded("base")
+    long = SentencePair(
+        *[text * (80 if place == side else 1) for place, text in enumerate(("sea ", "mar "))], "en", "es"
+    )
+    short = pairs()["es"]
+    assert max(map(len, PairEncoder(tokenizer).encode([long])[side])) > model.config.max_position_embeddings
+    assert evaluate_pairs(model, tokenizer, {"es": [long, *short]}) == evaluate_pairs(model, tokenizer, {"es": short})
+    texts = pairs()
+    plain = measure_similarity(model, tokenizer, texts, ["en", "es"], ["el"], tokens=TOKENS)
+    more = {**texts, "es": [long, *texts["es"]]}
+    assert measure_similarity(model, tokenizer, more, ["en", "es"], ["el"], tokens=TOKENS) == plain
+
+
+def test_scored_tokens_are_at_most_those_asked_for(loaded):
+    model, tokenizer = loaded("base")
+    sizes = [len(labels) - 1 for labels in PairEncoder(tokenizer).encode(pairs()["el"])[1]]
+    for most, count in ((sum(sizes[:3]), 3), (sum(sizes[:3]) - 1, 2), (2, 1)):
+        found = evaluate_pairs(model, tokenizer, {"el": pairs()["el"]}, max_tokens=most)["el"]
+        assert found.tokens == sum(sizes[:count])
+
+
+def test_tokens_that_the_checkpoint_forbids_are_forbidden(loaded, monkeypatch):
+    """Marian's padding, with which its decoder starts."""
+    model, tokenizer = loaded("base")
+    model.generation_config.bad_words_ids = [[1]]
+    used = []
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "generate", lambda **_: used.append(model.generation_config) or torch.zeros(1, 2).long())
+        translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=5)
+    assert used[0].bad_words_ids == [[1]]
+
+
+def test_a_translation_may_fill_the_model_s_positions(loaded):
+    model, tokenizer = loaded("base")
+    # A start, the language's code and 62 further tokens are the model's 64 positions.
+    assert len(translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=62)[0]) == 1
+    with pytest.raises(InputError, match="a translation of 63 do not fit the model's 64 positions"):
+        translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=63)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -185,6 +256,15 @@ def test_a_trained_model_s_scores_and_bad_requests(loaded):
         measure_deviation(model, tokenizer, {}, work_dir=Path("none"))
 
 
+def test_every_direction_is_checked_before_the_first_is_translated(loaded, monkeypatch):
+    model, tokenizer = loaded("base")
+    monkeypatch.setattr(model, "generate", lambda **_: pytest.fail("a sentence was translated"))
+    texts = {**SENTENCES, "hi": SENTENCES["en"], "es": [*SENTENCES["es"][1:], "la casa " * 40]}
+    for wrong, message in ((("en", "hi"), "has no code for 'hi'"), (("es", "en"), "do not fit the model's 64")):
+        with pytest.raises(InputError, match=message):
+            evaluate_translation(model, tokenizer, texts, [("en", "el"), wrong], max_new_tokens=5)
+
+
 def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
     (tmp_path / "plain.jsonl").write_text('{"text": "η θάλασσα"}\n', "utf-8")
     pair = {"translation": {"en": "the sea", "hi": "समुद्र"}}
@@ -200,6 +280,39 @@ def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
         validate_recipe(recipe(new={"hi": str(tmp_path / "hi.jsonl")}))
     with pytest.raises(InputError, match=r"is an encoder-decoder, but texts that the base writes itself"):
         validate_recipe(recipe(new={"el": str(folder / "el.jsonl")}, self_written={}, review={}))
+    el, es = ({code: str(folder / f"{code}.jsonl")} for code in ("el", "es"))
+    review = {"distillation_coef": 0.1, "block_size": 32}
+    with pytest.raises(InputError, match="review: distillation_coef: keeps the base's predictions of the next token"):
+        validate_recipe(recipe(new=el, old=es, post_pretrain={"block_size": 32}, review=review))
+    for name, message in (("plain", "holds `text`, but the model is an encoder"), ("hi", "has no code for 'hi'")):
+        held_out = {"block_size": 32, "validation": {"texts": {"el": str(tmp_path / f"{name}.jsonl")}}}
+        (tmp_path / "hi.jsonl").write_text('{"translation": {"el": "x", "hi": "y"}}')
+        with pytest.raises(InputError, match=rf"post_pretrain\.validation\.texts\.el: .*{message}"):
+            validate_recipe(recipe(new=el, post_pretrain=held_out))
+    smooth = {"block_size": 32, "training": {"label_smoothing_factor": 0.1}}
+    assert validate_recipe(recipe(new=el, post_pretrain=smooth))
+
+
+def test_a_recipe_of_a_calibrated_join_is_refused(folder, tmp_path):
+    plan = Plan("own", [2, 1, 1, 1, 2], old=["en"], new=["es"], encoder_layers=ENCODER)
+    for code in ("es", "el"):
+        expand_checkpoint(folder / "base", tmp_path / code, dataclasses.replace(plan, new=[code]), seed=len(code))
+    text = {code: str(folder / f"{code}.jsonl") for code in ("es", "el")}
+    recipe = Recipe(
+        base=str(folder / "base"), output=str(tmp_path / "run"), old={"en": text["es"]}, new=text, review=None,
+        join={"packs": [str(tmp_path / code) for code in text], "calibrate": True, "tokens": 16},
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"join\.calibrate: .* is an encoder-decoder, but factors and gates that are"):
+        validate_recipe(recipe)
+
+
+def test_what_is_for_decoders_is_refused_before_any_score(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "load_for_inference", lambda *_: pytest.fail("a model was loaded"))
+    data = ["--data", f"el={folder / 'el.jsonl'}", "--new", "el"]
+    with pytest.raises(InputError, match="base: is an encoder-decoder, but ensembles are for decoders"):
+        invoke("evaluate", folder / "base", *data, "--ensemble", 1, "--out", tmp_path / "evaluation.json")
+    with pytest.raises(InputError, match="base: is an encoder-decoder, but tasks of lm-evaluation-harness are"):
+        scoring.score_models({"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], tasks=object())
 
 
 def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
@@ -213,6 +326,7 @@ def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):
         "--out", tmp_path / "translation.json",
     )  # fmt: skip
     assert "en-el" in said
+    assert json.loads((tmp_path / "translation.json").read_text())["beams"] == 2
     recipe = Recipe(
         base=str(folder / "base"), output=str(tmp_path / "run"), old={"es": str(folder / "es.jsonl")},
         new={"el": str(folder / "el.jsonl")}, test={"es": str(folder / "es.jsonl"), "el": str(folder / "el.jsonl")},

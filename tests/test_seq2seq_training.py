@@ -14,10 +14,12 @@ from seq2seq import (
     SENTENCES,
     byt5_tokenizer,
     mbart50_tokenizer,
+    mbart_tokenizer,
     nllb_tokenizer,
     plain_tokenizer,
     save_tiny,
     t5_tokenizer,
+    tiny,
 )
 from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -44,7 +46,7 @@ from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.records import History
-from hf_moe_expand.trainers.two_sides import with_decoder_inputs
+from hf_moe_expand.trainers.two_sides import by_stack, target_loss, with_decoder_inputs
 
 
 def write_pairs(path: Path, language: str, other: str = "en", times: int = 1) -> Path:
@@ -99,6 +101,22 @@ def test_the_tokenizer_s_own_codes_stand_where_it_puts_them():
     assert [words(tokenizer, source)[0], words(tokenizer, target)[0]] == ["en_XX", "es_XX"]
 
 
+@pytest.mark.parametrize("made", [nllb_tokenizer, mbart_tokenizer, mbart50_tokenizer])
+def test_the_tokenizer_keeps_its_own_languages(made, tmp_path):
+    """Else a tokenizer that is saved after a training would read every text as the last pair's language."""
+    tokenizer = made()
+    before = tokenizer("the sea").input_ids
+    encoder = PairEncoder(tokenizer)
+    encoder.encode([SentencePair("el mar", "the sea", "es", "en")])
+    encoder.start(("es", "en"))
+    assert tokenizer("the sea").input_ids == before
+    tokenizer.save_pretrained(tmp_path / "after")
+    made().save_pretrained(tmp_path / "before")
+    assert (tmp_path / "after" / "tokenizer_config.json").read_bytes() == (
+        tmp_path / "before" / "tokenizer_config.json"
+    ).read_bytes()
+
+
 def test_without_codes_the_task_stands_in_the_text():
     for tokenizer in (t5_tokenizer(), byt5_tokenizer()):
         encoder = PairEncoder(tokenizer)
@@ -116,6 +134,7 @@ def test_marian_takes_the_target_s_code_or_none():
     assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer("the sea").input_ids]
     tokenizer.supported_language_codes = [">>el<<", ">>ell<<"]
     assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer(">>el<< the sea").input_ids]
+    PairEncoder(tokenizer).check([("hi", "el")])  # a source needs no code
     with pytest.raises(InputError, match="has no code for 'hi'"):
         PairEncoder(tokenizer).check([("hi", "el"), ("el", "hi")])
 
@@ -156,6 +175,25 @@ def test_pairs_go_both_ways_and_keep_their_languages(folder):
     assert packed(folder, documents={"es": 3, "el": 5}).documents == {"es": 3, "el": 5}
     with pytest.raises(InputError, match="each of its 10 sentence pairs is longer than block_size, 2"):
         pack_pairs({"el": texts(folder, el="el")["el"].load_pairs()}, nllb_tokenizer(), 2, 0)
+
+
+def test_pairs_that_are_too_long_are_made_up_for(tmp_path):
+    short, long = ({"en": "the sea", "el": "η θάλασσα" + " η θάλασσα" * times} for times in (0, 30))
+    (tmp_path / "el.jsonl").write_text(
+        "".join(json.dumps({"translation": row}) + "\n" for row in [long, short, long] * 6)
+    )
+    pairs = {"el": LanguageText("el", str(tmp_path / "el.jsonl")).load_pairs()}
+    assert len(pairs["el"]) == 36
+    for wanted, found in ((1, 1), (5, 5), (12, 12), (20, 12)):
+        made = pack_pairs(pairs, nllb_tokenizer(), 24, 0, documents={"el": wanted})
+        assert made.documents == {"el": found}
+        sizes = [len(a) + len(b) for a, b in zip(made.dataset["input_ids"], made.dataset["labels"], strict=True)]
+        assert made.tokens == {"el": sum(sizes)}
+        assert max(sizes) < 48
+    assert pack_pairs(pairs, nllb_tokenizer(), 24, 0).documents == {"el": 12}
+    made = pack_pairs(pairs, nllb_tokenizer(), 24, 0, tokens_per_language=30)
+    assert made.documents["el"] == len(made.dataset) < 12
+    assert 30 <= made.tokens["el"] < 30 + 24
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -229,6 +267,16 @@ def test_a_step_is_the_gradient_of_the_definition(folder, tmp_path):
     assert all(moved[name].any() for name in moved if "router" in name or "classifier" in name)
 
 
+def test_the_routing_of_each_stack_is_apart():
+    """Also where the decoder's first layer is expanded."""
+    config = tiny("m2m_100").config  # three layers and two
+    assert by_stack(config, {layer: f"layer {layer}" for layer in (4, 3, 2, 0)}) == [
+        ["layer 0", "layer 2"],
+        ["layer 3", "layer 4"],
+    ]
+    assert by_stack(config, {3: "layer 3"}) == [[], ["layer 3"]]
+
+
 def more_padding(rows):
     """Five columns of padding on each side."""
     batch = PairCollator(1)(rows)
@@ -248,6 +296,21 @@ def test_p6_a_step_does_not_depend_on_padding_or_on_how_it_is_cut(folder, tmp_pa
     other = moved_by(trainer(folder, tmp_path / "b", rows, losses=losses, **options))
     for name, value in whole.items():
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_loss_of_a_batch_is_the_mean_over_its_tokens():
+    """Padding does not count; smoothing spreads its share evenly over the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, 7, generator=generator)
+    labels = torch.tensor([[1, 2, -100, -100], [3, 4, 5, 6], [0, -100, -100, -100]])
+    for share in (0.0, 0.3):
+        nats = []
+        for row, targets in zip(logits.log_softmax(-1), labels, strict=True):
+            for scores, target in zip(row, targets, strict=True):
+                if target != -100:
+                    nats.append(-((1 - share) * scores[target] + share * scores.mean()))
+        found = [target_loss({"logits": logits}, labels, count, share) for count in (None, 20)]
+        torch.testing.assert_close(found, [sum(nats) / 7, sum(nats) / 20])
 
 
 def test_label_smoothing_is_taken(folder, tmp_path):
@@ -292,6 +355,8 @@ def test_stage_1_and_review_from_file_to_folder(folder, tmp_path):
     first = PostPretrainConfig(str(tmp_path / "w"), **LENGTH, validation={"texts": {"el": str(folder / "el.jsonl")}})
     record = train_stage(folder / "expanded", tmp_path / "one", texts(folder, el="el"), first)
     assert (record.documents, record.blocks_seen) == ({"el": 10}, 15)
+    # One epoch is 10 pairs of 5 a step: the third step begins another one.
+    assert record.tokens["el"] < record.tokens_seen < 2 * record.tokens["el"]
     curves = ValidationCurves.load(tmp_path / "one")
     assert curves.steps == [0, 3]
     assert curves.loss["el"][1] < curves.loss["el"][0]
@@ -365,11 +430,19 @@ def test_text_that_does_not_fit_is_refused(folder, tmp_path):
     refused(r"text\.jsonl:1: holds `text`, but the model is an encoder-decoder", [{"text": "η θάλασσα"}])
     pair = {"translation": {"hi": "समुद्र", "el": "η θάλασσα"}}
     refused(r"the tokenizer \(NllbTokenizer\) has no code for 'hi'", [pair])
-    refused("no text in language 'el'", [{"translation": {"en": "the sea", "es": "el mar"}}])
+    refused("no sentence pair in language 'el'", [{"translation": {"en": "the sea", "es": "el mar"}}])
+    refused("must hold it and another language", [{"translation": {"el": "η θάλασσα", "en": None, "es": " "}}])
     config = ReviewConfig(str(tmp_path / "w"), **LENGTH, distillation_coef=0.1)
     everything = texts(folder, en="es", es="es", el="el")
     with pytest.raises(InputError, match="distillation_coef: keeps the base's predictions of the next token"):
         train_stage(folder / "expanded", tmp_path / "out", everything, config)
+
+
+def test_a_stage_takes_label_smoothing(folder, tmp_path):
+    for name, share in (("plain", 0.0), ("smooth", 0.1)):
+        config = PostPretrainConfig(str(tmp_path / "w"), **LENGTH, label_smoothing_factor=share)
+        train_stage(folder / "expanded", tmp_path / name, texts(folder, el="el"), config)
+    assert compare_checkpoints(tmp_path / "plain", tmp_path / "smooth").changed
 
 
 def test_the_dense_baselines_are_for_decoders(folder, tmp_path):

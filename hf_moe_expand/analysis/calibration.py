@@ -29,6 +29,7 @@ from .gate_fit import fit_gates
 
 FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 TOKENS = 500
+OF_CALIBRATION = "factors and gates that are fitted on text"
 _SWEEPS, _LEAST = 3, 16
 _BLOCK, _BATCH = 1024, 4
 
@@ -109,7 +110,7 @@ def join_calibrated(
     """
     found = load_packs(packs, out, overwrite)
     check_packs(found, keep_both)
-    check_decoder(found[0].config, packs[0], "factors and gates that are fitted on text")
+    check_decoder(found[0].config, packs[0], OF_CALIBRATION)
     # Before the first model is written.
     check_calibrated(texts, found, tokens)
     if gates:

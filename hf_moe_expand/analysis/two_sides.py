@@ -79,7 +79,7 @@ def _batches_of_side(
             f"{tokens:,} were asked for: give more sentence pairs or a smaller --tokens (`analysis: {{tokens: ...}}` "
             "in a recipe)."
         )
-    stream, left = PairStream(inputs, labels, [0] * len(inputs), 0, 0), tokens
+    stream, left = PairStream(inputs, labels, [None] * len(inputs), 0, 0), tokens
     for first in range(0, len(inputs), batch_size):
         batch = pair_batch(model, stream, range(first, min(first + batch_size, len(inputs))))
         labels_BT = batch.pop("labels")

@@ -52,11 +52,13 @@ def evaluate_models(
         languages: the old languages, then the languages of each expansion.
         tasks: tasks of lm-evaluation-harness to run as well.
     """
-    from ..evaluation.scoring import score_models
+    from ..evaluation.scoring import check_decoders, score_models
 
     labels: dict[str, tuple[str, str | None]] = {}
     for name in models:
         labels[model_label(name, labels)] = (name, None)
+    if ensemble is not None:
+        check_decoders(labels, "ensembles")
     result = score_models(labels, sources, languages, block_size, batch_size, max_tokens, tasks)
     if ensemble is not None:
         from ..baselines.ensemble import evaluate_ensemble

@@ -122,7 +122,7 @@ def evaluate_translation(
         scores[label] = evaluate_translation(
             model, tokenizer, texts, pairs, shots, limit, batch_size, max_new_tokens, beams
         )
-    result = TranslationScores(shots, max_new_tokens, scores)
+    result = TranslationScores(shots, max_new_tokens, beams, scores)
     print("chrF++")
     print_table(*result.rows())
     result.to_json(out)

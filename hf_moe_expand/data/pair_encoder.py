@@ -1,7 +1,8 @@
 """Turns sentences into tokens as each kind of translation model wants them: language codes, or the task in words."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from langcodes import Language, LanguageTagError
@@ -34,6 +35,8 @@ class PairEncoder:
     names its language. Where codes are tokens in front of the source (multilingual Marian's `>>el<<`, MADLAD-400's
     `<2el>`), it gets the target's. A tokenizer without codes (T5, ByT5, BART, Pegasus) gets the task in the text,
     `translate English to Greek: ...`; the model of a single pair (Marian) gets the text alone.
+
+    The tokenizer itself stays as it is: saved afterwards, it has the languages that it had before.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -78,28 +81,46 @@ class PairEncoder:
         before = ""
         if self.of_target:
             before = f"{self._name(target)} " if self.codes else ""
-        elif self.codes:
-            self.tokenizer.src_lang = self._name(source)
-        else:
+        elif not self.codes:
             before = f"translate {self._name(source)} to {self._name(target)}: "
-        return self.tokenizer([before + sentence for sentence in sentences], verbose=False).input_ids
+        with self._set_to(direction):
+            return self.tokenizer([before + sentence for sentence in sentences], verbose=False).input_ids
 
     def targets(self, sentences: Sequence[str], direction: Pair) -> list[list[int]]:
         """The labels of translations."""
-        if self.codes and not self.of_target:
-            self.tokenizer.src_lang, self.tokenizer.tgt_lang = map(self._name, direction)
-        return self.tokenizer(text_target=list(sentences), verbose=False).input_ids
+        with self._set_to(direction):
+            return self.tokenizer(text_target=list(sentences), verbose=False).input_ids
+
+    @contextmanager
+    def _set_to(self, direction: Pair) -> Iterator[None]:
+        """Inside, a tokenizer that is told both languages has those of a direction."""
+        if self.of_target or not self.codes:
+            yield
+            return
+        before = self.tokenizer.src_lang, self.tokenizer.tgt_lang
+        self.tokenizer.src_lang, self.tokenizer.tgt_lang = map(self._name, direction)
+        try:
+            yield
+        finally:
+            self.tokenizer.src_lang, self.tokenizer.tgt_lang = before
 
     def start(self, direction: Pair) -> dict[str, int]:
         """The options of `generate` with which a translation begins: where the labels begin with the target's language,
         the first token is forced; where they end with it (the first mBART), it starts the decoder."""
-        if not self.codes or self.of_target:
+        place = self.place_of_code(direction)
+        if place is None:
             return {}
+        option = "decoder_start_token_id" if place else "forced_bos_token_id"
+        return {option: self.tokenizer.convert_tokens_to_ids(self._token(direction[1]))}
+
+    def place_of_code(self, direction: Pair) -> int | None:
+        """The place in the labels of the token that names the target's language: 0, or -1 at the end; None without
+        such a token."""
+        if not self.codes or self.of_target:
+            return None
         (labels,) = self.targets([""], direction)
         code = self.tokenizer.convert_tokens_to_ids(self._token(direction[1]))
-        if labels[:1] == [code]:
-            return {"forced_bos_token_id": code}
-        return {"decoder_start_token_id": code} if labels[-1:] == [code] else {}
+        return next((place for place in (0, -1) if labels and labels[place] == code), None)
 
     def _token(self, language: str) -> str:
         """The token of a language."""

@@ -64,7 +64,7 @@ def pack_pairs(
     Args:
         texts: sentence pairs to and from each language, as `LanguageText.load_pairs` reads them.
         block_size: most tokens of a side; longer pairs are left out.
-        documents: number of pairs to take of each language; all by default.
+        documents: number of pairs to take of each language, or fewer if fewer are short enough; all by default.
         tokens_per_language: number of tokens, of both sides, at which to stop taking pairs.
         languages: the order of the language ids; that of `texts` by default.
 
@@ -84,9 +84,6 @@ def pack_pairs(
     found, tokens, counts = [], {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
-        if documents is not None:
-            dataset = dataset.select(range(min(documents[language], len(dataset))))
-        encoder.check(set(zip(dataset["source_language"], dataset["target_language"], strict=True)))
 
         def encode(batch: dict) -> dict:
             rows = [
@@ -96,43 +93,52 @@ def pack_pairs(
             ids = [[_id_of(code, order) for code in row.direction] for row in rows]
             return {"input_ids": inputs, "labels": labels, "language_ids": ids}
 
-        encoded = dataset.map(
-            encode, batched=True, remove_columns=dataset.column_names, features=features, desc=f"tokenize {language}"
-        )
-        sizes = [
-            (len(source), len(target))
-            for source, target in zip(
-                *(encoded.with_format("arrow")[name] for name in ("input_ids", "labels")), strict=True
+        wanted = len(dataset) if documents is None else min(documents[language], len(dataset))
+        parts: list[Dataset] = []
+        sizes: list[tuple[int, int]] = []
+        first = 0
+        while len(sizes) < wanted and first < len(dataset):
+            # Where some pairs are too long, as many again and more.
+            rows = dataset.select(range(first, min(max(wanted, 2 * first), len(dataset))))
+            first += len(rows)
+            encoder.check(set(zip(rows["source_language"], rows["target_language"], strict=True)))
+            part = rows.map(
+                encode, batched=True, remove_columns=rows.column_names, features=features, desc=f"tokenize {language}"
             )
-        ]
-        kept = [place for place, size in enumerate(sizes) if max(size) <= block_size]
-        if not kept:
+            of_part = _sizes(part)
+            kept = [place for place, size in enumerate(of_part) if max(size) <= block_size][: wanted - len(sizes)]
+            parts.append(part.select(kept))
+            sizes += [of_part[place] for place in kept]
+        if not sizes:
             raise InputError(
-                f"Language {language!r}: each of its {len(sizes):,} sentence pairs is longer than block_size, "
+                f"Language {language!r}: each of its {len(dataset):,} sentence pairs is longer than block_size, "
                 f"{block_size} tokens of a side: raise it, or give shorter texts."
             )
-        kept, total = _first_tokens(language, kept, sizes, tokens_per_language)
-        found.append(encoded.select(kept))
-        tokens[language], counts[language] = total, len(kept)
+        counts[language], tokens[language] = _first_tokens(language, sizes, tokens_per_language)
+        found.append(concatenate_datasets(parts).select(range(counts[language])))
     packed = concatenate_datasets(found)
     return PackedText(packed, order, tokens, counts, tuple(map(len, found)))
 
 
-def _first_tokens(
-    language: str, kept: list[int], sizes: Sequence[tuple[int, int]], wanted: int | None
-) -> tuple[list[int], int]:
-    """The first pairs that together have at least `wanted` tokens, and their number of tokens."""
+def _sizes(rows: Dataset) -> list[tuple[int, int]]:
+    """The number of tokens of each row's source and target."""
+    columns = (rows.with_format("arrow")[name] for name in ("input_ids", "labels"))
+    return [(len(source), len(target)) for source, target in zip(*columns, strict=True)]
+
+
+def _first_tokens(language: str, sizes: Sequence[tuple[int, int]], wanted: int | None) -> tuple[int, int]:
+    """How many first pairs together have at least `wanted` tokens, and their number of tokens."""
     total = 0
-    for number, place in enumerate(kept):
-        total += sum(sizes[place])
+    for number, size in enumerate(sizes, start=1):
+        total += sum(size)
         if wanted is not None and total >= wanted:
-            return kept[: number + 1], total
+            return number, total
     if wanted is not None:
         raise InputError(
             f"Language {language!r} has {total:,} tokens, but {wanted:,} were asked for: give more text or ask for "
             "fewer."
         )
-    return kept, total
+    return len(sizes), total
 
 
 def _id_of(code: str, order: Sequence[str]) -> int:

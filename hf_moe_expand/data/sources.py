@@ -75,7 +75,7 @@ class LanguageText:
         else:
             dataset = concatenate_datasets([self._load_file(path, as_pairs=True) for path in self.files()])
         if not len(dataset):
-            raise self._no_text()
+            raise self._no_text(as_pairs=True)
         return dataset
 
     def check(self) -> None:
@@ -96,7 +96,7 @@ class LanguageText:
         files = self.files()
         rows = (row for path in files for row in read_pairs(str(path), self.language))
         if files and (found := next(rows, None)) is None:
-            raise self._no_text()
+            raise self._no_text(as_pairs=True)
         return found if files else None
 
     def digests(self) -> list[str]:
@@ -114,10 +114,11 @@ class LanguageText:
         for path in self.files():
             yield from (row["text"] for row in read_documents(str(path), self.language))
 
-    def _no_text(self) -> InputError:
+    def _no_text(self, as_pairs: bool = False) -> InputError:
+        what, wanted = ("sentence pair", "it and another language") if as_pairs else ("text", "it")
         return InputError(
-            f"{self.source}: no text in language {self.language!r}: where rows have a `language`, it must be this one; "
-            "a `translation` must hold it."
+            f"{self.source}: no {what} in language {self.language!r}: where rows have a `language`, it must be this "
+            f"one; a `translation` must hold {wanted}."
         )
 
     def files(self) -> list[Path]:

@@ -1,6 +1,6 @@
 """Translates sentences with an encoder-decoder; the generation settings that all translations share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,15 +32,9 @@ def translate_pairs(
         InputError: the tokenizer has no code for a language, or a sentence does not fit the model's positions.
     """
     model.eval()
+    check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
     encoder = PairEncoder(tokenizer)
-    encoder.check([direction])
     encoded = encoder.sources(list(sentences), direction)
-    positions, longest = longest_block(model.config), max(map(len, encoded))
-    if positions is not None and max(longest, max_new_tokens + 2) > positions:
-        raise InputError(
-            f"A sentence of {longest} tokens and a translation of {max_new_tokens} do not fit the model's {positions} "
-            "positions: give shorter sentences or fewer new tokens."
-        )
     own = model.generation_config
     ends = end_tokens(model, tokenizer)
     filler = model.config.pad_token_id or 0
@@ -64,6 +58,26 @@ def translate_pairs(
                 found[index] = " ".join(tokenizer.decode(row, skip_special_tokens=True).split())
             progress.update(len(batch))
     return found, cut
+
+
+def check_directions(model: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], max_new_tokens: int) -> None:
+    """Refuses sentences that `translate_pairs` would refuse.
+
+    Args:
+        sentences: the sentences to translate in each direction.
+
+    Raises:
+        InputError: the tokenizer has no code for a language, or a sentence does not fit the model's positions.
+    """
+    encoder, positions = PairEncoder(tokenizer), longest_block(model.config)
+    encoder.check(sentences)
+    for direction, given in sentences.items():
+        longest = max(map(len, encoder.sources(list(given), direction)))
+        if positions is not None and max(longest, max_new_tokens + 2) > positions:
+            raise InputError(
+                f"A sentence of {longest} tokens and a translation of {max_new_tokens} do not fit the model's "
+                f"{positions} positions: give shorter sentences or fewer new tokens."
+            )
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

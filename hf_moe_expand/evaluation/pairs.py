@@ -26,13 +26,13 @@ class PairStream:
     Attributes:
         inputs: the encoder's tokens of each sentence.
         labels: tokens of each translation.
-        given: number of first tokens that are given, and not scored: the one that names the target's language.
+        codes: place of the token that names the target's language, which is given and not scored; None without one.
         tokens, size: scored tokens, and UTF-8 bytes of the translations.
     """
 
     inputs: list[list[int]]
     labels: list[list[int]]
-    given: list[int]
+    codes: list[int | None]
     tokens: int
     size: int
 
@@ -53,30 +53,30 @@ def pair_stream(
         InputError: no pair is short enough, or the tokenizer has no code for a language.
     """
     encoder = PairEncoder(tokenizer)
-    starts: dict[Pair, int | None] = {}
+    places: dict[Pair, int | None] = {}
     rows = list(pairs)
     inputs: list[list[int]] = []
     labels: list[list[int]] = []
-    given: list[int] = []
+    codes: list[int | None] = []
     tokens = size = 0
     for first in range(0, len(rows), _AT_ONCE):
         some = rows[first : first + _AT_ONCE]
         for row, source, target in zip(some, *encoder.encode(some), strict=True):
             if longest is not None and max(len(source), len(target)) > longest:
                 continue
-            if row.direction not in starts:
-                starts[row.direction] = encoder.start(row.direction).get("forced_bos_token_id")
-            forced = int(starts[row.direction] is not None)
-            count = len(target) - forced
+            if row.direction not in places:
+                places[row.direction] = encoder.place_of_code(row.direction)
+            code = places[row.direction]
+            count = len(target) - (code is not None)
             if max_tokens is not None and inputs and tokens + count > max_tokens:
-                return PairStream(inputs, labels, given, tokens, size)
+                return PairStream(inputs, labels, codes, tokens, size)
             inputs.append(source)
             labels.append(target)
-            given.append(forced)
+            codes.append(code)
             tokens, size = tokens + count, size + len(row.target.encode())
     if not tokens:
         raise InputError(f"Language {language!r}: no sentence pair to score, or none that the model's positions hold.")
-    return PairStream(inputs, labels, given, tokens, size)
+    return PairStream(inputs, labels, codes, tokens, size)
 
 
 @torch.no_grad()
@@ -88,7 +88,8 @@ def pair_nats(model: Any, stream: PairStream, batch_size: int) -> Iterator[float
         batch = {name: value.to(model.device) for name, value in pair_batch(model, stream, places).items()}
         labels = batch.pop("labels")
         for row, place in zip(labels, places, strict=True):
-            row[: stream.given[place]] = IGNORED
+            if (code := stream.codes[place]) is not None:
+                row[code % len(stream.labels[place])] = IGNORED
         outputs = model(**batch, use_cache=False)
         yield target_loss(outputs, labels, 1).item()
 

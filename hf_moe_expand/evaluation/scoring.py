@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..checkpoint.source import load_config, resolve_checkpoint
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..errors import at
@@ -28,7 +29,12 @@ def score_models(
         sources: held-out text of each language.
         languages: the old languages, then the languages of each expansion.
         tasks: `HarnessTasks` to run as well.
+
+    Raises:
+        InputError: a model cannot be loaded, a text does not fit its kind, or there are tasks for an encoder-decoder.
     """
+    if tasks is not None:
+        check_decoders(models, "tasks of lm-evaluation-harness")
     old, *expansions = (list(codes) for codes in languages)
     result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
     texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
@@ -43,7 +49,20 @@ def score_models(
             else:
                 result.models[name] = evaluate_model(model, tokenizer, texts[False], block_size, batch_size, max_tokens)
         if tasks is not None:
-            check_decoder(model.config, name, "tasks of lm-evaluation-harness")
             result.tasks[name] = tasks.evaluate(model, tokenizer, batch_size)
         del model  # before the next one is loaded
     return result
+
+
+def check_decoders(models: Mapping[str, tuple[str, str | None]], what: str) -> None:
+    """Refuses encoder-decoders among models, before any of them is scored.
+
+    Args:
+        models: see `score_models`.
+        what: see `check_decoder`.
+
+    Raises:
+        InputError: a model is an encoder-decoder.
+    """
+    for name, (path, revision) in models.items():
+        check_decoder(load_config(resolve_checkpoint(path, revision)), name, what)

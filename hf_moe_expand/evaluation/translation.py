@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json
 from ..models import longest_block
-from .pair_translation import end_tokens, generation_config, translate_pairs
+from .pair_translation import check_directions, end_tokens, generation_config, translate_pairs
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,12 @@ class TranslationScores:
     Attributes:
         shots: examples in a prompt.
         max_new_tokens: maximum of tokens in a translation.
+        beams: beams of an encoder-decoder's search; 1 is greedy.
     """
 
     shots: int
     max_new_tokens: int
+    beams: int = 1
     models: dict[str, dict[str, TranslationScore]] = field(default_factory=dict)
 
     def to_json(self, path: str | Path) -> None:
@@ -242,6 +244,8 @@ def evaluate_translation(
         raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
+    if two_sides:  # before the first direction is translated
+        check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, max_new_tokens)
     scores = {}
     for source, target in pairs:
         if two_sides:

@@ -78,9 +78,10 @@ class Plan:
                 raise InputError(
                     f"classifier_layers names layer {self.name_of(layer)}, which has no router in this plan."
                 )
-        if self.encoder_layers >= len(counts):
+        if not 0 <= self.encoder_layers < len(counts):
             raise InputError(
-                f"encoder_layers is {self.encoder_layers}: must be below {len(counts)}, the number of all layers."
+                f"encoder_layers is {self.encoder_layers}: must be at least 0 and below {len(counts)}, the number of "
+                "all layers."
             )
         if len(set(self.classifier_layers)) < len(self.classifier_layers):
             raise InputError("classifier_layers names a layer twice; name each layer once.")

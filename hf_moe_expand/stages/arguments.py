@@ -66,13 +66,21 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
                 f"{where}: reentrant gradient checkpointing silently drops the gradient of the router losses; set "
                 f"{name}: {{use_reentrant: false}}."
             )
-    if training.get("label_smoothing_factor"):
-        raise InputError(f"{where}: label_smoothing_factor is not supported; set it to 0.")
     numbers = {name: value for name, value in arguments.items() if name in _numbers().model_fields}
     checked = read(_numbers(), numbers, where).model_dump(exclude_unset=True)
     # Copies, since the library adds keys to mappings. The keys of scoring can only turn it off, and are dropped.
     rest = {name: copy.deepcopy(value) for name, value in arguments.items() if name not in _SCORED}
     return {**rest, **checked}
+
+
+def check_label_smoothing(training: Mapping[str, Any], two_sides: bool | None, where: str) -> None:
+    """Refuses label smoothing for a decoder, of which Trainer would smooth the unshifted labels.
+
+    Args:
+        two_sides: whether the model is an encoder-decoder; None if unknown.
+    """
+    if training.get("label_smoothing_factor") and two_sides is False:
+        raise InputError(f"{where}: label_smoothing_factor is not supported for decoders; set it to 0.")
 
 
 @cache

@@ -33,6 +33,7 @@ class Situation:
         seed: random seed.
         has_gates: whether the model has the gates of conditional routing; None if unknown.
         longest: number of positions that the model takes; None if it sets no limit.
+        two_sides: whether the model is an encoder-decoder; None if unknown.
         base, revision: the dense model.
         offline: download nothing, and skip checks that need an absent file.
         skipped: one line for each skipped check.
@@ -45,6 +46,7 @@ class Situation:
     seed: int
     has_gates: bool = False
     longest: int | None = None
+    two_sides: bool | None = None
     base: str = ""
     revision: str | None = None
     offline: bool = False

@@ -10,7 +10,7 @@ from ..errors import InputError, at
 from ..evaluation.validation import validation_sources
 from ..recipe_paths import unset_variable
 from ..trainers.masking import check_gates
-from .arguments import check_training_arguments
+from .arguments import check_label_smoothing, check_training_arguments
 from .base import Situation, TrainingStage, check_block_size
 from .mixing import is_mixed, read_curriculum
 
@@ -22,6 +22,7 @@ def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> li
         InputError: one of them is wrong; the message names the key.
     """
     check_training_arguments(settings.training, situation.at("training"))
+    check_label_smoothing(settings.training, situation.two_sides, situation.at("training"))
     settings = _on_this_machine(settings, situation)
     settings.config(situation.output, situation.seed, situation.key)
     languages = list(dict.fromkeys(stage.languages(settings, situation.old, situation.new)))

@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar
 from datasets import Dataset
 
 from ..data.mixing import review_documents
-from ..errors import InputError
+from ..errors import InputError, at
 from ..records import History
 from ..schema import Coefficient, Count, Flag, Positive
 from ..trainers.freezing import Trained
 from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
-from .base import TrainingStage, languages_of
+from .base import Situation, TrainingStage, languages_of
 from .config import BlockSize, StageConfig, ValidationSettings, key
 from .trainer import StageTrainer
 
@@ -67,6 +67,11 @@ class Review(TrainingStage):
                 "(`hf-moe-expand sample`; `self_written` in a recipe)."
             )
 
+    def check(self, settings: Any, situation: Situation) -> list[str]:
+        with at(situation.key):
+            _check_distillation(settings, situation.two_sides)
+        return super().check(settings, situation)
+
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
         super().check_data(config, data, model_config)
         if config.distillation_coef and not History.of(model_config).first.old_languages:
@@ -74,11 +79,7 @@ class Review(TrainingStage):
                 "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "
                 "none: leave distillation_coef out, or expand with a plan that has old languages."
             )
-        if config.distillation_coef and model_config.is_encoder_decoder:
-            raise InputError(
-                "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
-                "does not make: leave distillation_coef out."
-            )
+        _check_distillation(config, model_config.is_encoder_decoder)
         if config.distillation_coef and (stage := History.of(model_config).trained_base):
             raise InputError(
                 f"distillation_coef: expert 0 of this model is not the base any more, since `{stage}` trained it: "
@@ -90,6 +91,14 @@ class Review(TrainingStage):
         old, new = languages_of(model_config)
         asked = (config.old_documents, config.new_per_old, config.fewer_documents)
         return {"documents": review_documents(available, old, new, *asked)}
+
+
+def _check_distillation(settings: Any, two_sides: bool | None) -> None:
+    if settings.distillation_coef and two_sides:
+        raise InputError(
+            "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
+            "does not make: leave distillation_coef out."
+        )
 
 
 class ReviewTrainer(StageTrainer):

@@ -28,7 +28,7 @@ from ..records import StageRecord, add_stage
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import BESIDE, ROAD, stage_of, trained_in
-from .arguments import check_training_arguments
+from .arguments import check_label_smoothing, check_training_arguments
 from .base import TrainingStage
 from .checks import check_mix
 from .config import StageConfig, check_seed
@@ -72,7 +72,9 @@ def train_stage(
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
-    check_training_arguments(config.recorded()["training"], "training")
+    given = config.recorded()["training"]
+    check_training_arguments(given, "training")
+    check_label_smoothing(given, before.is_encoder_decoder, "training")
     stage.check_data(config, data, before)
     check_mix(config, list(data))
     curriculum = read_curriculum(config, list(data))

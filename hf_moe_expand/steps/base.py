@@ -8,9 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..checkpoint.source import resolve_checkpoint
+from ..data.pair_encoder import PairEncoder, SentencePair
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..disk import Written
+from ..models import load_tokenizer
 from ..planning.plan import Plan
 from ..recipe import Expansion, Recipe
 from ..self_written import SelfWrittenText
@@ -143,6 +146,19 @@ class Step(ABC):
     def finish(self) -> Done | None:
         """Finishes a step that was interrupted after it wrote its output; None if the step must run again."""
         return None
+
+
+def check_pairs(source: LanguageText, recipe: Recipe, offline: bool) -> None:
+    """Refuses an encoder-decoder's text, as far as its first row shows, without translations or in a language that the
+    base's tokenizer has no code for.
+
+    Raises:
+        InputError: the text is refused.
+    """
+    pair = source.first_pair()
+    if pair is not None and not offline:
+        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+        PairEncoder(tokenizer).check([SentencePair(**pair).direction])
 
 
 def contents(sources: dict[str, LanguageText]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..analysis.calibration import check_calibrated, first_tokens, join_calibrated
+from ..analysis.calibration import OF_CALIBRATION, check_calibrated, first_tokens, join_calibrated
 from ..checkpoint.join import join_expansions, joined_config, load_packs
 from ..checkpoint.pack_checks import check_packs, same_bytes
 from ..checkpoint.packs import Pack
@@ -16,7 +16,7 @@ from ..checkpoint.writer import check_shard_size
 from ..disk import Written
 from ..errors import InputError, at
 from ..modeling.expansion_only import RECORD
-from ..models import load_tokenizer
+from ..models import check_decoder, load_tokenizer
 from ..schema import plain
 from ..self_written import SelfWrittenText
 from ..settings import JoinSettings
@@ -94,6 +94,8 @@ class JoinPacks(Step):
             raise InputError(f"review: {', '.join(missing)}: needs text of every language of the packs; give some.")
         if not self._settings.calibrate:
             return
+        with at("join.calibrate"):
+            check_decoder(config, self.round.recipe.base, OF_CALIBRATION)
         with at("join"):
             check_calibrated(self._given, packs, self._settings.tokens)
         tokenizer = None if offline else load_tokenizer(packs[0].stored.folder, packs[0].name)

@@ -13,15 +13,17 @@ from ..checkpoint.source import load_config
 from ..data.mixing import review_documents
 from ..data.sources import LanguageText
 from ..disk import Written, saved_at_once, training_checkpoint
-from ..errors import InputError
+from ..errors import InputError, at
+from ..evaluation.validation import validation_sources
 from ..models import longest_block
+from ..recipe_paths import unset_variable
 from ..records import History
 from ..schema import plain
 from ..self_written import SelfWrittenText
 from ..stages.base import Situation, Stage, TrainingStage
 from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
-from .base import Checks, Done, Round, Step, contents
+from .base import Checks, Done, Round, Step, check_pairs, contents
 
 # The training arguments on which the size of the training checkpoints depends.
 _OF_SAVING = (
@@ -47,7 +49,8 @@ class StageStep(Step, ABC):
             key=self.stage.key, old=self.round.old, new=self.round.new, output=Path(recipe.output), seed=recipe.seed,
             has_gates=recipe.rounds[0].expand.conditional_routing,
             longest=None if checks.config is None else longest_block(checks.config),
-            base=recipe.base, revision=recipe.revision, offline=checks.offline,
+            two_sides=None if checks.config is None else bool(checks.config.is_encoder_decoder), base=recipe.base,
+            revision=recipe.revision, offline=checks.offline,
         )  # fmt: skip
 
     def inputs(self) -> dict[str, Any]:
@@ -79,8 +82,19 @@ class TrainStep(StageStep):
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
+        self._check_held_out_pairs(checks)
         if not checks.offline and getattr(self.settings, "old_documents", None) is not None:
             self._check_documents(checks)
+
+    def _check_held_out_pairs(self, checks: Checks) -> None:
+        """Refuses held-out text of an encoder-decoder that is no sentence pairs of its languages."""
+        validation = getattr(self.settings, "validation", None)
+        if validation is None or checks.config is None or not checks.config.is_encoder_decoder:
+            return
+        for code, source in validation_sources(validation).items():
+            if not (checks.offline and unset_variable(source.source)):
+                with at(f"{self.stage.key}.validation.texts.{code}"):
+                    check_pairs(source, checks.recipe, checks.offline)
 
     def _working(self, checks: Checks) -> int:
         given = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
