@@ -33,7 +33,7 @@ from study_scores import MinimalPairs, bits_per_byte, generation_speed, paramete
 from study_settings import read_settings
 from tqdm.auto import tqdm
 
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.errors import DivergedError, InputError
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.models import load_for_inference
 
@@ -90,7 +90,7 @@ class Study:
         the training text."""
         try:
             made = self.models.make(self.settings["rows"][name], 0, rate)
-        except InputError as error:  # the training diverged
+        except DivergedError as error:
             print(f"{name}, rate {rate:g}: {error}")
             return 1e9
         model, tokenizer = load_for_inference(made.path)

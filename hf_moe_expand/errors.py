@@ -13,13 +13,17 @@ class InputError(ValueError):
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
 
 
+class DivergedError(InputError):
+    """A training whose loss, gradient or weights are not finite. A search for a learning rate goes on after it."""
+
+
 @contextmanager
 def at(where: str) -> Iterator[None]:
     """Inside, an InputError gets `where` in front of its message: the file or the key that it is about."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{where}: {error}" if where else str(error)) from None
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
 def is_full_disk(error: BaseException) -> bool:

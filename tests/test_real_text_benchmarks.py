@@ -325,6 +325,20 @@ def test_a_study_says_what_is_wrong(quick_study, tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_sweep_goes_on_after_a_rate_that_diverges_and_stops_for_all_else(quick_study, tmp_path, monkeypatch):
+    errors, models = importlib.import_module("hf_moe_expand.errors"), importlib.import_module("study_models").Models
+    kept = tmp_path / "out" / "sweep" / "LoRA.json"
+    for error, goes_on in ((errors.InputError("the disk is full"), False), (errors.DivergedError("nan"), True)):
+
+        def make(*arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(models, "make", make)
+        with pytest.raises(SystemExit):
+            quick_study("row", "LoRA", rates=[1e-3, 1e-2])
+        assert kept.exists() == goes_on
+
+
 def test_translation(tmp_path, monkeypatch, help_text):
     """The study goes on from what it has, and repeats its table."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

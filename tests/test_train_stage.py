@@ -25,7 +25,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.card import make_card
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.errors import InputError
+from hf_moe_expand.errors import DivergedError, InputError
 from hf_moe_expand.records import History
 from hf_moe_expand.stages import run
 from hf_moe_expand.stages.config import UNASKED, settings_of
@@ -241,7 +241,9 @@ def nothing_written(out):
 
 
 def test_a_learning_rate_that_diverges_is_an_error_that_names_the_step(root, data, tmp_path):
-    with pytest.raises(InputError, match=r"post-pretrain: the (loss|norm of the gradient) is (nan|inf) at step [23]"):
+    with pytest.raises(
+        DivergedError, match=r"post-pretrain: the (loss|norm of the gradient) is (nan|inf) at step [23]"
+    ):
         train_stage(root / "expanded", tmp_path / "out", data, config(learning_rate=1e30, max_steps=6))
     nothing_written(tmp_path / "out")
 
@@ -254,14 +256,14 @@ def test_a_weight_that_is_no_number_is_refused_before_the_training(root, data, t
 
 
 def test_the_loss_after_a_step_too_long_is_an_error_that_names_its_step(root, data, tmp_path):
-    with pytest.raises(InputError, match=r"post-pretrain: the loss is (nan|inf) at step 2: the training diverged"):
+    with pytest.raises(DivergedError, match=r"post-pretrain: the loss is (nan|inf) at step 2: the training diverged"):
         train_stage(root / "expanded", tmp_path / "out", data, config(learning_rate=1e30, max_steps=3))
     nothing_written(tmp_path / "out")
 
 
 def test_weights_that_the_last_step_spoilt_are_not_written(root, data, tmp_path):
     # The only loss is that before the step.
-    with pytest.raises(InputError, match=r"post-pretrain: \S+ is not finite after training"):
+    with pytest.raises(DivergedError, match=r"post-pretrain: \S+ is not finite after training"):
         train_stage(root / "expanded", tmp_path / "out", data, config(learning_rate=1e39, max_steps=1))
     nothing_written(tmp_path / "out")
 

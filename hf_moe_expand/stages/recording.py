@@ -6,7 +6,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from ..data.packing import PackedText
-from ..errors import InputError
+from ..errors import DivergedError
 from ..records import StageRecord, without_folders
 from .seen import SeenText
 
@@ -73,7 +73,7 @@ class RecordingTrainer(Trainer):
         self.seen.add(inputs, self._languages())
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
-            raise InputError(
+            raise DivergedError(
                 f"{self.trained_as}: the loss is {loss.item()} at step {self.state.global_step + 1}: the training "
                 "diverged, and no checkpoint is written. Lower the learning rate, add warmup steps, or train in bf16 "
                 "instead of fp16."
@@ -83,7 +83,7 @@ class RecordingTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         norm = logs.get("grad_norm")
         if norm is not None and not norm < float("inf") and not self.args.fp16:  # fp16's scaler skips such a step
-            raise InputError(
+            raise DivergedError(
                 f"{self.trained_as}: the norm of the gradient is {norm} at step {self.state.global_step}: the training "
                 "diverged, and no checkpoint is written. Lower the learning rate, or add warmup steps."
             )

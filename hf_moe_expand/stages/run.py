@@ -21,7 +21,7 @@ from ..checkpoint.writer import check_output, new_folder
 from ..data.sources import LanguageText
 from ..disk import check_room, folder_bytes, names_the_need, saved_at_once, training_checkpoint
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
-from ..errors import InputError
+from ..errors import DivergedError, InputError
 from ..evaluation.validation import VALIDATION, validation_callback
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
@@ -61,8 +61,9 @@ def train_stage(
         The record that the stage adds to the checkpoint's history.
 
     Raises:
-        InputError: the data does not fit the checkpoint's languages, a setting is wrong, the disk has too little room,
-            or the training diverged.
+        InputError: the data does not fit the checkpoint's languages, a setting is wrong, or the disk has too little
+            room.
+        DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
     """
     stage, config = stage_for(config), copy.copy(config)  # the caller's stays as it is
     folder = resolve_checkpoint(model)
@@ -144,11 +145,11 @@ def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
     """Refuses weights that are no numbers, before they are written.
 
     Raises:
-        InputError: a tensor is not finite; the message names the first one.
+        DivergedError: a tensor is not finite; the message names the first one.
     """
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.isfinite(weight).all():
-            raise InputError(
+            raise DivergedError(
                 f"{stage}: {name} is not finite after training, which diverged: no checkpoint is written. Lower the "
                 "learning rate, or add warmup steps."
             )
