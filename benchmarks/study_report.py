@@ -86,10 +86,11 @@ def cost_table(results: Results, speeds: Mapping[str, float]) -> str:
         first = found[0]
         millions = [f"{first[key] / 1e6:.2f}" for key in ("trained", "total", "active")]
         seconds = f"{mean(one['seconds'] for one in found):.0f}"
-        speed = f"{speeds[name]:.0f}" if name in speeds else ""
+        speed = [f"{speeds[name]:.0f}" if name in speeds else ""] if speeds else []
         rate = f"{first['rate']:g}" if first["rate"] else ""
-        rows.append([str(number), name, *millions, rate, seconds, speed, str(len(found))])
-    head = ["", "", "trained, M", "total, M", "active, M", "learning rate", "CPU s", "tokens/s", "seeds"]
+        rows.append([str(number), name, *millions, rate, seconds, *speed, str(len(found))])
+    measured = ["tokens/s"] if speeds else []
+    head = ["", "", "trained, M", "total, M", "active, M", "learning rate", "CPU s", *measured, "seeds"]
     return markdown_table(head, rows)
 
 
