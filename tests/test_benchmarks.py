@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_moe_expand.evaluation.perplexity import LanguageScore
-
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -155,33 +153,6 @@ def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
         models[module.OLD].expanded_ffns()[0].experts[1].up_proj.weight.add_(1)
     with pytest.raises(RuntimeError, match="classifiers: old language: logits differ"):
         module.check_agreement(models, prompts, 1e-5)
-
-
-def test_lifelong_says_what_each_expansion_did_to_every_language(script):
-    module = script("lifelong")
-
-    def scores(*bits):
-        return {code: LanguageScore(2.0, b, 1, 1) for code, b in zip(("en", "el", "tr"), bits, strict=True)}
-
-    base, middle, end = scores(1, 4, 4), scores(1.5, 2, 5), scores(1.5, 2.5, 2)
-    text = module.render(
-        {"in turn": [base, middle, end], "at once": [base, end]}, [["en"], ["el", "tr"]],
-        {"in turn": [["el"], ["tr"]], "at once": [["el", "tr"]]},
-    )  # fmt: skip
-    assert text.splitlines() == [
-        "| bits per byte | en | en | el | tr | el tr | all |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| base | 1.000 | 1.000 | 4.000 | 4.000 | 4.000 | 3.000 |",
-        "| in turn: with en el | 1.500 | 1.500 | 2.000 | 5.000 | 3.500 | 2.833 |",
-        "| in turn: with en el tr | 1.500 | 1.500 | 2.500 | 2.000 | 2.250 | 2.000 |",
-        "| at once: with en el tr | 1.500 | 1.500 | 2.500 | 2.000 | 2.250 | 2.000 |",
-        "",
-        "- in turn, expansion 1: en +50.0 %, mean +50.0 %; new el -50.0 %, mean -50.0 %.",
-        "- in turn, expansion 2: en +0.0 %, el +25.0 %, mean +14.3 %; new tr -60.0 %, mean -60.0 %.",
-        "- in turn, in the end against the base: en +50.0 %, el -37.5 %, tr -50.0 %, mean -33.3 %.",
-        "- at once, expansion 1: en +50.0 %, mean +50.0 %; new el -37.5 %, tr -50.0 %, mean -43.8 %.",
-        "- at once, in the end against the base: en +50.0 %, el -37.5 %, tr -50.0 %, mean -33.3 %.",
-    ]
 
 
 def test_expand_io_compares_equal_checkpoints_and_cleans_up(script, capsys, tmp_path):
