@@ -232,6 +232,7 @@ def test_every_block_begins_with_begin_of_text_where_the_tokenizer_adds_one(monk
     assert {row[0] for row in wrapped.dataset["input_ids"]} != {BEGIN}
     assert list(found.dataset["input_ids"]) == [[BEGIN, *row[1:]] for row in wrapped.dataset["input_ids"]]
     assert list(found.dataset["language_ids"]) == list(wrapped.dataset["language_ids"])
+    assert found.dataset.features == wrapped.dataset.features
     assert found.tokens == wrapped.tokens
 
 

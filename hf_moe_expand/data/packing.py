@@ -127,7 +127,10 @@ def pack_texts(
         packed = pack_dataset(mixed, block_size, strategy="wrapped", map_kwargs={"desc": "pack"})
         packed = packed.with_format(None).filter(lambda ids: len(ids) == block_size, input_columns="input_ids")
         if begin is not None:
-            packed = packed.map(lambda ids: {"input_ids": [begin, *ids[1:]]}, input_columns="input_ids", desc="begin")
+            packed = packed.map(
+                lambda rows: {"input_ids": [[begin, *ids[1:]] for ids in rows]},
+                batched=True, input_columns="input_ids", features=packed.features, desc="begin",
+            )  # fmt: skip
         if not len(packed):
             raise InputError(
                 f"All text of {', '.join(members)} together is {sum(tokens[code] for code in members):,} tokens, less "
