@@ -13,6 +13,7 @@ from study_claims import claims_table
 from study_settings import read_settings
 from tables import markdown_table
 
+from hf_moe_expand.errors import InputError
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
 
 _AROUND = ((1, 1), (-1, 1), (1, -1), (-1, -1), (1.4, 0), (-1.4, 0), (0, 1.4), (0, -1.4))
@@ -23,6 +24,8 @@ def write_report(options: argparse.Namespace) -> None:
     """Prints the tables of the finished rows, and writes what the options name."""
     settings = read_settings(options.settings)
     results = read_results(settings, options.out)
+    if "base" not in results:
+        raise InputError(f"{options.out}: no result of the row `base`; `study.py run` makes it, or name another --out.")
     speeds = read_json(options.out / "speed.json", "speeds") if (options.out / "speed.json").exists() else {}
     parts = [quality_table(settings, results), cost_table(results, speeds), claims_table(settings, results)]
     tables = "\n\n".join(filter(None, parts))

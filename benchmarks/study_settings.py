@@ -11,10 +11,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The settings, with the inherited ones. `rows` may be a list: the inherited rows with these names.
 
     Raises:
-        InputError: the file is no YAML, or names a row that it does not inherit.
+        InputError: the file is no YAML, lacks a key, or names a row that it does not inherit.
     """
     own = read_yaml(path)
     if "inherits" not in own:
+        if missing := [key for key in ("old", "new", "rows") if key not in own]:
+            raise InputError(f"{path}: no key `{missing[0]}`: give it, or inherit it (`inherits: study.yaml`).")
         return own
     inherited = read_settings(path.parent / own.pop("inherits"))
     if isinstance(named := own.get("rows"), list):

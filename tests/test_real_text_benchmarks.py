@@ -314,10 +314,13 @@ def test_every_claim_names_rows_of_the_study(monkeypatch):
 
 
 def test_a_study_says_what_is_wrong(quick_study, tmp_path, capsys):
+    (tmp_path / "empty.yaml").write_text("steps: 3\n", "utf-8")
     for words, changes, said in (
         (["run"], {"rows": ["base", "LoRa"]}, "'LoRa' is not a row of the inherited file"),
         (["row", "LoRa"], {}, "'LoRa' is not a row; known: base, "),
         (["run", "--rows", "LoRa"], {}, "'LoRa' is not a row; known: base, "),
+        (["report"], {}, "no result of the row `base`; `study.py run` makes it"),
+        (["run"], {"inherits": str(tmp_path / "empty.yaml")}, "empty.yaml: no key `old`: give it, or inherit it"),
         (["run"], {"new": ["xx"]}, "xx.train.jsonl: no such file; --data names a folder"),
     ):
         with pytest.raises(SystemExit):
