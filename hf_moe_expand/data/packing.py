@@ -129,7 +129,7 @@ def pack_texts(
         if begin is not None:
             packed = packed.map(
                 lambda rows: {"input_ids": [[begin, *ids[1:]] for ids in rows]},
-                batched=True, input_columns="input_ids", features=packed.features, desc="begin",
+                batched=True, input_columns="input_ids", desc="begin",
             )  # fmt: skip
         if not len(packed):
             raise InputError(
