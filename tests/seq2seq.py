@@ -1,6 +1,7 @@
 """Tiny encoder-decoders with random weights, and small tokenizers of the kinds that they have."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -72,12 +73,12 @@ def pieces(special: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def nllb_tokenizer() -> NllbTokenizer:
+def nllb_tokenizer(more: Sequence[str] = ()) -> NllbTokenizer:
     """`<language> tokens </s>` on both sides, as NLLB and M2M100 have it."""
     model = pieces(["<s>", "<pad>", "</s>", "<unk>"])
     fields = json.loads(model.to_str())["model"]
     merges = [tuple(pair) for pair in fields["merges"]]
-    codes = ["eng_Latn", "spa_Latn", "ell_Grek", "zho_Hans", "zho_Hant"]
+    codes = ["eng_Latn", "spa_Latn", "ell_Grek", "zho_Hans", "zho_Hant", *more]
     return NllbTokenizer(vocab=fields["vocab"], merges=merges, extra_special_tokens=codes)
 
 

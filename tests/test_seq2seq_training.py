@@ -12,13 +12,8 @@ from safetensors.torch import load_file
 from seq2seq import (
     PLAN,
     SENTENCES,
-    byt5_tokenizer,
-    mbart50_tokenizer,
-    mbart_tokenizer,
     nllb_tokenizer,
-    plain_tokenizer,
     save_tiny,
-    t5_tokenizer,
     tiny,
 )
 from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -42,7 +37,6 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.records import History
@@ -80,84 +74,6 @@ def packed(folder, **options):
 
 
 # --- tokens of both sides -------------------------------------------------------------------------------------------
-
-
-def words(tokenizer, ids):
-    return tokenizer.convert_ids_to_tokens(ids)
-
-
-def test_the_tokenizer_s_own_codes_stand_where_it_puts_them():
-    pair = SentencePair("the sea", "η θάλασσα", "en", "el")
-    tokenizer = nllb_tokenizer()
-    encoder = PairEncoder(tokenizer)
-    ((source,), (target,)) = encoder.encode([pair])
-    assert words(tokenizer, source)[0] == "eng_Latn"
-    assert words(tokenizer, target)[0] == "ell_Grek"
-    assert words(tokenizer, target)[-1] == "</s>"
-    assert encoder.start(("en", "el")) == {"forced_bos_token_id": tokenizer.convert_tokens_to_ids("ell_Grek")}
-    assert encoder.start(("el", "en")) == {"forced_bos_token_id": tokenizer.convert_tokens_to_ids("eng_Latn")}
-    tokenizer = mbart50_tokenizer()
-    ((source,), (target,)) = PairEncoder(tokenizer).encode([SentencePair("the sea", "el mar", "en", "es")])
-    assert [words(tokenizer, source)[0], words(tokenizer, target)[0]] == ["en_XX", "es_XX"]
-
-
-@pytest.mark.parametrize("made", [nllb_tokenizer, mbart_tokenizer, mbart50_tokenizer])
-def test_the_tokenizer_keeps_its_own_languages(made, tmp_path):
-    """Else a tokenizer that is saved after a training would read every text as the last pair's language."""
-    tokenizer = made()
-    before = tokenizer("the sea").input_ids
-    encoder = PairEncoder(tokenizer)
-    encoder.encode([SentencePair("el mar", "the sea", "es", "en")])
-    encoder.start(("es", "en"))
-    assert tokenizer("the sea").input_ids == before
-    tokenizer.save_pretrained(tmp_path / "after")
-    made().save_pretrained(tmp_path / "before")
-    assert (tmp_path / "after" / "tokenizer_config.json").read_bytes() == (
-        tmp_path / "before" / "tokenizer_config.json"
-    ).read_bytes()
-
-
-def test_without_codes_the_task_stands_in_the_text():
-    for tokenizer in (t5_tokenizer(), byt5_tokenizer()):
-        encoder = PairEncoder(tokenizer)
-        ((source,), (target,)) = encoder.encode([SentencePair("good night", "καληνύχτα", "en", "el")])
-        same = tokenizer("translate English to Greek: good night").input_ids
-        assert source == same
-        assert target == tokenizer("καληνύχτα").input_ids
-        assert encoder.start(("en", "el")) == {}
-
-
-def test_marian_takes_the_target_s_code_or_none():
-    tokenizer = plain_tokenizer()
-    tokenizer.supported_language_codes = []
-    pair = SentencePair("the sea", "η θάλασσα", "en", "el")
-    assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer("the sea").input_ids]
-    tokenizer.supported_language_codes = [">>el<<", ">>ell<<"]
-    assert PairEncoder(tokenizer).encode([pair])[0] == [tokenizer(">>el<< the sea").input_ids]
-    PairEncoder(tokenizer).check([("hi", "el")])  # a source needs no code
-    with pytest.raises(InputError, match="has no code for 'hi'"):
-        PairEncoder(tokenizer).check([("hi", "el"), ("el", "hi")])
-
-
-def test_codes_in_front_of_the_source_name_the_target():
-    """MADLAD-400's tokenizer."""
-    tokenizer = plain_tokenizer()
-    tokenizer.add_tokens(["<2el>", "<2zh_Latn>"])
-    encoder = PairEncoder(tokenizer)
-    ((source,), (target,)) = encoder.encode([SentencePair("the sea", "η θάλασσα", "en", "el")])
-    assert source == tokenizer("<2el> the sea").input_ids
-    assert target == tokenizer("η θάλασσα").input_ids
-    with pytest.raises(InputError, match="has no code for 'hi'"):
-        encoder.check([("el", "hi")])
-
-
-def test_codes_are_found_by_language_and_script():
-    encoder = PairEncoder(nllb_tokenizer())
-    assert [encoder._name(code) for code in ("zh", "zh-Hant", "zho_Hans", "en", "es", "ell_Grek")] == [
-        "zho_Hans", "zho_Hant", "zho_Hans", "eng_Latn", "spa_Latn", "ell_Grek",
-    ]  # fmt: skip
-    with pytest.raises(InputError, match=r"has no code for 'hi', so the model cannot be told .* it has ell_Grek"):
-        encoder.check([("hi", "en")])
 
 
 def test_pairs_go_both_ways_and_keep_their_languages(folder):

@@ -47,15 +47,23 @@ def side_batches(
     """Batches with exactly `tokens` tokens of the language on each side: sentences from it, and translations into it.
 
     Raises:
-        InputError: a side has fewer tokens, or the tokenizer has no code for a language.
+        InputError: a side has fewer tokens, the model reads the language and does not write it or the other way round,
+            or the tokenizer has no code for a language.
     """
     batches: list[SideBatch] = []
     of_side: list[list[SentencePair]] = [[], []]
-    for pair in pairs:
+    encoder, given = PairEncoder(tokenizer), list(pairs)
+    kept = [pair for pair in given if encoder.translates(pair.direction)]
+    for pair in kept:
         for side, code in enumerate(pair.direction):
             if names_language(code, language):
                 of_side[side].append(pair)
     for side, rows in enumerate(of_side):
+        if not rows and len(kept) < len(given):
+            raise InputError(
+                f"Language {language!r} has no sentence as a {('source', 'target')[side]}, and both sides are "
+                f"measured: {encoder.one_way()}. `plan uniform` needs no analysis."
+            )
         batches += _batches_of_side(language, rows, side, tokenizer, tokens, batch_size, model)
     return batches
 

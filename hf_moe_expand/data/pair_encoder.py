@@ -34,7 +34,8 @@ class PairEncoder:
     A tokenizer with language codes (M2M100, NLLB, mBART) gets those of source and target; the target's first token
     names its language. Where codes are tokens in front of the source (multilingual Marian's `>>el<<`, MADLAD-400's
     `<2el>`), it gets the target's. A tokenizer without codes (T5, ByT5, BART, Pegasus) gets the task in the text,
-    `translate English to Greek: ...`; the model of a single pair (Marian) gets the text alone.
+    `translate English to Greek: ...`; the model of a single pair (Marian) gets the text alone. Marian's tokenizers name
+    the model's source or target language: no sentence is translated into the one or from the other.
 
     The tokenizer itself stays as it is: saved afterwards, it has the languages that it had before.
     """
@@ -46,13 +47,29 @@ class PairEncoder:
         # Whether the source names the target's language alone, or no language.
         self.of_target = hasattr(tokenizer, "supported_language_codes") or any("<" in code for code in self.codes)
 
+        one_way = hasattr(tokenizer, "supported_language_codes")
+        self._reads = getattr(tokenizer, "source_lang", None) if one_way else None
+        self._writes = getattr(tokenizer, "target_lang", None) if one_way else None
+
+    def translates(self, direction: Pair) -> bool:
+        """False if a direction reads the language that the model writes, or writes the one that it reads."""
+        source, target = direction
+        return not (names_language(self._writes, source) or names_language(self._reads, target))
+
+    def one_way(self) -> str:
+        """For messages: what the model reads and writes."""
+        return f"the model reads {self._reads!r} and writes {self._writes!r}, says its tokenizer"
+
     def check(self, directions: Iterable[Pair]) -> None:
-        """Refuses directions with a language that the tokenizer has no code for.
+        """Refuses directions that the model does not translate, and languages that the tokenizer has no code for.
 
         Raises:
-            InputError: the tokenizer has language codes, but none for one of the languages.
+            InputError: a direction is the wrong way round, or the tokenizer has language codes, but none for one of the
+                languages.
         """
         for source, target in directions:
+            if not self.translates((source, target)):
+                raise InputError(f"{source}-{target} is not a direction of this model: {self.one_way()}.")
             self._name(target)
             if not self.of_target:
                 self._name(source)
@@ -154,7 +171,7 @@ def _nearest(language: str, codes: Mapping[str, str], tokenizer: str) -> str:
     for code, name in codes.items():
         if language in (code, name):
             return code
-    alike = {code: name for code, name in codes.items() if names_language(_language_of(name), _language_of(language))}
+    alike = {code: name for code, name in codes.items() if _same_language(name, language)}
     script = _script(language)
     found = [code for code, name in alike.items() if _script(name) == script] or list(alike)
     if len(found) == 1:
@@ -166,8 +183,15 @@ def _nearest(language: str, codes: Mapping[str, str], tokenizer: str) -> str:
         )
     raise InputError(
         f"{type_name(tokenizer)} has no code for {language!r}, so the model cannot be told to read or write it; it has "
-        f"{', '.join(sorted(codes)[:8])}{', ...' if len(codes) > 8 else ''}. Use a model whose tokenizer knows it."
+        f"{', '.join(sorted(codes)[:8])}{', ...' if len(codes) > 8 else ''}. If one of them is this language, call the "
+        "language so; else use a model whose tokenizer knows it."
     )
+
+
+def _same_language(code: str, language: str) -> bool:
+    """Whether two codes name one language, in whichever standard; Norwegian is Bokmål, which most of its text is."""
+    pair = [_language_of(code), _language_of(language)]
+    return names_language(*pair) or names_language(*("nb" if names_language(one, "no") else one for one in pair))
 
 
 def type_name(tokenizer: str) -> str:

@@ -73,8 +73,8 @@ def pack_pairs(
         sides, and a block is a pair.
 
     Raises:
-        InputError: the tokenizer has no code for a language, a language has no pair that is short enough, or fewer
-            tokens than asked for.
+        InputError: the tokenizer has no code for a language, a language has no pair that the model translates or that
+            is short enough, or fewer tokens than asked for.
     """
     order = tuple(languages or texts)
     encoder = PairEncoder(tokenizer)
@@ -83,7 +83,7 @@ def pack_pairs(
     })  # fmt: skip
     found, tokens, counts = [], {}, {}
     for language, dataset in texts.items():
-        dataset = dataset.shuffle(seed=seed)
+        dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
 
         def encode(batch: dict) -> dict:
             rows = [
@@ -118,6 +118,17 @@ def pack_pairs(
         found.append(concatenate_datasets(parts).select(range(counts[language])))
     packed = concatenate_datasets(found)
     return PackedText(packed, order, tokens, counts, tuple(map(len, found)))
+
+
+def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dataset:
+    """The pairs that the model translates."""
+    directions = list(zip(dataset["source_language"], dataset["target_language"], strict=True))
+    takes = {direction: encoder.translates(direction) for direction in set(directions)}
+    if all(takes.values()):
+        return dataset
+    if not any(takes.values()):
+        raise InputError(f"Language {language!r}: no sentence pair in a direction of the model: {encoder.one_way()}.")
+    return dataset.select([place for place, direction in enumerate(directions) if takes[direction]])
 
 
 def _sizes(rows: Dataset) -> list[tuple[int, int]]:

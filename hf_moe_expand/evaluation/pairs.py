@@ -44,7 +44,8 @@ def pair_stream(
     max_tokens: int | None,
     longest: int | None = None,
 ) -> PairStream:
-    """The first pairs to and from a language whose translations have at most `max_tokens` tokens, at least one.
+    """The first pairs to and from a language, in directions that the model translates, whose translations have at most
+    `max_tokens` tokens; at least one.
 
     Args:
         longest: number of positions that the model takes; longer pairs are left out.
@@ -54,7 +55,7 @@ def pair_stream(
     """
     encoder = PairEncoder(tokenizer)
     places: dict[Pair, int | None] = {}
-    rows = list(pairs)
+    rows = [pair for pair in pairs if encoder.translates(pair.direction)]
     inputs: list[list[int]] = []
     labels: list[list[int]] = []
     codes: list[int | None] = []
@@ -75,7 +76,10 @@ def pair_stream(
             codes.append(code)
             tokens, size = tokens + count, size + len(row.target.encode())
     if not tokens:
-        raise InputError(f"Language {language!r}: no sentence pair to score, or none that the model's positions hold.")
+        raise InputError(
+            f"Language {language!r}: no sentence pair to score, or none that the model translates and whose tokens its "
+            "positions hold."
+        )
     return PairStream(inputs, labels, codes, tokens, size)
 
 

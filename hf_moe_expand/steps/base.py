@@ -158,7 +158,8 @@ def check_pairs(source: LanguageText, recipe: Recipe, offline: bool) -> None:
     pair = source.first_pair()
     if pair is not None and not offline:
         tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
-        PairEncoder(tokenizer).check([SentencePair(**pair).direction])
+        encoder, direction = PairEncoder(tokenizer), SentencePair(**pair).direction
+        encoder.check(filter(encoder.translates, (direction, direction[::-1])))
 
 
 def contents(sources: dict[str, LanguageText]) -> dict[str, Any]:
