@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_moe_expand.checkpoint.source import languages_by_expansion
+from hf_moe_expand.checkpoint.source import load_expanded_config
 from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.records import History
 
 
 class Told(nn.Module):
@@ -33,13 +35,21 @@ class Told(nn.Module):
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--data", type=Path, required=True)
-    arguments.add_argument("--model", type=Path, required=True)
-    arguments.add_argument("--tokens", type=int, default=10_000, help="tokens of each language")
-    options = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=10_000, help="tokens of each language")
+    options = parser.parse_args()
+    try:
+        measure(options)
+    except InputError as error:
+        parser.exit(1, f"{error}\n")
+
+
+def measure(options: argparse.Namespace) -> None:
     model, tokenizer = load_for_inference(options.model)
-    old, new = languages_by_expansion(options.model)
+    old, *added = History.of(load_expanded_config(options.model)).by_expansion
+    new = [code for codes in added for code in codes]
     texts = {code: LanguageText(code, str(options.data / f"{code}.test.jsonl")).load()["text"] for code in (*old, *new)}
     ffns = model.expanded_ffns()
     trained = {layer: ffn.classifier for layer, ffn in ffns.items()}

@@ -30,9 +30,10 @@ from ..run_record import BEGUN, read_steps, run_folder
 from ..stages import ROAD, road, stage_of, trained_in
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml
-from .charts import allocation_chart, change_chart, heat_map, line_chart
-from .drawing import Change, Line, with_means
+from .charts import allocation_chart, heat_map, line_chart
+from .drawing import Line, with_means
 from .figures import expert_0_lines, grouped, separability_lines, separability_range
+from .scores import scores_section
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
 _RECORDS = (
@@ -101,7 +102,7 @@ def make_page(run: str | Path) -> str:
     facts = {
         "name": root.resolve().name,
         "summary": _summary(parts, history, root),
-        "scores": _scores(found, history) if found and found.models else None,
+        "scores": scores_section(found, history) if found and found.models else None,
         "tasks": found.task_rows() if found and found.tasks else None,
         "recipe": without_paths(read_text(root / "recipe.yaml")) if _has(root, "recipe.yaml") else None,
         "plans": [plan for part in parts if (plan := _plan(part))],
@@ -162,67 +163,6 @@ def _base(root: Path, first: ExpansionRecord) -> str | None:
     name = without_folders(written) if isinstance(written, str) else name
     local = name is not None and first.base_model is not None and first.base_revision is None
     return f"{name} (a local folder)" if local else name
-
-
-# --- languages -----------------------------------------------------------------------------------------------------
-
-
-def _scores(found: Evaluation, history: History) -> dict[str, Any]:
-    if len(history) > 1 and not found.expansions:
-        found.expansions = [list(record.new_languages) for record in history.expansions]
-    names = list(found.models)
-    scored = [(kind, [c for c in codes if any(c in found.models[n] for n in names)]) for kind, codes in found.groups()]
-    groups = [_score_group(found, kind, codes, names) for kind, codes in scored if codes]
-    if len(groups) == 1 and not groups[0]["old"]:
-        groups[0]["title"] = "all languages"
-    changes = []
-    for group in groups:
-        changes.append(Change(group["title"]))
-        for row in group["rows"]:
-            values = [cell["value"] for cell in row["cells"] if cell["value"] is not None]
-            kind = "old" if group["old"] else "new"
-            changes.append(Change(row["label"], values, kind, row["cells"][-1]["change"].replace(" %", "%")))
-    described = "; ".join(f"{group['title']}: {group['mean']['text']}" for group in groups)
-    return {
-        "models": names,
-        "groups": groups,
-        "figure": Markup(change_chart(f"Bits per byte before and after. {described}.", changes, "bits per byte")),
-        "perplexity": found.rows("perplexity"),
-    }
-
-
-def _score_group(found: Evaluation, kind: str, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """A group's rows, with the best and the worst change from the first model to the last."""
-    rows = [{"label": code, **_score_row(found, [code], names), "mark": ""} for code in codes]
-    ranked = sorted((row for row in rows if row["change"] is not None), key=lambda row: row["change"])
-    if len(ranked) > 1:
-        ranked[0]["mark"], ranked[-1]["mark"] = "best", "worst"
-    mean = _score_row(found, codes, names)
-    ends = [mean["cells"][0], mean["cells"][-1]]
-    text = f"mean {ends[0]['text']}" + (f" to {ends[1]['text']} ({ends[1]['change']})" if len(names) > 1 else "")
-    title = {"old": "old languages", "new": "new languages"}.get(kind, f"new in {kind}")
-    return {
-        "title": title, "old": kind == "old", "rows": rows, "mean": {**mean, "text": text, "ends": ends},
-    }  # fmt: skip
-
-
-def _score_row(found: Evaluation, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    values = [found.mean(name, codes) for name in names]
-    changes = [None if value is None or not values[0] else value / values[0] - 1 for value in values]
-    cells = [
-        {
-            "value": value,
-            "text": "–" if value is None else f"{value:.3f}",
-            "change": "" if number == 0 or change is None else _signed_percent(change),
-        }
-        for number, (value, change) in enumerate(zip(values, changes, strict=True))
-    ]
-    return {"cells": cells, "change": changes[-1] if len(names) > 1 else None}
-
-
-def _signed_percent(share: float) -> str:
-    text = f"{100 * share:+.1f} %".replace("-", "−")
-    return "0.0 %" if text in ("+0.0 %", "−0.0 %") else text
 
 
 # --- plan ----------------------------------------------------------------------------------------------------------

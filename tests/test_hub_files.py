@@ -1,0 +1,230 @@
+"""What goes into a push, without a hub: which files, whose code, no secrets."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_dense
+from safetensors.torch import save_file
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.card import make_card
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.hub import push_to_hub
+from hf_moe_expand.hub_files import published_files, refuse_private
+from hf_moe_expand.load_check import check_code, check_loads_alone
+
+PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local")
+    expand_checkpoint(save_dense(folder / "tiny"), folder / "tiny-el", PLAN)
+    return folder / "tiny-el"
+
+
+@pytest.fixture
+def folder(local, tmp_path):
+    return Path(shutil.copytree(local, tmp_path / "tiny-el"))
+
+
+def test_foreign_files_are_refused_unless_included(folder):
+    before = published_files(folder)
+    (folder / "notes.txt").write_text("x")
+    (folder / "old").mkdir()
+    (folder / "old" / "weights.pt").write_text("x")
+    with pytest.raises(InputError, match=r"not part of the checkpoint: notes\.txt, old\. Move them away"):
+        published_files(folder)
+    shutil.rmtree(folder / "old")
+    assert set(published_files(folder, ["notes.txt"])) == {*before, "notes.txt"}
+    with pytest.raises(InputError, match=r"--include names \.\./x"):
+        published_files(folder, ["../x"])
+
+
+def test_keys_and_links_do_not_go_along_with_the_tokenizer(folder, tmp_path):
+    before = published_files(folder)
+    (folder / "tokenizer_key.pem").write_text("x")
+    with pytest.raises(InputError, match=r"not part of the checkpoint: tokenizer_key\.pem"):
+        published_files(folder)
+    (folder / "tokenizer_key.pem").unlink()
+    (tmp_path / "secret.json").write_text("{}")
+    (folder / "added_tokens.json").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(InputError, match=r"added_tokens\.json is a link that leads out of the folder"):
+        published_files(folder)
+    (folder / "added_tokens.json").unlink()
+    (folder / "notes.txt").symlink_to(tmp_path / "secret.json")
+    with pytest.raises(InputError, match=r"notes\.txt is a link that leads out"):
+        published_files(folder, ["notes.txt"])
+    with pytest.raises(InputError, match="--include names /"):
+        published_files(folder, [str(folder / "config.json")])
+    (folder / "notes.txt").unlink()
+    assert published_files(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("expanded_ffn.py", lambda text: text + "\n", r"expanded_ffn\.py differs from this package's"),
+        ("own.py", lambda _: "", r"own\.py is not code of this package"),
+        ("custom_generate/generate.py", lambda _: "", r"custom_generate/generate\.py is not code of this package"),
+        ("config.json", lambda text: text.replace('"modeling_layer_moe.', '"other/repo--modeling_layer_moe.'),
+         r"config\.json names code that is not this package's"),
+        ("tokenizer_config.json", lambda text: text.replace("{", '{"auto_map": {"AutoTokenizer": ["x.X", null]},', 1),
+         r"tokenizer_config\.json names code"),
+    ],
+)  # fmt: skip
+def test_only_this_package_s_code_is_run(folder, name, change, message):
+    check_code(folder)
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(change(file.read_text() if file.is_file() else ""))
+    with pytest.raises(InputError, match=message):
+        check_loads_alone(folder)
+
+
+def test_a_checkpoint_with_changed_code_is_written_anew_as_the_message_says(folder):
+    (folder / "expanded_ffn.py").write_text("raise SystemExit\n")
+    with pytest.raises(InputError, match="Write it again") as refused:
+        check_code(folder)
+    command = re.search(r'python -c "(.*)"', str(refused.value))
+    assert command
+    exec(command[1], {})
+    check_code(folder)
+
+
+def test_the_check_runs_without_tokens(folder, monkeypatch):
+    seen = {}
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", "hf_secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+
+    def run(*_, env, **__):
+        seen.update(env)
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    check_loads_alone(folder)
+    assert not {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"} & set(seen)
+    assert "hf_secret" not in seen.values()
+    assert not Path(seen["HF_TOKEN_PATH"]).exists()
+
+
+def test_no_reference_to_code_travels_with_a_base(tmp_path):
+    base = save_dense(tmp_path / "base")
+    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        fields = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps({**fields, "auto_map": {"AutoTokenizer": ["x/y--t.T", None]}}))
+    (base / "custom_generate").mkdir()
+    (base / "custom_generate" / "generate.py").write_text("")
+    (base / "t.py").write_text("")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    merge = average_checkpoints([base, base], tmp_path / "mean")
+    for folder in (tmp_path / "out", merge):
+        assert not any("x/y" in file.read_text() for file in folder.glob("*.json"))
+        assert not (folder / "custom_generate").exists()
+        assert not (folder / "t.py").exists()
+    assert "auto_map" not in json.loads((merge / "config.json").read_text())
+    check_code(tmp_path / "out")
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path):
+    base = save_dense(tmp_path / "base")
+    with pytest.raises(InputError, match="is a local folder, which has no revision 'main'"):
+        expand_checkpoint(base, tmp_path / "out", PLAN, revision="main")
+    expand_checkpoint(base, tmp_path / "out", PLAN)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][0]["base_revision"] is None
+
+
+def test_a_dry_run_checks_the_repository_s_id(folder):
+    with pytest.raises(InputError, match="not the id of a repository"):
+        push_to_hub(folder, "a/b/c", dry_run=True)
+
+
+def test_cards_hold_no_html_of_names(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["expansions"][0]["base_model"] = "<script>alert(1)</script>"
+    (folder / "config.json").write_text(json.dumps(config))
+    card = str(make_card(folder, "me/x"))
+    assert "<script>" not in card
+    assert "&lt;script>" in card
+
+
+def test_what_training_leaves_behind_stays_at_home(folder):
+    before = published_files(folder)
+    (folder / "checkpoint-5").mkdir()
+    for name in ("training_args.bin", "trainer_state.json", "optimizer.pt", "checkpoint-5/x.pt", ".DS_Store"):
+        (folder / name).write_text("x")
+    assert published_files(folder) == before
+
+
+def test_code_is_what_config_json_names_and_what_that_imports(folder):
+    code = {name for name in published_files(folder) if name.endswith(".py")}
+    assert {"modeling_layer_moe.py", "expanded_model.py", "expansion_only.py", "expanded_config.py"} <= code
+    (folder / "modeling_layer_moe.py").unlink()
+    with pytest.raises(InputError, match=r"names modeling_layer_moe\.py, which is missing"):
+        published_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", '{"a": [{"b": "/data/x/el.jsonl"}]}', "config.json: holds a path of this machine .*/data/x/el"),
+        ("config.json", '{"/srv/me/x": 1}', "/srv/me/x"),
+        ("recipe.yaml", "base: ~/models/tiny", "recipe.yaml: holds a path of this machine .~/models/tiny"),
+        ("plan.json", r'{"a": "C:\\Users\\me"}', "plan.json: holds a path"),
+        ("README.md", "see /home/me/notes", "README.md: holds a path of this machine ./home/me/notes"),
+        ("README.md", "file by `/Users/me/x`", "/Users/me/x"),
+        ("x.py", "TOKEN = 'hf_abcdefghijklmnopqrstuvwxyz'", r"x.py: holds an access token .hf_abc\.\.\."),
+        ("tokenizer.json", '{"hf_abcdefghijklmnopqrstuvwxyz": 1}', "tokenizer.json: holds an access token"),
+        ("config.json", '{"key": "sk-abcdefghijklmnopqrstuvwx"}', "an access token"),
+        ("recipe.yaml", "a: [", "recipe.yaml: not YAML: line 1"),
+        ("config.json", '{"a": ' + "[" * 100_000, "config.json: cannot be read .nested too deep|it is nested too deep"),
+        ("x.py", "t = 'github_pat_11ABCDEFGHIJKLMNOPQRST_abcdefghijkl'", "an access token .github"),
+        ("README.md", "xoxb-123456789012-abcdefghijklmnop", "an access token .xoxb-1"),
+        ("README.md", "glpat-abcdefghijklmnopqrst", "an access token"),
+        ("README.md", "ASIAABCDEFGHIJKLMNOP", "an access token"),
+        ("x.txt", "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "an access token .wJal"),
+        ("x.txt", "-----BEGIN RSA PRIVATE KEY-----\\nMIIE", "a private key"),
+        ("x.txt", "-----BEGIN OPENSSH PRIVATE KEY-----", "a private key"),
+        ("recipe.yaml", "base: https://me:opensesame@example.org/x", "a password in an address .o..."),
+        ("plan.json", '{"a": "s3://key:ghijklmno@host/x"}', "a password in an address"),
+    ],
+)
+def test_tokens_and_local_paths_are_refused(name, text, message):
+    with pytest.raises(InputError, match=message) as refused:
+        refuse_private({name: text.encode()})
+    assert "ghijkl" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("README.md", "https://huggingface.co/home/me/x and and/or, a/b/c; 24 h/day"),
+        ("config.json", '{"a": "org/model", "b": "/", "c": "</s>", "d": "24/7"}'),
+        ("tokenizer.json", '{"/home/me": 1, "/usr/bin/x": 2}'),
+        ("tokenizer_config.json", r'{"chat_template": "Q:\n\nA:\n/think/no"}'),
+        ("recipe.yaml", "old: {en: data/en.jsonl}"),
+        ("README.md", "https://example.org/a:b@c and mailto:me@example.org, https://$USER:$PASSWORD@example.org"),
+        ("tokenizer.json", '{"://": 1, ":": 2, "@": 3}'),
+    ],
+)
+def test_what_only_looks_like_a_path_passes(name, text):
+    refuse_private({name: text.encode()})
+
+
+def test_metadata_of_weight_files_is_checked_too(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"from": "/home/me/run"})
+    with pytest.raises(InputError, match=r"model\.safetensors: holds a path of this machine"):
+        refuse_private({"model.safetensors": tmp_path / "model.safetensors"})
+
+
+def test_the_token_in_use_is_found_whatever_it_looks_like(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-token-of-another-kind")
+    with pytest.raises(InputError, match="an access token"):
+        refuse_private({"README.md": b"key: a-token-of-another-kind"})
