@@ -25,7 +25,10 @@ def has_grouped_mm(device: torch.device, linears: Sequence[Linears], dtype: torc
 def can_group(device: torch.device, call: Linears, dtype: torch.dtype) -> bool:
     """Whether torch's `grouped_mm` takes the weights of these layers, whose rows must be multiples of 16 bytes, under
     autocast too."""
-    sizes = (call.inputs, *call.outputs)
+    return _takes(device, (call.inputs, *call.outputs), dtype)
+
+
+def _takes(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
     if not hasattr(F, "grouped_mm") or dtype == torch.float64 or any(size % 8 for size in sizes):
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -75,7 +78,19 @@ def grouped_linear_weight(
         for number, (start, end) in enumerate(_spans(ends_N)):
             torch.mm(first[start:end].t(), second[start:end], out=grad[number])
         return grad
-    return F.grouped_mm(first.t(), second, offs=ends_N)
+    if _takes(x_Ai.device, (first.shape[1], second.shape[1]), x_Ai.dtype):
+        return F.grouped_mm(first.t(), second, offs=ends_N)
+    return _products_of_all_rows(first, second, ends_N)
+
+
+def _products_of_all_rows(first_Ao: torch.Tensor, second_Ai: torch.Tensor, ends_N: torch.Tensor) -> torch.Tensor:
+    """`[N, out, in]`, where torch has no `grouped_mm`: for each expert all rows, those of others as zeros. That is few
+    rows, multiplied by copies of the weights."""
+    rows_A = torch.arange(first_Ao.shape[0], dtype=ends_N.dtype, device=ends_N.device)
+    expert_A1 = torch.searchsorted(ends_N, rows_A, right=True).unsqueeze(1)
+    return torch.stack([
+        first_Ao.masked_fill(expert_A1 != number, 0).t() @ second_Ai for number in range(len(ends_N))
+    ])  # fmt: skip
 
 
 def _multiplied(

@@ -17,7 +17,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from hf_moe_expand.modeling import dispatch as dispatch_module
-from hf_moe_expand.modeling import grouped_experts, grouped_linear
+from hf_moe_expand.modeling import grouped_experts, grouped_kernels, grouped_linear
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.ffn_trace import form_of
 from hf_moe_expand.modeling.routing_control import RoutingControl
@@ -222,6 +222,17 @@ def test_frozen_experts_cost_no_memory_for_gradients(monkeypatch):
     layer.experts.requires_grad_(False)
     layer(torch.randn(1, 40, 16)).sum().backward()
     assert not made
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_weights_need_no_grouped_mm(transposed):
+    """As on a GPU of an earlier generation, with few tokens."""
+    x, dy = torch.randn(9, 6), torch.randn(9, 10)
+    ends = torch.tensor([4, 4, 7], dtype=torch.int32)  # an expert without rows, and rows of a frozen one
+    first, second = (x, dy) if transposed else (dy, x)
+    found = grouped_kernels._products_of_all_rows(first, second, ends)
+    torch.testing.assert_close(found, grouped_kernels.grouped_linear_weight(x, dy, ends, transposed))
+    torch.testing.assert_close(found[2], first[4:7].t() @ second[4:7])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
