@@ -134,7 +134,7 @@ class Study:
         folder = self.out / f"seed-{seed}" / name.replace(" ", "-")
         if not folder.exists():
             self._train(name, seed, folder)
-        kept = folder.with_suffix(".chrf.json")
+        kept = folder.with_name(f"{folder.name}.chrf.json")
         if not kept.exists():
             write_json(kept, self._translate(folder))
         curves = ValidationCurves.load(folder)
