@@ -41,4 +41,5 @@ def change(one: Mapping[str, Any], base: Mapping[str, Any], domain: str, codes: 
 def spread(values: Sequence[float], form: str) -> str:
     """Mean, and standard deviation where there are several values."""
     said = form.format(mean(values))
-    return said if len(values) < 2 else f"{said} ± {stdev(values):.2g}"
+    digits = form.replace("+", "").removesuffix(" %")
+    return said if len(values) < 2 else f"{said} ± {digits.format(stdev(values))}"

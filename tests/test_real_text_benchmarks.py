@@ -223,6 +223,8 @@ def test_study(quick_study, tmp_path, capsys):
     quick_study("row", "LoRA", rates=[1e-3, 1e-2])  # the others take the only rate, without a sweep
     quick_study("run", "--seeds", "0", "--part", "1/2", **made)
     quick_study("run", "--seeds", "0", **made)
+    quick_study("run", "--seeds", "1", "--rows", "base", **made)
+    assert [path.name for path in tmp_path.glob("out/results/base.*")] == ["base.0.json"]  # as with any seed
     quick_study("speed", **made)
     capsys.readouterr()
     quick_study("report", "--json", str(tmp_path / "study.json"), "--figures", str(tmp_path), **made)
