@@ -1,5 +1,8 @@
 """Sentences as tokens for each kind of translation model: language codes, directions, the task in words."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 from datasets import Dataset
 from seq2seq import (
@@ -12,12 +15,13 @@ from seq2seq import (
     t5_tokenizer,
 )
 
-from hf_moe_expand import pack_pairs
+from hf_moe_expand import LanguageText, pack_pairs
 from hf_moe_expand.analysis.two_sides import side_batches
 from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.data.pairs import pairs_of, sentence_pairs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.pairs import pair_stream
+from hf_moe_expand.steps import base as steps_base
 
 
 def words(tokenizer, ids):
@@ -96,6 +100,7 @@ def one_way_tokenizer(reads, writes, codes=()):
         ("eng", "ell", [], {("en", "el")}),
         ("el", "en", [], {("el", "en")}),
         ("en", "de", [], {("en", "el")}),  # Greek is new: a language that the model is to write
+        ("mul", "el", [], {("en", "el")}),
         ("en", "ROMANCE", [">>el<<"], {("en", "el")}),
         ("mul", "mul", [">>el<<", ">>en<<"], {("en", "el"), ("el", "en")}),
     ],
@@ -125,6 +130,17 @@ def test_a_direction_that_marian_does_not_translate_is_refused():
         InputError, match="Language 'el' has no sentence as a source, and both sides are measured: the mo"
     ):
         side_batches("el", sentence_pairs(english_and_greek()), tokenizer, 4, 2, None)
+
+
+@pytest.mark.parametrize("row", [{"en": "the sea", "de": "das Meer"}, {"de": "das Meer", "en": "the sea"}])
+def test_a_recipe_s_text_is_checked_in_the_model_s_direction(tmp_path, monkeypatch, row):
+    """A row gives both directions, and the one that the model does not translate is no reason to refuse it."""
+    for name, result in (("load_tokenizer", one_way_tokenizer("de", "en")), ("resolve_checkpoint", tmp_path)):
+        monkeypatch.setattr(steps_base, name, lambda *_, result=result: result)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"translation": row}))
+    for language in ("en", "de"):
+        text = LanguageText(language, str(tmp_path / "pairs.jsonl"))
+        steps_base.check_pairs(text, SimpleNamespace(base="base", revision=None), offline=False)
 
 
 def test_norwegian_is_found_as_bokmal():
