@@ -9,8 +9,8 @@ FLOPs: `of limit` is the share of its speed that a row reaches.
 """
 
 import argparse
+import copy
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
     classifiers = options.layers // 3 if options.classifiers is None else options.classifiers
     for name, count in ((EXPANDED, 0), (NEW, classifiers), (OLD, classifiers), (WORD, 0)):
         plan = uniform_plan(options.layers, options.experts, count)
-        found[name] = expand_model(found[BASE], plan, seed=options.seed)
+        # A copy, whose experts own their memory as those of a loaded checkpoint do.
+        found[name] = copy.deepcopy(expand_model(found[BASE], plan, seed=options.seed))
         for ffn in found[name].expanded_ffns().values():
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
         calls = {name: generation(name, model, prompts, options.tokens) for name, model in models.items()}
         times = time_in_turn(calls, options.repeats, options.device)
         for name in models:
-            speed = batch * options.tokens / median(times[name])
+            speed = batch * options.tokens / min(times[name])
             rows.append(
                 [
                     str(batch),

@@ -8,9 +8,9 @@
 - A training step: full fine-tuning and PEFT's LoRA under `Trainer`, and the stages of this package, with FFN experts
   and with LoRA experts.
 
-Bases are Llamas with random weights. The tools run in turn, `--repeats` rounds; figures are medians over rounds. Peak
-memory is resident memory, pages of mapped files counted; in the second table without that of the imports. mergekit and
-PEFT are installed from the package index; a tool that cannot be installed is skipped, with the reason. Linux only.
+Bases are Llamas with random weights. The tools run in turn, `--repeats` rounds; times are those of the fastest round.
+Peak memory is resident memory, pages of mapped files counted; in the second table without that of the imports. mergekit
+and PEFT are installed from the package index; a tool that cannot be installed is skipped, with the reason. Linux only.
 """
 
 import argparse
@@ -199,11 +199,11 @@ def builder_rows(found: dict[str, dict], skipped: dict[str, str]) -> list[list[s
             rows.append([name, *"––––", f"skipped: {skipped[name]}", "–"])
             continue
         figures = found[name]
-        seconds, peak = f"{median(figures['seconds']):.1f}", f"{max(figures['peak']) / 2**20:,.0f}"
+        seconds, peak = f"{min(figures['seconds']):.1f}", f"{max(figures['peak']) / 2**20:,.0f}"
         if name == IMPORTS:
             rows.append([name, seconds, "–", peak, *"–––"])
             continue
-        ratio = median(a / b for a, b in zip(figures["seconds"], found[BUILDERS[0]]["seconds"], strict=True))
+        ratio = min(figures["seconds"]) / min(found[BUILDERS[0]]["seconds"])
         difference = (
             "–" if figures["difference"] is None else f"{figures['difference']:.2g} of {figures['largest']:.2g}"
         )
@@ -219,14 +219,14 @@ def step_rows(found: dict[str, dict], skipped: dict[str, str]) -> list[list[str]
             rows.append([f"{name}, skipped: {skipped[name]}", *"––––––"])
             continue
         figures = found[name]
-        ratio = median(a / b for a, b in zip(figures["seconds"], base["seconds"], strict=True))
+        ratio = min(figures["seconds"]) / min(base["seconds"])
         peak = median(figures["peak"])
         rows.append(
             [
                 name,
                 f"{figures['parameters']:,}",
                 f"{figures['trained']:,}",
-                f"{1000 * median(figures['seconds']):,.0f}",
+                f"{1000 * min(figures['seconds']):,.0f}",
                 f"{ratio:.2f}",
                 f"{peak / 2**20:,.0f}",
                 f"{peak / median(base['peak']):.2f}",

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -61,8 +60,8 @@ def synchronize(device: str) -> None:
 
 
 def ratio(times: Times, case: str, base: str) -> float:
-    """The median over rounds of `case / base`; both sides of each quotient ran in the same round."""
-    return median(a / b for a, b in zip(times[case], times[base], strict=True))
+    """`case / base`, each in its fastest round: what else runs on a machine can only add to a time."""
+    return min(times[case]) / min(times[base])
 
 
 def in_own_process(function: Callable[..., T], *arguments: Any) -> T:
@@ -90,7 +89,7 @@ def reset_peak() -> None:
 def parser(description: str | None, repeats: int, on_device: bool = True) -> argparse.ArgumentParser:
     """A parser with the common options of all benchmarks; with `--device` if `on_device`."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--repeats", type=int, default=repeats, help="rounds; medians are reported (%(default)s)")
+    found.add_argument("--repeats", type=int, default=repeats, help="rounds; the fastest is reported (%(default)s)")
     found.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     if on_device:
         found.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")

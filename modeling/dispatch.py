@@ -21,6 +21,7 @@ from .grouped_kernels import has_grouped_mm
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 _FEW_ASSIGNMENTS = 128
+_FEW_ROWS = 16  # of an expert
 logger = logging.get_logger(__name__)
 
 
@@ -41,7 +42,7 @@ def dispatch(
         implementation: one of `IMPLEMENTATIONS`; None chooses by the number of tokens.
     """
     form = None if block is None or takes_residual else block.forms[training]
-    if implementation is None and _is_faster_apart(x_Th, index_TK, training):
+    if implementation is None and _is_faster_apart(x_Th, index_TK, len(experts)):
         form = None
     if form is not None and implementation != "eager" and not _has_transforms():
         found = block.weights(experts, form, x_Th)  # type: ignore[union-attr]
@@ -71,12 +72,14 @@ def _is_one_token(x_Th: torch.Tensor, training: bool) -> bool:
     return not training and knows_routing(x_Th) and x_Th.shape[0] == 1
 
 
-def _is_faster_apart(x_Th: torch.Tensor, index_TK: torch.Tensor, training: bool) -> bool:
-    """Whether experts on a CPU run faster as modules, as measured for few tokens (docs/speed.md). Under autocast,
-    training would convert each expert's weights there."""
-    if not knows_routing(x_Th) or index_TK.numel() > _FEW_ASSIGNMENTS:
+def _is_faster_apart(x_Th: torch.Tensor, index_TK: torch.Tensor, num_experts: int) -> bool:
+    """Whether experts on a CPU run faster as modules, as measured for few tokens (docs/speed.md): a single token needs
+    no sorting, and where experts are few, or have many rows each, there is little to join. Under autocast modules would
+    convert gate and up apart."""
+    if not knows_routing(x_Th) or index_TK.numel() > _FEW_ASSIGNMENTS or torch.is_autocast_enabled(x_Th.device.type):
         return False
-    return not (training and torch.is_autocast_enabled(x_Th.device.type))
+    is_worth_sorting = num_experts > 2 and x_Th.shape[0] > 1 and index_TK.numel() <= _FEW_ROWS * num_experts
+    return not is_worth_sorting
 
 
 def _fits(x_Th: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ adds up the weighted outputs.
 Shape suffixes as in `routing.py`; A' of the A assignments have an expert.
 """
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .weight_block import ExpertWeights
 # float32, which takes less time than the conversion.
 _ROWS_WORTH_A_CONVERSION = 2
 _CHUNK = 256
+_FEW_ASSIGNMENTS = 128
 
 
 def run_grouped(
@@ -43,10 +45,8 @@ def run_grouped(
         batched: whether each assignment reads a copy of its expert's weights.
     """
     device = x_Th.device.type
-    # Places in the block: last expert first, N for "no expert".
-    place_TK = (num_experts - 1 - index_TK).remainder(num_experts + 1)
     run = _run_counted if knows_routing(x_Th) and not batched else _run_uncounted
-    arguments = (form, ffn, found, x_Th, weights_TK, place_TK, num_experts, batched)
+    arguments = (form, ffn, found, x_Th, weights_TK, index_TK, num_experts, batched)
     if not torch.is_autocast_enabled(device):
         return run(*arguments, x_Th.dtype)
     double = _dtype_of(found) == torch.float64  # autocast leaves it
@@ -62,25 +62,22 @@ def knows_routing(x_Th: torch.Tensor) -> bool:
 
 def _run_counted(
     form: FFNForm, ffn: nn.Module, found: list[ExpertWeights], x_Th: torch.Tensor, weights_TK: torch.Tensor,
-    place_TK: torch.Tensor, N: int, batched: bool, result: torch.dtype,
+    index_TK: torch.Tensor, N: int, batched: bool, result: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     T, K = weights_TK.shape
-    place_A = place_TK.reshape(-1)
-    *counts, unassigned = place_A.bincount(minlength=N + 1).tolist()
+    order_A, token_A, row_TK, counts, unassigned = _sorted(index_TK, N)
     dtype = result
     if _dtype_of(found) == torch.float32 and T * K - unassigned < _ROWS_WORTH_A_CONVERSION * sum(map(bool, counts)):
         dtype = torch.float32
-    order_A = place_A.argsort(stable=True)
-    row_TK = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(T * K)).view(T, K)
     mask_TK = None
     if unassigned:
         # A slot without an expert points at its token's first row, with weight 0.
-        mask_TK = place_TK < N
+        mask_TK = index_TK < N
         row_TK = torch.where(mask_TK, row_TK, row_TK[:, :1]).clamp_(max=max(0, T * K - unassigned - 1))
-        order_A = order_A[: T * K - unassigned]
+        order_A, token_A = order_A[: T * K - unassigned], token_A[: T * K - unassigned]
         weights_TK = weights_TK * mask_TK
-    x_Th, token_A = x_Th.to(dtype), order_A // K
-    groups = Groups(torch.tensor(counts).cumsum(0, dtype=torch.int32), tuple(counts))
+    x_Th = x_Th.to(dtype)
+    groups = Groups(counts, torch.tensor(list(accumulate(counts)), dtype=torch.int32))
     few = len(order_A) == 0 or T * K <= ROWS_OF_ONE_CALL  # for which a call costs more than memory
     needs_grad = torch.is_grad_enabled() and not few
     x_Ah = _Gather.apply(x_Th, token_A, row_TK, mask_TK) if needs_grad else x_Th.index_select(0, token_A)
@@ -96,17 +93,45 @@ def _run_counted(
 
 def _run_uncounted(
     form: FFNForm, ffn: nn.Module, found: list[ExpertWeights], x_Th: torch.Tensor, weights_TK: torch.Tensor,
-    place_TK: torch.Tensor, N: int, batched: bool, result: torch.dtype,
+    index_TK: torch.Tensor, N: int, batched: bool, result: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     T, K = weights_TK.shape
-    place_A = place_TK.reshape(-1)
-    sorted_A, order_A = place_A.sort(stable=True)
+    place_TK = _places(index_TK, N)
+    sorted_A, order_A = place_TK.reshape(-1).sort(stable=True)
     ends_N = torch.searchsorted(sorted_A, torch.arange(N, device=x_Th.device), right=True).to(torch.int32)
-    groups = Groups(ends_N, None, sorted_A, batched)
+    groups = Groups(None, ends_N, sorted_A, batched)
     x_Ah = x_Th.to(result).index_select(0, order_A // K)
     y_Ah = form.run(ffn, x_Ah, lambda x, n: grouped_linear(x, form.linears[n], found[n], groups, result))
     row_A = torch.empty_like(order_A).scatter(0, order_A, torch.arange(T * K, device=x_Th.device))
-    return _sum_of_copies(y_Ah, weights_TK * (place_TK < N), row_A.view(T, K), result)
+    return _sum_of_copies(y_Ah, weights_TK * (index_TK < N), row_A.view(T, K), result)
+
+
+def _sorted(index_TK: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
+    """The assignments sorted by place: their order and their tokens, `[A]`; the row of each, `[T, K]`; the number of
+    each place's rows, and of the assignments without an expert."""
+    T, K = index_TK.shape
+    if T * K > _FEW_ASSIGNMENTS:
+        place_A = _places(index_TK, N).reshape(-1)
+        *counts, unassigned = place_A.bincount(minlength=N + 1).tolist()
+        order_A = place_A.argsort(stable=True)
+        row_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(T * K))
+        return order_A, order_A // K, row_A.view(T, K), tuple(counts), unassigned
+    # Calls of torch take longer than lists.
+    experts = index_TK.flatten().tolist()
+    rows_of: list[list[int]] = [[] for _ in range(N + 1)]
+    for number, expert in enumerate(experts):
+        rows_of[expert].append(number)
+    without = rows_of.pop()
+    rows_of.reverse()
+    order = [number for rows in rows_of for number in rows] + without
+    row = sorted(range(T * K), key=order.__getitem__)
+    found = torch.tensor([order, [number // K for number in order], row])
+    return found[0], found[1], found[2].view(T, K), tuple(map(len, rows_of)), len(without)
+
+
+def _places(index_TK: torch.Tensor, N: int) -> torch.Tensor:
+    """Places in the block: last expert first, N for "no expert"."""
+    return (N - 1 - index_TK).remainder(N + 1)
 
 
 def _sum_of_copies(

@@ -19,16 +19,12 @@ from .weight_block import block_of
 def has_grouped_mm(device: torch.device, linears: Sequence[Linears], dtype: torch.dtype) -> bool:
     """Whether a device multiplies groups of rows by these layers' weights without a value on the host; a CPU needs no
     such call."""
-    return device.type == "cpu" or all(can_group(device, call, dtype) for call in linears)
+    return device.type == "cpu" or all(can_group(device, (call.inputs, *call.outputs), dtype) for call in linears)
 
 
-def can_group(device: torch.device, call: Linears, dtype: torch.dtype) -> bool:
-    """Whether torch's `grouped_mm` takes the weights of these layers, whose rows must be multiples of 16 bytes, under
+def can_group(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether torch's `grouped_mm` takes weights of these sizes, whose rows must be multiples of 16 bytes, under
     autocast too."""
-    return _takes(device, (call.inputs, *call.outputs), dtype)
-
-
-def _takes(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> bool:
     if not hasattr(F, "grouped_mm") or dtype == torch.float64 or any(size % 8 for size in sizes):
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -78,7 +74,7 @@ def grouped_linear_weight(
         for number, (start, end) in enumerate(_spans(ends_N)):
             torch.mm(first[start:end].t(), second[start:end], out=grad[number])
         return grad
-    if _takes(x_Ai.device, (first.shape[1], second.shape[1]), x_Ai.dtype):
+    if can_group(x_Ai.device, (first.shape[1], second.shape[1]), x_Ai.dtype):
         return F.grouped_mm(first.t(), second, offs=ends_N)
     return _products_of_all_rows(first, second, ends_N)
 

@@ -1,9 +1,9 @@
 """Linear layers of all experts at once, on tokens that are sorted by expert: `y_a = x_a W_e(a)^T + b_e(a)`.
 
 On a CPU, where the host knows the routing, each expert's rows are multiplied in turn, straight into one output; with
-few rows, where calls take the time, by one call of torch's `grouped_mm` on the experts' block. Elsewhere, and while a
-graph is traced, the product is one operator that reads no value on the host; it runs `grouped_mm` too or, with few
-rows, `bmm` on copies of the selected experts' weights, as the experts `grouped_mm` and `batched_mm` of transformers do.
+few rows, where calls take the time, gate and up in one product. Elsewhere, and while a graph is traced, the product is
+one operator that reads no value on the host; it runs torch's `grouped_mm` or, with few rows, `bmm` on copies of the
+selected experts' weights, as the experts `grouped_mm` and `batched_mm` of transformers do.
 
 Shape suffixes as in `routing.py`; experts are numbered by their place in the block, last expert first.
 """
@@ -20,9 +20,11 @@ from . import grouped_kernels as kernels
 from .ffn_form import Linears
 from .weight_block import ExpertWeights
 
-# On a CPU, at most this many rows are multiplied in one call; more run at the same speed one expert at a time, and gate
-# and up then have outputs of their own, which later steps read faster.
+# On a CPU, gate and up of at most this many rows are multiplied in one call; of more, the products run at the same
+# speed apart, and have outputs of their own, which later steps read faster.
 ROWS_OF_ONE_CALL = 1024
+# MKL multiplies up to this many rows in float32 faster as `(W x^T)^T`, up to four times.
+_ROWS_TURNED = 16
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,13 @@ class Groups:
 
     Attributes:
         counts: number of each expert's rows, which are all rows; None where the host does not know it.
-        ends_N: int32, the end of each expert's rows.
-        place_A: each row's place in the block, N behind the last expert's rows; None where `counts` says it.
+        ends_N: int32, the end of each expert's rows; this and the next are None where `counts` says it.
+        place_A: each row's place in the block, N behind the last expert's rows.
         batched: whether each row is multiplied by a copy of its expert's weight.
     """
 
-    ends_N: torch.Tensor
-    counts: tuple[int, ...] | None = None
+    counts: tuple[int, ...] | None
+    ends_N: torch.Tensor | None = None
     place_A: torch.Tensor | None = None
     batched: bool = False
 
@@ -58,23 +60,13 @@ def grouped_linear(
         return tuple(_with_bias(y, found, groups, place, call) for place, y in enumerate(outputs))
     parameters = (*found.weights, *(bias for bias in found.biases if bias is not None))
     wanted = torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters))
-    block = found.block
-    if block is not None and _in_one_call(x_Ai, call, block, dtype):
+    if found.block is not None and x_Ai.shape[0] <= ROWS_OF_ONE_CALL and not any(call.has_bias):
         if wanted:
-            return _OneCall.apply(x_Ai, call, groups, block, *found.weights)
-        return tuple(F.grouped_mm(x_Ai, part_Nio, offs=groups.ends_N) for part_Nio in _parts(block, call))
+            return _InOneCall.apply(x_Ai, call, groups, found.block, *found.weights)
+        return _joint_products(x_Ai, call, groups, found.block)
     if wanted:
         return _InTurn.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
     return _products(x_Ai, call, groups.counts, _cast(found.weights, call, groups.counts, dtype), found.biases)
-
-
-def _in_one_call(x_Ai: torch.Tensor, call: Linears, block: torch.Tensor, dtype: torch.dtype) -> bool:
-    return (
-        block.dtype == dtype  # a converted block would be large, and the host gives large memory slowly
-        and 0 < x_Ai.shape[0] <= ROWS_OF_ONE_CALL
-        and not any(call.has_bias)
-        and kernels.can_group(x_Ai.device, call, dtype)
-    )
 
 
 def _with_bias(y_Ao: torch.Tensor, found: ExpertWeights, groups: Groups, place: int, call: Linears) -> torch.Tensor:
@@ -125,32 +117,79 @@ class _InTurn(torch.autograd.Function):
         return dx_Ai, None, None, *of_weights, *of_biases
 
 
-class _OneCall(torch.autograd.Function):
-    """The products of all experts in one call; gradients of weights are memory of their own, one expert at a time."""
+class _InOneCall(torch.autograd.Function):
+    """Few rows: one product for each expert, of all layers that `call` names; gradients of weights are memory of their
+    own, one layer at a time."""
 
     @staticmethod
     def forward(
         ctx: Any, x_Ai: torch.Tensor, call: Linears, groups: Groups, block: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.call, ctx.groups, ctx.block = call, groups, block
-        # The slices of the block are saved too, so that torch notices if they change.
-        ctx.save_for_backward(
-            x_Ai if any(ctx.needs_input_grad[4:]) else None, *(weights if ctx.needs_input_grad[0] else ())
-        )
-        return tuple(F.grouped_mm(x_Ai, part_Nio, offs=groups.ends_N) for part_Nio in _parts(block, call))
+        ctx.is_converted = block.dtype != x_Ai.dtype
+        converted: list[torch.Tensor | None] = []
+        y = _joint_products(x_Ai, call, groups, block, converted)
+        # Slices of the block are saved too, so that torch notices if they change.
+        read = (converted if ctx.is_converted else weights) if ctx.needs_input_grad[0] else ()
+        ctx.save_for_backward(x_Ai if any(ctx.needs_input_grad[4:]) else None, *read)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x_Ai, *_ = ctx.saved_tensors
-        call, groups, block = ctx.call, ctx.groups, ctx.block
+        x_Ai, *read = ctx.saved_tensors
+        call, groups = ctx.call, ctx.groups
         dx_Ai = None
         if ctx.needs_input_grad[0]:
-            for grad, part_Nio in zip(grads, _parts(block, call), strict=True):
-                of_part_Ai = F.grouped_mm(grad.contiguous(), part_Nio.transpose(1, 2), offs=groups.ends_N)
-                dx_Ai = of_part_Ai if dx_Ai is None else dx_Ai.add_(of_part_Ai)
-        trained = ctx.needs_input_grad[4:]
-        return dx_Ai, None, None, None, *_of_weights(x_Ai, grads, call, groups.counts, trained, block.dtype)
+            dy_Ao = torch.cat(grads, 1) if len(grads) > 1 else grads[0].contiguous()
+            dx_Ai = _multiplied(dy_Ao, read if ctx.is_converted else ctx.block, groups, call.inputs, call.is_transposed)
+        of_weights = _of_weights(x_Ai, grads, call, groups.counts, ctx.needs_input_grad[4:], ctx.block.dtype)
+        return dx_Ai, None, None, None, *of_weights
+
+
+def _joint_products(
+    x_Ai: torch.Tensor,
+    call: Linears,
+    groups: Groups,
+    block: torch.Tensor,
+    converted: list[torch.Tensor | None] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    y_Ao = _multiplied(x_Ai, block, groups, sum(call.outputs), not call.is_transposed, converted)
+    return (y_Ao,) if len(call.outputs) == 1 else torch.split_with_sizes(y_Ao, call.outputs, 1)
+
+
+def _multiplied(
+    x_Ai: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    groups: Groups,
+    outputs: int,
+    transposed: bool,
+    converted: list[torch.Tensor | None] | None = None,
+) -> torch.Tensor:
+    """`[A, outputs]`: each expert's rows, times its weight, `[out, in]` if `transposed`.
+
+    Weights of another type than the rows are converted one at a time, which keeps them in the cache, and only those of
+    experts that have rows; `converted` collects them.
+    """
+    counts, dtype = groups.counts or (), x_Ai.dtype
+    turned = transposed and dtype == torch.float32 and torch.backends.mkl.is_available()
+    if isinstance(weights, torch.Tensor) and weights.dtype == dtype and not turned and x_Ai.shape[0]:  # noqa: SIM102
+        if kernels.can_group(x_Ai.device, (x_Ai.shape[1], outputs), dtype):
+            return F.grouped_mm(x_Ai, weights.transpose(1, 2) if transposed else weights, offs=groups.ends_N)
+    y_Ao = x_Ai.new_empty(x_Ai.shape[0], outputs)
+    rows = torch.split_with_sizes(x_Ai, counts), torch.split_with_sizes(y_Ao, counts)
+    for count, weight, x, y in zip(counts, weights, *rows, strict=True):
+        read = weight.to(dtype) if count else None
+        if converted is not None:
+            converted.append(read)
+        if read is None:
+            continue
+        if not turned or count > _ROWS_TURNED:
+            torch.mm(x, read.t() if transposed else read, out=y)
+        else:  # a single row would be multiplied as a vector, which is slower
+            both = x if count > 1 else torch.cat([x, x])
+            y.copy_(torch.mm(read, both.t())[:, :count].t())
+    return y_Ao
 
 
 def _of_weights(
@@ -204,12 +243,6 @@ def _cast(weights: Sequence[Any], call: Linears, counts: Sequence[int], dtype: t
     if weights[0].dtype == dtype:
         return weights
     return [w.to(dtype) if counts[number // len(call.names)] else None for number, w in enumerate(weights)]
-
-
-def _parts(block: torch.Tensor, call: Linears) -> list[torch.Tensor]:
-    """`[N, in, out]` of each layer that `call` names. One product for each rounds as the products in turn do."""
-    parts = block.split(call.outputs, 1 + call.is_transposed)
-    return list(parts) if call.is_transposed else [part.transpose(1, 2) for part in parts]
 
 
 def _out_in(weight: torch.Tensor, call: Linears) -> torch.Tensor:

@@ -72,23 +72,25 @@ def test_the_model_without_a_head_and_every_backbone_take_it():
 
 
 def test_the_default_runs_all_experts_at_once_but_for_few_tokens_on_a_cpu(monkeypatch):
-    model = build()
+    model = build()  # layers of 3 and 4 experts, 2 of them for each token
     ran = implementations(monkeypatch)
-    monkeypatch.setattr(dispatch_module, "_FEW_ASSIGNMENTS", 2 * IDS.numel() - 1)  # 2 experts a token
-    model(IDS)
-    assert ran == ["grouped_mm"] * 2
-    ran.clear()
-    model(IDS[:1])
-    model.train()(IDS[:1])
-    assert ran == ["eager"] * 4
-    ran.clear()
+
+    def kinds(tokens):
+        ran.clear()
+        model(torch.arange(3, 3 + tokens).unsqueeze(0))
+        return ran
+
+    monkeypatch.setattr(dispatch_module, "_FEW_ASSIGNMENTS", 128)
+    assert kinds(65) == ["grouped_mm"] * 2
+    assert kinds(64) == ["eager"] * 2
+    assert kinds(32) == ["eager", "grouped_mm"]  # 16 assignments an expert in the second layer
+    assert kinds(24) == ["grouped_mm"] * 2
+    assert kinds(2) == ["grouped_mm"] * 2
+    assert kinds(1) == []  # `dispatch_one_token`
+    model.train()
+    assert kinds(64) == kinds(1) == ["eager"] * 2
     with torch.autocast("cpu", torch.bfloat16):
-        model(IDS[:1])
-    assert ran == ["grouped_mm"] * 2
-    ran.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        model.eval()(IDS[:1])
-    assert ran == ["eager"] * 2
+        assert kinds(64) == kinds(1) == ["grouped_mm"] * 2
 
 
 @pytest.mark.parametrize("name", ["deepgemm", "grouped", ""])
