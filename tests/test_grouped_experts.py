@@ -224,6 +224,23 @@ def test_frozen_experts_cost_no_memory_for_gradients(monkeypatch):
     assert not made
 
 
+@pytest.mark.parametrize("tokens", [6, 900])
+def test_frozen_layers_keep_no_input(tokens):
+    layer = build()
+    x = torch.randn(tokens, 16, requires_grad=True)
+
+    def kept():
+        found = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+            layer(x)
+        return len({t.data_ptr() for t in found if t.shape == (2 * tokens, 24)})
+
+    assert kept() == 4  # the inputs of the activation, of the product of gate and up, and of the last layer
+    for expert in layer.experts:
+        expert.down_proj.requires_grad_(False)
+    assert kept() == 3
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_weights_need_no_grouped_mm(transposed):
     """As on a GPU of an earlier generation, with few tokens."""
