@@ -9,6 +9,7 @@ Shape suffixes as in `routing.py`; A' of the A assignments have an expert.
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,7 +23,6 @@ from .weight_block import ExpertWeights
 # float32, which takes less time than the conversion.
 _ROWS_WORTH_A_CONVERSION = 2
 _CHUNK = 256
-_FEW_ASSIGNMENTS = 128
 
 
 def run_grouped(
@@ -109,24 +109,14 @@ def _run_uncounted(
 def _sorted(index_TK: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
     """The assignments sorted by place: their order and their tokens, `[A]`; the row of each, `[T, K]`; the number of
     each place's rows, and of the assignments without an expert."""
-    T, K = index_TK.shape
-    if T * K > _FEW_ASSIGNMENTS:
-        place_A = _places(index_TK, N).reshape(-1)
-        *counts, unassigned = place_A.bincount(minlength=N + 1).tolist()
-        order_A = place_A.argsort(stable=True)
-        row_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(T * K))
-        return order_A, order_A // K, row_A.view(T, K), tuple(counts), unassigned
-    # Calls of torch take longer than lists.
-    experts = index_TK.flatten().tolist()
-    rows_of: list[list[int]] = [[] for _ in range(N + 1)]
-    for number, expert in enumerate(experts):
-        rows_of[expert].append(number)
-    without = rows_of.pop()
-    rows_of.reverse()
-    order = [number for rows in rows_of for number in rows] + without
-    row = sorted(range(T * K), key=order.__getitem__)
-    found = torch.tensor([order, [number // K for number in order], row])
-    return found[0], found[1], found[2].view(T, K), tuple(map(len, rows_of)), len(without)
+    K = index_TK.shape[1]
+    place_A = ((N - 1 - index_TK.numpy().reshape(-1)) % (N + 1)).astype(np.int16)  # sorted by digits, in linear time
+    *counts, unassigned = np.bincount(place_A, minlength=N + 1).tolist()
+    order_A = place_A.argsort(kind="stable")
+    row_A = np.empty_like(order_A)
+    row_A[order_A] = np.arange(len(order_A))
+    order, token, row = (torch.from_numpy(found) for found in (order_A, order_A // K, row_A))
+    return order, token, row.view_as(index_TK), tuple(counts), unassigned
 
 
 def _places(index_TK: torch.Tensor, N: int) -> torch.Tensor:

@@ -20,8 +20,9 @@ from . import grouped_kernels as kernels
 from .ffn_form import Linears
 from .weight_block import ExpertWeights
 
-# On a CPU, gate and up of at most this many rows are multiplied in one call; of more, the products run at the same
-# speed apart, and have outputs of their own, which later steps read faster.
+# On a CPU, gate and up of at most this many rows in a type of 16 bits are multiplied in one call; of more, the products
+# run at the same speed apart, and have outputs of their own, which later steps read faster. In float32 one call would
+# round in another way than two, which run where no block lies.
 ROWS_OF_ONE_CALL = 1024
 # MKL multiplies up to this many rows in float32 faster as `(W x^T)^T`, up to four times.
 _ROWS_TURNED = 16
@@ -60,7 +61,7 @@ def grouped_linear(
         return tuple(_with_bias(y, found, groups, place, call) for place, y in enumerate(outputs))
     parameters = (*found.weights, *(bias for bias in found.biases if bias is not None))
     wanted = torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters))
-    if found.block is not None and x_Ai.shape[0] <= ROWS_OF_ONE_CALL and not any(call.has_bias):
+    if found.block is not None and x_Ai.shape[0] <= ROWS_OF_ONE_CALL and dtype.itemsize == 2 and not any(call.has_bias):
         if wanted:
             return _InOneCall.apply(x_Ai, call, groups, found.block, *found.weights)
         return _joint_products(x_Ai, call, groups, found.block)
@@ -172,23 +173,18 @@ def _multiplied(
     experts that have rows; `converted` collects them.
     """
     counts, dtype = groups.counts or (), x_Ai.dtype
-    turned = transposed and dtype == torch.float32 and torch.backends.mkl.is_available()
-    if isinstance(weights, torch.Tensor) and weights.dtype == dtype and not turned and x_Ai.shape[0]:  # noqa: SIM102
-        if kernels.can_group(x_Ai.device, (x_Ai.shape[1], outputs), dtype):
-            return F.grouped_mm(x_Ai, weights.transpose(1, 2) if transposed else weights, offs=groups.ends_N)
+    is_block = isinstance(weights, torch.Tensor) and weights.dtype == dtype and x_Ai.shape[0] > 0
+    if is_block and kernels.can_group(x_Ai.device, (x_Ai.shape[1], outputs), dtype):
+        block: Any = weights
+        return F.grouped_mm(x_Ai, block.transpose(1, 2) if transposed else block, offs=groups.ends_N)
     y_Ao = x_Ai.new_empty(x_Ai.shape[0], outputs)
     rows = torch.split_with_sizes(x_Ai, counts), torch.split_with_sizes(y_Ao, counts)
     for count, weight, x, y in zip(counts, weights, *rows, strict=True):
         read = weight.to(dtype) if count else None
         if converted is not None:
             converted.append(read)
-        if read is None:
-            continue
-        if not turned or count > _ROWS_TURNED:
+        if read is not None:
             torch.mm(x, read.t() if transposed else read, out=y)
-        else:  # a single row would be multiplied as a vector, which is slower
-            both = x if count > 1 else torch.cat([x, x])
-            y.copy_(torch.mm(read, both.t())[:, :count].t())
     return y_Ao
 
 
@@ -230,12 +226,22 @@ def _products(
             if not counts[expert]:
                 continue
             number = expert * len(outputs) + part
-            weight_io = _out_in(weights[number], call).t()
-            if biases[number] is None:
-                torch.mm(x[expert], weight_io, out=rows)
+            weight, bias = weights[number], biases[number]
+            if bias is None:
+                _multiply(x[expert], weight, call, rows)
             else:
-                torch.addmm(biases[number].to(x_Ai.dtype), x[expert], weight_io, out=rows)
+                torch.addmm(bias.to(x_Ai.dtype), x[expert], _out_in(weight, call).t(), out=rows)
     return outputs
+
+
+def _multiply(x_Ai: torch.Tensor, weight: torch.Tensor, call: Linears, y_Ao: torch.Tensor) -> None:
+    A = x_Ai.shape[0]
+    turned = x_Ai.dtype == torch.float32 and not call.is_transposed and torch.backends.mkl.is_available()
+    if A > _ROWS_TURNED or not turned:
+        torch.mm(x_Ai, _out_in(weight, call).t(), out=y_Ao)
+        return
+    both_Ai = x_Ai if A > 1 else torch.cat([x_Ai, x_Ai])  # a single row is multiplied as a vector, which is slower
+    y_Ao.copy_(torch.mm(weight, both_Ai.t())[:, :A].t())
 
 
 def _cast(weights: Sequence[Any], call: Linears, counts: Sequence[int], dtype: torch.dtype) -> Sequence[Any]:
