@@ -48,13 +48,23 @@ def hold(mib):
     return timing.resident_bytes(peak=True) - before
 
 
-def test_cases_run_in_turn_and_ratios_are_of_one_round(script):
+def test_cases_run_in_turn_and_ratios_are_of_the_fastest_rounds(script):
     timing = script("timing")
     ran = []
     times = timing.time_in_turn({name: lambda n=name: ran.append(n) for name in "ab"}, repeats=4)
     assert "".join(ran) == "aabb" + "abbaabba"
     assert [len(values) for values in times.values()] == [4, 4]
-    assert timing.ratio({"a": [2.0, 40.0, 6.0], "b": [1.0, 10.0, 3.0]}, "a", "b") == 2.0
+    assert timing.ratio({"a": [2.0, 40.0, 6.0], "b": [4.0, 10.0, 1.0]}, "a", "b") == 2.0
+
+
+def test_a_short_case_is_repeated_after_one_call_that_does_not_count(script, monkeypatch):
+    timing = script("timing")
+    ran = []
+    monkeypatch.setattr(timing, "MIN_SECONDS", 0.02)
+    monkeypatch.setattr(timing, "_seconds", lambda call, calls, device: ran.append(calls) or 0.005 * calls)
+    times = timing.time_in_turn({"a": lambda: ran.append("not counted")}, repeats=2)
+    assert ran == [1, 1, "not counted", 4, "not counted", 4]
+    assert times == {"a": [0.005, 0.005]}
 
 
 def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
