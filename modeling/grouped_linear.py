@@ -34,13 +34,13 @@ class Groups:
 
     Attributes:
         counts: number of each expert's rows, which are all rows; None where the host does not know it.
-        ends_N: int32, the end of each expert's rows; this and the next are None where `counts` says it.
-        place_A: each row's place in the block, N behind the last expert's rows.
+        ends_N: int32, the end of each expert's rows.
+        place_A: each row's place in the block, N behind the last expert's rows; None where `counts` says it.
         batched: whether each row is multiplied by a copy of its expert's weight.
     """
 
     counts: tuple[int, ...] | None
-    ends_N: torch.Tensor | None = None
+    ends_N: torch.Tensor
     place_A: torch.Tensor | None = None
     batched: bool = False
 
