@@ -309,8 +309,9 @@ def test_a_block_is_that_of_all_its_weights_in_order(model):
         assert weight_block.block_of(weights[1:]) is None
 
 
-def test_weights_that_change_before_the_backward_pass_are_noticed(model):
-    loss = model.train()(IDS, labels=IDS).loss
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_change_before_the_backward_pass_are_noticed(model, dtype):
+    loss = model.to(dtype).train()(IDS, labels=IDS).loss
     with torch.no_grad():
         model.expanded_ffns()[0].experts[1].up_proj.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
