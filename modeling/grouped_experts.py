@@ -110,7 +110,7 @@ def _sorted(index_TK: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor,
     """The assignments sorted by place: their order and their tokens, `[A]`; the row of each, `[T, K]`; the number of
     each place's rows, and of the assignments without an expert."""
     K = index_TK.shape[1]
-    place_A = ((N - 1 - index_TK.numpy().reshape(-1)) % (N + 1)).astype(np.int16)  # sorted by digits, in linear time
+    place_A = _places(index_TK.numpy().reshape(-1), N).astype(np.int16)  # sorted by digits, in linear time
     *counts, unassigned = np.bincount(place_A, minlength=N + 1).tolist()
     order_A = place_A.argsort(kind="stable")
     row_A = np.empty_like(order_A)
@@ -119,9 +119,9 @@ def _sorted(index_TK: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor,
     return order, token, row.view_as(index_TK), tuple(counts), unassigned
 
 
-def _places(index_TK: torch.Tensor, N: int) -> torch.Tensor:
-    """Places in the block: last expert first, N for "no expert"."""
-    return (N - 1 - index_TK).remainder(N + 1)
+def _places(index: Any, N: int) -> Any:
+    """Places in the block, of a tensor or an array: last expert first, N for "no expert"."""
+    return (N - 1 - index) % (N + 1)
 
 
 def _sum_of_copies(
