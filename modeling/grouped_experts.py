@@ -6,7 +6,8 @@ adds up the weighted outputs.
 Shape suffixes as in `routing.py`; A' of the A assignments have an expert.
 """
 
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .ffn_form import FFNForm
-from .grouped_linear import ROWS_OF_ONE_CALL, Groups, grouped_linear
+from .grouped_linear import ROWS_OF_ONE_CALL, Groups, grouped_linear, takes_one_call
 from .weight_block import ExpertWeights
 
 # Under autocast on a CPU, float32 weights are converted for at least this many tokens an expert; fewer compute in
 # float32, which takes less time than the conversion.
 _ROWS_WORTH_A_CONVERSION = 2
+# Experts are filled up to this many rows, or to half as many rows again: reading weights takes longer than multiplying
+# so few rows.
+_ROWS_FILLED_UP = 8
 _CHUNK = 256
 
 
@@ -65,29 +69,30 @@ def _run_counted(
     index_TK: torch.Tensor, N: int, batched: bool, result: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     T, K = weights_TK.shape
-    order_A, token_A, row_TK, counts, unassigned = _sorted(index_TK, N)
+    few = T * K <= ROWS_OF_ONE_CALL  # for which a call costs more than memory
+    one_call = few and result == _dtype_of(found) and all(map(takes_one_call, form.linears, found, repeat(result)))
+    rows = _sorted(index_TK, N, one_call)
     dtype = result
-    if _dtype_of(found) == torch.float32 and T * K - unassigned < _ROWS_WORTH_A_CONVERSION * sum(map(bool, counts)):
+    assigned = T * K - rows.unassigned
+    if _dtype_of(found) == torch.float32 and assigned < _ROWS_WORTH_A_CONVERSION * sum(map(bool, rows.counts)):
         dtype = torch.float32
-    mask_TK = None
-    if unassigned:
+    row_TK, mask_TK = rows.row_TK, None
+    if rows.unassigned:
         # A slot without an expert points at its token's first row, with weight 0.
         mask_TK = index_TK < N
-        row_TK = torch.where(mask_TK, row_TK, row_TK[:, :1]).clamp_(max=max(0, T * K - unassigned - 1))
-        order_A, token_A = order_A[: T * K - unassigned], token_A[: T * K - unassigned]
+        row_TK = torch.where(mask_TK, row_TK, row_TK[:, :1]).clamp_(max=max(0, len(rows.token_A) - 1))
         weights_TK = weights_TK * mask_TK
     x_Th = x_Th.to(dtype)
-    groups = Groups(counts, torch.tensor(list(accumulate(counts)), dtype=torch.int32))
-    few = len(order_A) == 0 or T * K <= ROWS_OF_ONE_CALL  # for which a call costs more than memory
-    needs_grad = torch.is_grad_enabled() and not few
-    x_Ah = _Gather.apply(x_Th, token_A, row_TK, mask_TK) if needs_grad else x_Th.index_select(0, token_A)
+    needs_grad = torch.is_grad_enabled() and assigned > 0 and not few
+    x_Ah = _Gather.apply(x_Th, rows.token_A, row_TK, mask_TK) if needs_grad else x_Th.index_select(0, rows.token_A)
+    groups = Groups(rows.counts)
     y_Ah = form.run(ffn, x_Ah, lambda x, n: grouped_linear(x, form.linears[n], found[n], groups, dtype))
-    if len(order_A) == 0:  # the experts stay in the graph, with zero gradients
+    if assigned == 0:  # the experts stay in the graph, with zero gradients
         return (x_Th.new_zeros(x_Th.shape) + (y_Ah.sum() + 0 * weights_TK.sum())).to(result)
     if few:
         return _sum_of_copies(y_Ah, weights_TK, row_TK, result)
     if needs_grad:
-        return _WeightedSum.apply(y_Ah, weights_TK, order_A, row_TK).to(result)
+        return _WeightedSum.apply(y_Ah, weights_TK, rows.order_A, row_TK).to(result)
     return _weighted_rows(y_Ah, row_TK, weights_TK).to(result)
 
 
@@ -106,17 +111,43 @@ def _run_uncounted(
     return _sum_of_copies(y_Ah, weights_TK * (index_TK < N), row_A.view(T, K), result)
 
 
-def _sorted(index_TK: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...], int]:
-    """The assignments sorted by place: their order and their tokens, `[A]`; the row of each, `[T, K]`; the number of
-    each place's rows, and of the assignments without an expert."""
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of the experts, in the order of their places.
+
+    Attributes:
+        token_A: the token of each row; 0 in a row that only fills up an expert's.
+        row_TK: the row of each assignment that has an expert.
+        counts: number of each place's rows.
+        order_A: the assignment of each row, where no row fills up.
+        unassigned: number of assignments without an expert.
+    """
+
+    token_A: torch.Tensor
+    row_TK: torch.Tensor
+    counts: tuple[int, ...]
+    order_A: torch.Tensor
+    unassigned: int
+
+
+def _sorted(index_TK: torch.Tensor, N: int, one_call: bool) -> _Rows:
+    """The assignments sorted by place. If `one_call`, rows that no assignment reads may fill up the experts', so that
+    one product serves all."""
     K = index_TK.shape[1]
     place_A = _places(index_TK.numpy().reshape(-1), N).astype(np.int16)  # sorted by digits, in linear time
     *counts, unassigned = np.bincount(place_A, minlength=N + 1).tolist()
-    order_A = place_A.argsort(kind="stable")
-    row_A = np.empty_like(order_A)
-    row_A[order_A] = np.arange(len(order_A))
-    order, token, row = (torch.from_numpy(found) for found in (order_A, order_A // K, row_A))
-    return order, token, row.view_as(index_TK), tuple(counts), unassigned
+    order_A = place_A.argsort(kind="stable")[: len(place_A) - unassigned]
+    token_A, most = order_A // K, max(counts)
+    row_of_order_A = np.arange(len(order_A))
+    if one_call and min(counts) > 0 and (most <= _ROWS_FILLED_UP or N * most <= 1.5 * len(order_A)):
+        row_of_order_A += np.repeat(np.arange(N) * most - np.cumsum(counts) + counts, counts)
+        filled_A = np.zeros(N * most, token_A.dtype)
+        filled_A[row_of_order_A] = token_A
+        token_A, counts = filled_A, [most] * N
+    row_A = np.zeros_like(place_A, row_of_order_A.dtype)
+    row_A[order_A] = row_of_order_A
+    token, row, order = (torch.from_numpy(found) for found in (token_A, row_A, order_A))
+    return _Rows(token, row.view_as(index_TK), tuple(counts), order, unassigned)
 
 
 def _places(index: Any, N: int) -> Any:

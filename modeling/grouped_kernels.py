@@ -137,15 +137,29 @@ def _backward(ctx: Any, dy_Ao: torch.Tensor) -> tuple:
         dx_Ai = ops.grouped_linear_input(dy_Ao, weights, ends_N, place_A, parts, ctx.batched, ctx.transposed)
     grads: list[torch.Tensor | None] = [None] * len(weights)
     if any(trained):
-        # Frozen experts come last: neither time nor memory goes into their gradients.
-        experts = max(number for number, wanted in enumerate(trained) if wanted) // parts + 1
+        experts = number_trained(trained, parts)
         found = ops.grouped_linear_weight(x_Ai, dy_Ao, ends_N[:experts], ctx.transposed)
-        for number, wanted in enumerate(trained[: experts * parts]):
-            if wanted:
-                expert, part = divmod(number, parts)
-                slices = found[expert].split(list(outputs), dim=int(ctx.transposed))
-                grads[number] = slices[part].to(weights[number].dtype)
+        slices = slices_of(found, outputs, ctx.transposed, trained)
+        grads = [s if s is None else s.to(weight.dtype) for s, weight in zip(slices, weights, strict=True)]
     return dx_Ai, grads, None, None, None, None, None
+
+
+def number_trained(trained: Sequence[bool], parts: int) -> int:
+    """The number of experts up to the last one of which a weight trains. Frozen experts come last: neither time nor
+    memory goes into their gradients."""
+    return max(number for number, wanted in enumerate(trained) if wanted) // parts + 1
+
+
+def slices_of(
+    block: torch.Tensor, outputs: Sequence[int], transposed: bool, trained: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The slice of each weight that trains, of a block of the first experts; None for the others."""
+    found: list[torch.Tensor | None] = [None] * len(trained)
+    for expert, of_expert in enumerate(block):
+        for part, one in enumerate(of_expert.split(list(outputs), dim=int(transposed))):
+            number = expert * len(outputs) + part
+            found[number] = one if trained[number] else None
+    return found
 
 
 def register() -> None:

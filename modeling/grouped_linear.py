@@ -1,7 +1,8 @@
 """Linear layers of all experts at once, on tokens that are sorted by expert: `y_a = x_a W_e(a)^T + b_e(a)`.
 
 On a CPU, where the host knows the routing, each expert's rows are multiplied in turn, straight into one output; with
-few rows, where calls take the time, gate and up in one product. Elsewhere, and while a graph is traced, the product is
+few rows, where calls take the time, gate and up in one product, and all experts in one if their rows are equally many.
+Elsewhere, and while a graph is traced, the product is
 one operator that reads no value on the host; it runs torch's `grouped_mm` or, with few rows, `bmm` on copies of the
 selected experts' weights, as the experts `grouped_mm` and `batched_mm` of transformers do.
 
@@ -10,6 +11,8 @@ Shape suffixes as in `routing.py`; experts are numbered by their place in the bl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,15 +37,26 @@ class Groups:
 
     Attributes:
         counts: number of each expert's rows, which are all rows; None where the host does not know it.
-        ends_N: int32, the end of each expert's rows.
+        ends_N: int32, the end of each expert's rows; None where `counts` says it.
         place_A: each row's place in the block, N behind the last expert's rows; None where `counts` says it.
         batched: whether each row is multiplied by a copy of its expert's weight.
     """
 
     counts: tuple[int, ...] | None
-    ends_N: torch.Tensor
+    ends_N: torch.Tensor | None = None
     place_A: torch.Tensor | None = None
     batched: bool = False
+
+    @cached_property
+    def counted_ends_N(self) -> torch.Tensor:
+        """int32, the end of each expert's rows, by `counts`."""
+        return torch.tensor(list(accumulate(self.counts or ())), dtype=torch.int32)
+
+    @cached_property
+    def are_even(self) -> bool:
+        """Whether the host knows that all experts have equally many rows, and some."""
+        counts = self.counts or (0,)
+        return counts[0] > 0 and counts.count(counts[0]) == len(counts)
 
 
 def grouped_linear(
@@ -61,13 +75,18 @@ def grouped_linear(
         return tuple(_with_bias(y, found, groups, place, call) for place, y in enumerate(outputs))
     parameters = (*found.weights, *(bias for bias in found.biases if bias is not None))
     wanted = torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters))
-    if found.block is not None and x_Ai.shape[0] <= ROWS_OF_ONE_CALL and dtype.itemsize == 2 and not any(call.has_bias):
+    if x_Ai.shape[0] <= ROWS_OF_ONE_CALL and takes_one_call(call, found, dtype):
         if wanted:
             return _InOneCall.apply(x_Ai, call, groups, found.block, *found.weights)
-        return _joint_products(x_Ai, call, groups, found.block)
+        return _joint_products(x_Ai, call, groups, found.block)  # type: ignore[arg-type]
     if wanted:
         return _InTurn.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
     return _products(x_Ai, call, groups.counts, _cast(found.weights, call, groups.counts, dtype), found.biases)
+
+
+def takes_one_call(call: Linears, found: ExpertWeights, dtype: torch.dtype) -> bool:
+    """Whether all layers that `call` names are one product, of at most `ROWS_OF_ONE_CALL` rows in `dtype`."""
+    return found.block is not None and dtype.itemsize == 2 and not any(call.has_bias)
 
 
 def _with_bias(y_Ao: torch.Tensor, found: ExpertWeights, groups: Groups, place: int, call: Linears) -> torch.Tensor:
@@ -119,8 +138,7 @@ class _InTurn(torch.autograd.Function):
 
 
 class _InOneCall(torch.autograd.Function):
-    """Few rows: one product for each expert, of all layers that `call` names; gradients of weights are memory of their
-    own, one layer at a time."""
+    """Few rows: one product for each expert, or for all, of all layers that `call` names."""
 
     @staticmethod
     def forward(
@@ -140,11 +158,15 @@ class _InOneCall(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x_Ai, *read = ctx.saved_tensors
         call, groups = ctx.call, ctx.groups
+        trained = ctx.needs_input_grad[4:]
+        dy_Ao = torch.cat(grads, 1) if len(grads) > 1 else grads[0].contiguous()
         dx_Ai = None
         if ctx.needs_input_grad[0]:
-            dy_Ao = torch.cat(grads, 1) if len(grads) > 1 else grads[0].contiguous()
             dx_Ai = _multiplied(dy_Ao, read if ctx.is_converted else ctx.block, groups, call.inputs, call.is_transposed)
-        of_weights = _of_weights(x_Ai, grads, call, groups.counts, ctx.needs_input_grad[4:], ctx.block.dtype)
+        if groups.are_even and not ctx.is_converted:
+            of_weights = _of_even_rows(x_Ai, dy_Ao, call, len(groups.counts), trained)
+        else:
+            of_weights = _of_weights(x_Ai, grads, call, groups.counts, trained, ctx.block.dtype)
         return dx_Ai, None, None, None, *of_weights
 
 
@@ -173,19 +195,35 @@ def _multiplied(
     experts that have rows; `converted` collects them.
     """
     counts, dtype = groups.counts or (), x_Ai.dtype
-    is_block = isinstance(weights, torch.Tensor) and weights.dtype == dtype and x_Ai.shape[0] > 0
-    if is_block and kernels.can_group(x_Ai.device, (x_Ai.shape[1], outputs), dtype):
-        block: Any = weights
-        return F.grouped_mm(x_Ai, block.transpose(1, 2) if transposed else block, offs=groups.ends_N)
+    if isinstance(weights, torch.Tensor) and weights.dtype == dtype and x_Ai.shape[0] > 0:
+        block_Nio = weights.transpose(1, 2) if transposed else weights
+        if groups.are_even:
+            return torch.bmm(x_Ai.unflatten(0, (len(counts), -1)), block_Nio).flatten(0, 1)
+        if kernels.can_group(x_Ai.device, (x_Ai.shape[1], outputs), dtype):
+            return F.grouped_mm(x_Ai, block_Nio, offs=groups.counted_ends_N)
     y_Ao = x_Ai.new_empty(x_Ai.shape[0], outputs)
     rows = torch.split_with_sizes(x_Ai, counts), torch.split_with_sizes(y_Ao, counts)
+    read = None
     for count, weight, x, y in zip(counts, weights, *rows, strict=True):
+        del read  # its memory, which is still in the cache, takes the next one
         read = weight.to(dtype) if count else None
         if converted is not None:
             converted.append(read)
         if read is not None:
             torch.mm(x, read.t() if transposed else read, out=y)
     return y_Ao
+
+
+def _of_even_rows(
+    x_Ai: torch.Tensor | None, dy_Ao: torch.Tensor, call: Linears, N: int, trained: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients of the experts' weights that train, of equally many rows each; they share a block of memory."""
+    if x_Ai is None:
+        return [None] * len(trained)
+    rows = x_Ai.shape[0] // N * kernels.number_trained(trained, len(call.outputs))
+    first, second = (x_Ai, dy_Ao) if call.is_transposed else (dy_Ao, x_Ai)
+    first_NAo, second_NAi = (part[:rows].unflatten(0, (-1, x_Ai.shape[0] // N)) for part in (first, second))
+    return kernels.slices_of(torch.bmm(first_NAo.transpose(1, 2), second_NAi), call.outputs, call.is_transposed, trained)
 
 
 def _of_weights(

@@ -111,6 +111,9 @@ def select_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The K experts with the highest scores and their weights (MoE-LPR Eq. 1-3, LayerMoE Eq. 1-3).
 
+    The weights are the scores `G = softmax(logits)` of the K experts, divided by their sum, which is the softmax of
+    these experts' logits.
+
     Args:
         logits_TN: router logits, float32.
         top_k: K; all experts if the layer has fewer.
@@ -124,11 +127,15 @@ def select_experts(
     N = logits_TN.shape[-1]
     if allowed_TN is not None:
         logits_TN = logits_TN.masked_fill(~allowed_TN, float("-inf"))
-    top_TK, index_TK = logits_TN.softmax(-1).topk(min(top_k, N), dim=-1)
-    norm = top_TK.detach() if top_TK.shape[-1] == 1 else top_TK.sum(-1, keepdim=True)
+    top_TK, index_TK = logits_TN.topk(min(top_k, N), dim=-1)
+    if top_TK.shape[-1] == 1:
+        score_T1 = logits_TN.softmax(-1).gather(1, index_TK)
+        weights_TK = score_T1 / score_T1.detach()
+    else:
+        weights_TK = top_TK.softmax(-1)
     if allowed_TN is not None:
         index_TK = index_TK.masked_fill(~allowed_TN.gather(1, index_TK), N)
-    return top_TK / norm, index_TK
+    return weights_TK, index_TK
 
 
 def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
