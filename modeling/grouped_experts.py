@@ -7,7 +7,6 @@ Shape suffixes as in `routing.py`; A' of the A assignments have an expert.
 """
 
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .ffn_form import FFNForm
-from .grouped_linear import ROWS_OF_ONE_CALL, Groups, grouped_linear, takes_one_call
+from .grouped_linear import ROWS_OF_ONE_CALL, Groups, can_be_one_product, grouped_linear
 from .weight_block import ExpertWeights
 
 # Under autocast on a CPU, float32 weights are converted for at least this many tokens an expert; fewer compute in
@@ -70,8 +69,7 @@ def _run_counted(
 ) -> torch.Tensor:  # fmt: skip
     T, K = weights_TK.shape
     few = T * K <= ROWS_OF_ONE_CALL  # for which a call costs more than memory
-    one_call = few and result == _dtype_of(found) and all(map(takes_one_call, form.linears, found, repeat(result)))
-    rows = _sorted(index_TK, N, one_call)
+    rows = _sorted(index_TK, N, few and all(can_be_one_product(one, result) for one in found))
     dtype = result
     assigned = T * K - rows.unassigned
     if _dtype_of(found) == torch.float32 and assigned < _ROWS_WORTH_A_CONVERSION * sum(map(bool, rows.counts)):
@@ -130,16 +128,16 @@ class _Rows:
     unassigned: int
 
 
-def _sorted(index_TK: torch.Tensor, N: int, one_call: bool) -> _Rows:
-    """The assignments sorted by place. If `one_call`, rows that no assignment reads may fill up the experts', so that
-    one product serves all."""
+def _sorted(index_TK: torch.Tensor, N: int, fill_up: bool) -> _Rows:
+    """The assignments sorted by place. If `fill_up`, rows that nobody reads may fill up the experts', so that one
+    product serves all."""
     K = index_TK.shape[1]
     place_A = _places(index_TK.numpy().reshape(-1), N).astype(np.int16)  # sorted by digits, in linear time
     *counts, unassigned = np.bincount(place_A, minlength=N + 1).tolist()
     order_A = place_A.argsort(kind="stable")[: len(place_A) - unassigned]
     token_A, most = order_A // K, max(counts)
     row_of_order_A = np.arange(len(order_A))
-    if one_call and min(counts) > 0 and (most <= _ROWS_FILLED_UP or N * most <= 1.5 * len(order_A)):
+    if fill_up and min(counts) > 0 and (most <= _ROWS_FILLED_UP or N * most <= 1.5 * len(order_A)):
         row_of_order_A += np.repeat(np.arange(N) * most - np.cumsum(counts) + counts, counts)
         filled_A = np.zeros(N * most, token_A.dtype)
         filled_A[row_of_order_A] = token_A

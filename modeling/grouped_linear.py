@@ -1,7 +1,7 @@
 """Linear layers of all experts at once, on tokens that are sorted by expert: `y_a = x_a W_e(a)^T + b_e(a)`.
 
 On a CPU, where the host knows the routing, each expert's rows are multiplied in turn, straight into one output; with
-few rows, where calls take the time, gate and up in one product, and all experts in one if their rows are equally many.
+few rows, where calls take the time, gate and up in one product, and all experts in one if each has equally many rows.
 Elsewhere, and while a graph is traced, the product is
 one operator that reads no value on the host; it runs torch's `grouped_mm` or, with few rows, `bmm` on copies of the
 selected experts' weights, as the experts `grouped_mm` and `batched_mm` of transformers do.
@@ -9,7 +9,7 @@ selected experts' weights, as the experts `grouped_mm` and `batched_mm` of trans
 Shape suffixes as in `routing.py`; experts are numbered by their place in the block, last expert first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -23,12 +23,14 @@ from . import grouped_kernels as kernels
 from .ffn_form import Linears
 from .weight_block import ExpertWeights
 
-# On a CPU, gate and up of at most this many rows in a type of 16 bits are multiplied in one call; of more, the products
-# run at the same speed apart, and have outputs of their own, which later steps read faster. In float32 one call would
-# round in another way than two, which run where no block lies.
+# On a CPU, gate and up of at most this many rows are multiplied in one call; of more, the products run at the same speed
+# apart, and have outputs of their own, which later steps read faster. In float32 only single rows are: more take no less
+# time, and would be rounded in another way than where no block lies.
 ROWS_OF_ONE_CALL = 1024
 # MKL multiplies up to this many rows in float32 faster as `(W x^T)^T`, up to four times.
 _ROWS_TURNED = 16
+# oneDNN multiplies so many rows, and multiples of them, faster in a type of 16 bits.
+_ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,17 @@ class Groups:
         return torch.tensor(list(accumulate(self.counts or ())), dtype=torch.int32)
 
     @cached_property
-    def are_even(self) -> bool:
-        """Whether the host knows that all experts have equally many rows, and some."""
-        counts = self.counts or (0,)
-        return counts[0] > 0 and counts.count(counts[0]) == len(counts)
+    def even(self) -> slice | None:
+        """The places of the experts that have rows, two or more, if all have equally many and the places lie at equal
+        distances, as those of a single token's two experts do."""
+        counts = self.counts or ()
+        places = [place for place, count in enumerate(counts) if count]
+        if len(places) < 2:
+            return None
+        found = range(places[0], places[-1] + 1, places[1] - places[0])
+        if places != list(found) or any(counts[place] != counts[places[0]] for place in places):
+            return None
+        return slice(found.start, found.stop, found.step)
 
 
 def grouped_linear(
@@ -73,20 +82,31 @@ def grouped_linear(
         )
         outputs = y_Ao.split(call.outputs, dim=1)
         return tuple(_with_bias(y, found, groups, place, call) for place, y in enumerate(outputs))
-    parameters = (*found.weights, *(bias for bias in found.biases if bias is not None))
-    wanted = torch.is_grad_enabled() and (x_Ai.requires_grad or any(p.requires_grad for p in parameters))
-    if x_Ai.shape[0] <= ROWS_OF_ONE_CALL and takes_one_call(call, found, dtype):
-        if wanted:
+    if found.block is not None and _takes_one_call(x_Ai, call, groups):
+        if _wants_grad(x_Ai, found.weights):
             return _InOneCall.apply(x_Ai, call, groups, found.block, *found.weights)
-        return _joint_products(x_Ai, call, groups, found.block)  # type: ignore[arg-type]
-    if wanted:
+        return _joint_products(x_Ai, call, groups, found.block)
+    if _wants_grad(x_Ai, (*found.weights, *found.biases)):
         return _InTurn.apply(x_Ai, call, groups.counts, *found.weights, *found.biases)
     return _products(x_Ai, call, groups.counts, _cast(found.weights, call, groups.counts, dtype), found.biases)
 
 
-def takes_one_call(call: Linears, found: ExpertWeights, dtype: torch.dtype) -> bool:
-    """Whether all layers that `call` names are one product, of at most `ROWS_OF_ONE_CALL` rows in `dtype`."""
-    return found.block is not None and dtype.itemsize == 2 and not any(call.has_bias)
+def can_be_one_product(found: ExpertWeights, dtype: torch.dtype) -> bool:
+    """Whether few rows of all experts are one product in `dtype` if each expert has equally many."""
+    in_block = found.block is not None and found.block.dtype == dtype
+    return in_block and dtype.itemsize == 2 and not any(bias is not None for bias in found.biases)
+
+
+def _takes_one_call(x_Ai: torch.Tensor, call: Linears, groups: Groups) -> bool:
+    rows = x_Ai.shape[0]
+    if any(call.has_bias) or rows > ROWS_OF_ONE_CALL:  # a bias would be added to an output that is rounded
+        return False
+    return x_Ai.dtype.itemsize == 2 or (groups.even is not None and max(groups.counts or ()) == 1)
+
+
+def _wants_grad(x_Ai: torch.Tensor, parameters: Sequence[Any]) -> bool:
+    needs_grad = torch.is_grad_enabled()
+    return needs_grad and (x_Ai.requires_grad or any(p is not None and p.requires_grad for p in parameters))
 
 
 def _with_bias(y_Ao: torch.Tensor, found: ExpertWeights, groups: Groups, place: int, call: Linears) -> torch.Tensor:
@@ -121,13 +141,10 @@ class _InTurn(torch.autograd.Function):
         dx_Ai = None
         if weights:
             dx_Ai = grads[0].new_empty(grads[0].shape[0], call.inputs)
-            for expert, rows in enumerate(dx_Ai.split(counts)):
-                for part in range(parts if counts[expert] else 0):
-                    weight_oi = _out_in(weights[expert * parts + part], call)
-                    if part == 0:
-                        torch.mm(dy[part][expert], weight_oi, out=rows)
-                    else:
-                        rows.add_(torch.mm(dy[part][expert], weight_oi, out=torch.empty_like(rows)))
+            for expert, rows in _spans(counts, dx_Ai.dtype):
+                torch.mm(grads[0][rows], _out_in(weights[expert * parts], call), out=dx_Ai[rows])
+                for part in range(1, parts):
+                    dx_Ai[rows].add_(torch.mm(grads[part][rows], _out_in(weights[expert * parts + part], call)))
         needed = ctx.needs_input_grad[3:]
         of_weights = _of_weights(x_Ai, grads, call, counts, needed[: ctx.number], ctx.types[0])
         of_biases = [
@@ -157,16 +174,15 @@ class _InOneCall(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x_Ai, *read = ctx.saved_tensors
-        call, groups = ctx.call, ctx.groups
-        trained = ctx.needs_input_grad[4:]
+        call, groups, trained = ctx.call, ctx.groups, ctx.needs_input_grad[4:]
         dy_Ao = torch.cat(grads, 1) if len(grads) > 1 else grads[0].contiguous()
         dx_Ai = None
         if ctx.needs_input_grad[0]:
             dx_Ai = _multiplied(dy_Ao, read if ctx.is_converted else ctx.block, groups, call.inputs, call.is_transposed)
-        if groups.are_even and not ctx.is_converted:
-            of_weights = _of_even_rows(x_Ai, dy_Ao, call, len(groups.counts), trained)
-        else:
+        if x_Ai is None or ctx.is_converted or not kernels.can_group(x_Ai.device, ctx.block.shape[1:], x_Ai.dtype):
             of_weights = _of_weights(x_Ai, grads, call, groups.counts, trained, ctx.block.dtype)
+        else:
+            of_weights = _of_all_weights(x_Ai, dy_Ao, call, groups, trained)
         return dx_Ai, None, None, None, *of_weights
 
 
@@ -197,8 +213,10 @@ def _multiplied(
     counts, dtype = groups.counts or (), x_Ai.dtype
     if isinstance(weights, torch.Tensor) and weights.dtype == dtype and x_Ai.shape[0] > 0:
         block_Nio = weights.transpose(1, 2) if transposed else weights
-        if groups.are_even:
-            return torch.bmm(x_Ai.unflatten(0, (len(counts), -1)), block_Nio).flatten(0, 1)
+        # oneDNN, which multiplies 16 bits, takes no block of which experts are left out.
+        if groups.even is not None and (groups.even.step == 1 or dtype.itemsize > 2):
+            block_Nio = block_Nio[groups.even]
+            return torch.bmm(x_Ai.unflatten(0, (len(block_Nio), -1)), block_Nio).flatten(0, 1)
         if kernels.can_group(x_Ai.device, (x_Ai.shape[1], outputs), dtype):
             return F.grouped_mm(x_Ai, block_Nio, offs=groups.counted_ends_N)
     y_Ao = x_Ai.new_empty(x_Ai.shape[0], outputs)
@@ -214,16 +232,20 @@ def _multiplied(
     return y_Ao
 
 
-def _of_even_rows(
-    x_Ai: torch.Tensor | None, dy_Ao: torch.Tensor, call: Linears, N: int, trained: Sequence[bool]
+def _of_all_weights(
+    x_Ai: torch.Tensor, dy_Ao: torch.Tensor, call: Linears, groups: Groups, trained: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """The gradients of the experts' weights that train, of equally many rows each; they share a block of memory."""
-    if x_Ai is None:
-        return [None] * len(trained)
-    rows = x_Ai.shape[0] // N * kernels.number_trained(trained, len(call.outputs))
+    """The gradients of the experts' weights that train, in a block of memory."""
+    experts = kernels.number_trained(trained, len(call.outputs))
+    counts = (groups.counts or ())[:experts]
     first, second = (x_Ai, dy_Ao) if call.is_transposed else (dy_Ao, x_Ai)
-    first_NAo, second_NAi = (part[:rows].unflatten(0, (-1, x_Ai.shape[0] // N)) for part in (first, second))
-    return kernels.slices_of(torch.bmm(first_NAo.transpose(1, 2), second_NAi), call.outputs, call.is_transposed, trained)
+    first_Ao, second_Ai = first[: sum(counts)], second[: sum(counts)]
+    if groups.even is not None and min(counts) > 0:
+        first_NAo, second_NAi = (rows.unflatten(0, (experts, -1)) for rows in (first_Ao, second_Ai))
+        block = torch.bmm(first_NAo.transpose(1, 2), second_NAi)
+    else:
+        block = F.grouped_mm(first_Ao.t(), second_Ai, offs=groups.counted_ends_N[:experts])
+    return kernels.slices_of(block, call.outputs, call.is_transposed, trained)
 
 
 def _of_weights(
@@ -258,18 +280,26 @@ def _products(
     x_Ai: torch.Tensor, call: Linears, counts: Sequence[int], weights: Sequence[Any], biases: Sequence[Any]
 ) -> tuple[torch.Tensor, ...]:
     outputs = tuple(x_Ai.new_empty(x_Ai.shape[0], size) for size in call.outputs)
-    x = x_Ai.split(counts)
     for part, output in enumerate(outputs):
-        for expert, rows in enumerate(output.split(counts)):
-            if not counts[expert]:
-                continue
+        for expert, rows in _spans(counts, x_Ai.dtype):
             number = expert * len(outputs) + part
             weight, bias = weights[number], biases[number]
             if bias is None:
-                _multiply(x[expert], weight, call, rows)
+                _multiply(x_Ai[rows], weight, call, output[rows])
             else:
-                torch.addmm(bias.to(x_Ai.dtype), x[expert], _out_in(weight, call).t(), out=rows)
+                torch.addmm(bias.to(x_Ai.dtype), x_Ai[rows], _out_in(weight, call).t(), out=output[rows])
     return outputs
+
+
+def _spans(counts: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and the rows to multiply for each: its own and, in a type of 16 bits, up to the next
+    multiple of `_ROWS_AT_ONCE`, rows of experts behind it, which write theirs later."""
+    unit = _ROWS_AT_ONCE if dtype.itemsize == 2 else 1
+    start, end = 0, sum(counts)
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, min(start + -(-count // unit) * unit, end))
+        start += count
 
 
 def _multiply(x_Ai: torch.Tensor, weight: torch.Tensor, call: Linears, y_Ao: torch.Tensor) -> None:
