@@ -21,7 +21,7 @@ from .grouped_kernels import has_grouped_mm
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 _FEW_ASSIGNMENTS = 128
-_FEW_ROWS = 16  # of an expert; on average half as many
+_FEW_ROWS = 16
 logger = logging.get_logger(__name__)
 
 
@@ -81,8 +81,8 @@ def _is_faster_apart(x_Th: torch.Tensor, index_TK: torch.Tensor, num_experts: in
         return False
     if T == 1:
         return K == 1 or (x_Th.dtype.itemsize == 2 and not torch.is_grad_enabled())
-    is_few = T <= _FEW_ROWS if K == num_experts else T * K <= _FEW_ROWS / 2 * num_experts
-    return x_Th.dtype.itemsize > 2 and not is_few
+    rows = T if num_experts == K else 2 * T * K / num_experts  # of an expert; about twice the mean at most
+    return x_Th.dtype.itemsize > 2 and rows > _FEW_ROWS
 
 
 def _fits(x_Th: torch.Tensor, weight: torch.Tensor) -> bool:

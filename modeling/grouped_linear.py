@@ -23,9 +23,9 @@ from . import grouped_kernels as kernels
 from .ffn_form import Linears
 from .weight_block import ExpertWeights
 
-# On a CPU, gate and up of at most this many rows are multiplied in one call; of more, the products run at the same speed
-# apart, and have outputs of their own, which later steps read faster. In float32 only single rows are: more take no less
-# time, and would be rounded in another way than where no block lies.
+# On a CPU, gate and up of at most this many rows are multiplied in one call; of more, the products run at the same
+# speed apart, and have outputs of their own, which later steps read faster. In float32 only single rows are: more take
+# no less time, and would be rounded in another way than where no block lies.
 ROWS_OF_ONE_CALL = 1024
 # MKL multiplies up to this many rows in float32 faster as `(W x^T)^T`, up to four times.
 _ROWS_TURNED = 16
@@ -240,7 +240,7 @@ def _of_all_weights(
     counts = (groups.counts or ())[:experts]
     first, second = (x_Ai, dy_Ao) if call.is_transposed else (dy_Ao, x_Ai)
     first_Ao, second_Ai = first[: sum(counts)], second[: sum(counts)]
-    if groups.even is not None and min(counts) > 0:
+    if groups.even is not None and min(counts) > 0 and x_Ai.dtype.itemsize == 2:
         first_NAo, second_NAi = (rows.unflatten(0, (experts, -1)) for rows in (first_Ao, second_Ai))
         block = torch.bmm(first_NAo.transpose(1, 2), second_NAi)
     else:

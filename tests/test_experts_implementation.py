@@ -83,14 +83,18 @@ def test_the_default_runs_all_experts_at_once_but_for_few_tokens_on_a_cpu(monkey
     monkeypatch.setattr(dispatch_module, "_FEW_ASSIGNMENTS", 128)
     assert kinds(65) == ["grouped_mm"] * 2
     assert kinds(64) == ["eager"] * 2
-    assert kinds(32) == ["eager", "grouped_mm"]  # 16 assignments an expert in the second layer
-    assert kinds(24) == ["grouped_mm"] * 2
-    assert kinds(2) == ["grouped_mm"] * 2
-    assert kinds(1) == []  # `dispatch_one_token`
-    model.train()
-    assert kinds(64) == kinds(1) == ["eager"] * 2
+    assert kinds(16) == ["eager", "grouped_mm"]  # 8 assignments an expert in the second layer
+    assert kinds(12) == kinds(1) == ["grouped_mm"] * 2
     with torch.autocast("cpu", torch.bfloat16):
         assert kinds(64) == kinds(1) == ["grouped_mm"] * 2
+    model.train()
+    assert kinds(64) == ["eager"] * 2
+    model.to(torch.bfloat16)
+    assert kinds(64) == kinds(1) == ["grouped_mm"] * 2
+    model.eval()
+    with torch.no_grad():
+        assert kinds(64) == kinds(2) == ["grouped_mm"] * 2
+        assert kinds(1) == []  # `dispatch_one_token`
 
 
 @pytest.mark.parametrize("name", ["deepgemm", "grouped", ""])

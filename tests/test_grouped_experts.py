@@ -2,101 +2,16 @@
 
 import copy
 from dataclasses import replace
-from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from layers import FORMS, TOLERANCE, assert_agree, build, other_rate, results
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from transformers import GPT2Config, Phi3Config, Qwen2Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from hf_moe_expand.modeling import dispatch as dispatch_module
 from hf_moe_expand.modeling import grouped_experts, grouped_kernels, grouped_linear
-from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
-from hf_moe_expand.modeling.ffn_trace import form_of
-from hf_moe_expand.modeling.routing_control import RoutingControl
-
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 3e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-
-
-class Plain(nn.Module):
-    def __init__(self, hidden, inner):
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-class Mixing(Plain):
-    """Not row by row: the tokens of one call depend on each other."""
-
-    def forward(self, x):
-        inner = self.up(x)
-        return self.down(inner - inner.mean(0, keepdim=True))
-
-
-class Branching(Plain):
-    def forward(self, x):
-        return self.down(self.up(x)) if x.sum() > 0 else x
-
-
-def gated(hidden, inner):
-    return Qwen2MLP(Qwen2Config(hidden_size=hidden, intermediate_size=inner))
-
-
-def conv1d(hidden, inner):
-    return GPT2MLP(inner, GPT2Config(n_embd=hidden, resid_pdrop=0.0))
-
-
-def fused(hidden, inner):
-    return Phi3MLP(Phi3Config(hidden_size=hidden, intermediate_size=inner, pad_token_id=0))
-
-
-FORMS = {"gated": gated, "plain": Plain, "conv1d": conv1d, "fused": fused}
-
-
-def build(
-    form="gated", num_experts=4, top_k=2, hidden=16, inner=24, dtype=torch.float32, has_classifier=False, **fields
-):
-    torch.manual_seed(0)
-    ffn = FORMS[form](hidden, inner) if isinstance(form, str) else form(hidden, inner)
-    config = SimpleNamespace(_experts_implementation=None)
-    layer = ExpandedFFN(ffn, hidden, num_experts, top_k, 0, has_classifier, RoutingControl(), config=config, **fields)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return layer.to(dtype)
-
-
-def results(layer, x, implementation, autocast=False):
-    """The output, then the gradients of the input and of all that trains."""
-    layer.model_config._experts_implementation = implementation
-    x = x.detach().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = layer(x)
-    wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
-    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)]
-
-
-def assert_agree(layer, x, implementation, autocast=False):
-    expected = results(layer, x, "eager", autocast)
-    found = results(layer, x, implementation, autocast)
-    tolerance = 8e-2 if autocast else TOLERANCE[x.dtype]
-    for one, other in zip(found, expected, strict=True):
-        if one is None:  # a classifier in training, which only its loss trains
-            assert other is None
-            continue
-        other = torch.zeros_like(one) if other is None else other  # the loop leaves idle experts out in evaluation
-        assert one.dtype == other.dtype
-        scale = max(other.abs().max().item(), 1e-6)
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * scale)
 
 
 def forbid_modules(layer, monkeypatch):
@@ -263,132 +178,6 @@ def test_weights_that_sum_to_one_leave_equal_outputs_as_they_are(dtype):
         torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
     else:
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("ffn", [Mixing, Branching])
-def test_an_ffn_of_another_kind_runs_as_a_module(ffn):
-    assert form_of(ffn(6, 10)) is None
-    layer = build(ffn).eval()
-    assert layer.block.forms == (None, None)
-    layer(torch.randn(1, 5, 16))
-
-
-class Halves(Plain):
-    """Halves of the tokens, not of the neurons."""
-
-    def forward(self, x):
-        first, second = self.up(x).chunk(2)
-        return self.down(torch.mul(first, second))
-
-
-class FirstToken(Plain):
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)) * self.up(x)[0])
-
-
-class InPlace(Plain):
-    def __init__(self, hidden, inner):
-        super().__init__(hidden, inner)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        return self.down(self.up(self.act(x)))
-
-
-class Dropped(Plain):
-    def forward(self, x):
-        return self.down(F.dropout(torch.relu(self.up(x)), 0.5, self.training))
-
-
-@pytest.mark.parametrize("ffn", [Halves, FirstToken, InPlace, Dropped])
-def test_a_pass_that_is_not_row_by_row_has_no_form(ffn):
-    assert form_of(ffn(6, 10).train()) is None
-    assert (form_of(ffn(6, 10).eval()) is None) == (ffn is not Dropped)
-
-
-class Scaled(Plain):
-    scale = 1.0
-
-    def forward(self, x):
-        return self.down(F.dropout(torch.relu(self.up(x)), 0.0, self.training) * self.scale)
-
-
-class Nested(nn.Module):
-    def __init__(self, hidden, inner):
-        super().__init__()
-        self.layers = nn.ModuleDict({"up": nn.Linear(hidden, inner), "down": nn.Linear(inner, hidden)})
-
-    def forward(self, x):
-        return self.layers["down"](torch.relu(self.layers["up"](x)))
-
-
-class ByMode(Plain):
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x))) if self.training else self.down(torch.tanh(self.up(x)))
-
-
-def another_scale(expert):
-    expert.scale = 3.0
-
-
-def other_layers(expert):
-    expert.layers = nn.ModuleDict({"up": nn.Linear(16, 16), "down": nn.Linear(16, 16)})
-
-
-def other_mode(expert):
-    expert.train()
-
-
-def other_rate(expert):
-    expert.dropout.p = 1.0
-    expert.dropout.train()
-
-
-def other_layout(expert):
-    expert.up.weight.data = expert.up.weight.data.t()
-
-
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize(
-    ("ffn", "change"),
-    [
-        (Scaled, another_scale),
-        (Nested, other_layers),
-        (ByMode, other_mode),
-        (conv1d, other_rate),
-        (Plain, other_layout),
-    ],
-)
-def test_an_expert_that_differs_from_the_others_is_noticed(ffn, change, number):
-    layer = build(ffn, inner=16).eval()
-    x = torch.randn(1, 40, 16)
-    before = layer(x)
-    assert layer.block.forms[False] is not None
-    change(layer.experts[number])
-    y = layer(x)
-    assert (y - before).abs().max() > 1e-2
-    layer.model_config._experts_implementation = "eager"
-    torch.testing.assert_close(layer(x), y)
-
-
-def test_reading_a_forward_pass_leaves_other_threads_alone():
-    found, other = [], nn.Linear(2, 2)
-
-    class Meanwhile(Plain):
-        def forward(self, x):
-            thread = Thread(target=lambda: found.append(other(torch.ones(1, 2))))
-            thread.start()
-            thread.join()
-            return super().forward(x)
-
-    assert form_of(Meanwhile(6, 10)) is not None
-    assert torch.equal(found[0], other(torch.ones(1, 2)))
-
-
-def test_active_dropout_runs_as_a_module_in_training_alone():
-    ffn = GPT2MLP(24, GPT2Config(n_embd=16, resid_pdrop=0.5))
-    assert form_of(ffn.train()) is None
-    assert form_of(ffn.eval()) is not None
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
