@@ -2,9 +2,9 @@
 
 On a CPU, where the host knows the routing, each expert's rows are multiplied in turn, straight into one output; with
 few rows, where calls take the time, gate and up in one product, and all experts in one if each has equally many rows.
-Elsewhere, and while a graph is traced, the product is
-one operator that reads no value on the host; it runs torch's `grouped_mm` or, with few rows, `bmm` on copies of the
-selected experts' weights, as the experts `grouped_mm` and `batched_mm` of transformers do.
+Elsewhere, and while a graph is traced, the product is one operator that reads no value on the host; it runs torch's
+`grouped_mm` or, with few rows, `bmm` on copies of the selected experts' weights, as the experts `grouped_mm` and
+`batched_mm` of transformers do.
 
 Shape suffixes as in `routing.py`; experts are numbered by their place in the block, last expert first.
 """
@@ -29,8 +29,8 @@ from .weight_block import ExpertWeights
 ROWS_OF_ONE_CALL = 1024
 # MKL multiplies up to this many rows in float32 faster as `(W x^T)^T`, up to four times.
 _ROWS_TURNED = 16
-# oneDNN multiplies so many rows, and multiples of them, faster in a type of 16 bits.
-_ROWS_AT_ONCE = 16
+# oneDNN multiplies more than so many rows in a type of 16 bits faster if they are a multiple of 16.
+_MANY_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -292,13 +292,13 @@ def _products(
 
 
 def _spans(counts: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and the rows to multiply for each: its own and, in a type of 16 bits, up to the next
-    multiple of `_ROWS_AT_ONCE`, rows of experts behind it, which write theirs later."""
-    unit = _ROWS_AT_ONCE if dtype.itemsize == 2 else 1
+    """The experts that have rows, and the rows to multiply for each: its own and, of many in a type of 16 bits, up to
+    the next multiple of 16, rows of experts behind it, which write theirs later."""
     start, end = 0, sum(counts)
     for expert, count in enumerate(counts):
+        more = -count % 16 if count > _MANY_ROWS and dtype.itemsize == 2 else 0
         if count:
-            yield expert, slice(start, min(start + -(-count // unit) * unit, end))
+            yield expert, slice(start, min(start + count + more, end))
         start += count
 
 
