@@ -22,9 +22,10 @@ from .weight_block import ExpertWeights
 # Under autocast on a CPU, float32 weights are converted for at least this many tokens an expert; fewer compute in
 # float32, which takes less time than the conversion.
 _ROWS_WORTH_A_CONVERSION = 2
-# Experts are filled up to this many rows, or to half as many rows again: reading weights takes longer than multiplying
-# so few rows.
+# Experts are filled up to this many rows: reading weights takes longer than multiplying so few. Where a weight has at
+# most so many elements, to half as many rows again: calling an operator for each expert takes longer.
 _ROWS_FILLED_UP = 8
+_SMALL_WEIGHT = 1 << 21
 _CHUNK = 256
 
 
@@ -69,7 +70,10 @@ def _run_counted(
 ) -> torch.Tensor:  # fmt: skip
     T, K = weights_TK.shape
     few = T * K <= ROWS_OF_ONE_CALL  # for which a call costs more than memory
-    rows = _sorted(index_TK, N, few and all(can_be_one_product(one, result) for one in found))
+    share = 0.0
+    if few and all(can_be_one_product(one, result) for one in found):
+        share = 1.5 if max(one.weights[0].numel() for one in found) <= _SMALL_WEIGHT else 1.0
+    rows = _sorted(index_TK, N, share)
     dtype = result
     assigned = T * K - rows.unassigned
     if _dtype_of(found) == torch.float32 and assigned < _ROWS_WORTH_A_CONVERSION * sum(map(bool, rows.counts)):
@@ -128,16 +132,16 @@ class _Rows:
     unassigned: int
 
 
-def _sorted(index_TK: torch.Tensor, N: int, fill_up: bool) -> _Rows:
-    """The assignments sorted by place. If `fill_up`, rows that nobody reads may fill up the experts', so that one
-    product serves all."""
+def _sorted(index_TK: torch.Tensor, N: int, share: float) -> _Rows:
+    """The assignments sorted by place. Rows that nobody reads may fill up the experts', so that one product serves all:
+    to `_ROWS_FILLED_UP` rows, or to `share` times the rows; if it is 0, none do."""
     K = index_TK.shape[1]
     place_A = _places(index_TK.numpy().reshape(-1), N).astype(np.int16)  # sorted by digits, in linear time
     *counts, unassigned = np.bincount(place_A, minlength=N + 1).tolist()
     order_A = place_A.argsort(kind="stable")[: len(place_A) - unassigned]
     token_A, most = order_A // K, max(counts)
     row_of_order_A = np.arange(len(order_A))
-    if fill_up and min(counts) > 0 and (most <= _ROWS_FILLED_UP or N * most <= 1.5 * len(order_A)):
+    if share and min(counts) > 0 and (most <= _ROWS_FILLED_UP or N * most <= share * len(order_A)):
         row_of_order_A += np.repeat(np.arange(N) * most - np.cumsum(counts) + counts, counts)
         filled_A = np.zeros(N * most, token_A.dtype)
         filled_A[row_of_order_A] = token_A

@@ -28,15 +28,15 @@ def choices(draw):
 
 
 @settings(max_examples=300, deadline=None)
-@given(choices(), st.booleans())
-def test_every_assignment_finds_its_row_among_its_experts(chosen, fill_up):
+@given(choices(), st.sampled_from([0.0, 1.0, 1.5]))
+def test_every_assignment_finds_its_row_among_its_experts(chosen, share):
     index_TK, N = chosen
-    rows = grouped_experts._sorted(index_TK, N, fill_up)
+    rows = grouped_experts._sorted(index_TK, N, share)
     counts = [(index_TK == N - 1 - place).sum().item() for place in range(N)]
     assert rows.unassigned == (index_TK == N).sum()
     assert len(rows.token_A) == sum(rows.counts)
     if rows.counts != tuple(counts):
-        assert fill_up
+        assert share
         assert min(counts) > 0
         assert rows.counts == (max(counts),) * N
     place_of_row = torch.arange(N).repeat_interleave(torch.tensor(rows.counts))
@@ -52,15 +52,18 @@ def test_every_assignment_finds_its_row_among_its_experts(chosen, fill_up):
 
 
 def test_experts_are_filled_up_to_a_few_rows_or_to_half_as_many_again():
-    def filled(*counts):
+    def filled(*counts, share=1.5):
         experts = torch.arange(len(counts)).flip(0).repeat_interleave(torch.tensor(counts)).unsqueeze(1)
-        return grouped_experts._sorted(experts, len(counts), True).counts
+        return grouped_experts._sorted(experts, len(counts), share).counts
 
     assert filled(1, 8, 2) == (8, 8, 8)
     assert filled(1, 9, 2) == (1, 9, 2)
     assert filled(20, 30, 10) == (30, 30, 30)
     assert filled(20, 31, 10) == (20, 31, 10)
     assert filled(3, 0, 3) == (3, 0, 3)
+    assert filled(1, 8, 2, share=1.0) == (8, 8, 8)
+    assert filled(20, 30, 10, share=1.0) == (20, 30, 10)
+    assert filled(1, 8, 2, share=0.0) == (1, 8, 2)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=8))
