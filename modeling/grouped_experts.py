@@ -82,7 +82,7 @@ def _run_counted(
     if rows.unassigned:
         # A slot without an expert points at its token's first row, with weight 0.
         mask_TK = index_TK < N
-        row_TK = torch.where(mask_TK, row_TK, row_TK[:, :1]).clamp_(max=max(0, len(rows.token_A) - 1))
+        row_TK = torch.where(mask_TK, row_TK, row_TK[:, :1])
         weights_TK = weights_TK * mask_TK
     x_Th = x_Th.to(dtype)
     needs_grad = torch.is_grad_enabled() and assigned > 0 and not few
@@ -119,7 +119,7 @@ class _Rows:
 
     Attributes:
         token_A: the token of each row; 0 in a row that only fills up an expert's.
-        row_TK: the row of each assignment that has an expert.
+        row_TK: the row of each assignment; 0 without an expert.
         counts: number of each place's rows.
         order_A: the assignment of each row, where no row fills up.
         unassigned: number of assignments without an expert.

@@ -294,11 +294,11 @@ def _products(
 def _spans(counts: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, slice]]:
     """The experts that have rows, and the rows to multiply for each: its own and, of many in a type of 16 bits, up to
     the next multiple of 16, rows of experts behind it, which write theirs later."""
-    start, end = 0, sum(counts)
+    start = 0
     for expert, count in enumerate(counts):
         more = -count % 16 if count > _MANY_ROWS and dtype.itemsize == 2 else 0
         if count:
-            yield expert, slice(start, min(start + count + more, end))
+            yield expert, slice(start, start + count + more)
         start += count
 
 
