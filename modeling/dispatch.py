@@ -6,8 +6,8 @@ adds it: with `takes_residual` it gets zeros, and the caller adds the residual o
 
 There are three ways, chosen from shapes and modules alone:
 
-- `run_all`: every expert on every token. A token takes all experts (N <= K), or there are few tokens, whose weights cost
-  more to choose than to read. Nothing is sorted or read on the host, and expert 0 runs with the dense layer's shapes.
+- `run_all`: every expert on every token, where a token takes all experts (N <= K), and for few tokens on an accelerator.
+  Nothing is sorted or read on the host, and expert 0 runs with the dense layer's shapes.
 - `run_grouped` (`grouped_experts.py`): all experts in one grouped product, where torch has the kernel.
 - `run_in_turn`: each expert on its own tokens, as the module that it is.
 
@@ -157,7 +157,7 @@ class ExpertsImplementationMixin:
             )
         if requested_experts == "batched_mm":  # the library's own choice while it generates
             logger.warning_once(
-                "experts_implementation 'batched_mm': the default runs few tokens as fast, and is used."
+                "experts_implementation 'batched_mm': few tokens are as fast with the default, which runs."
             )
             requested_experts = None
         if hasattr(self, "routing_control"):

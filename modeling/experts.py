@@ -1,4 +1,4 @@
-"""New experts: separate FFNs copied from the backbone's, or expert 0 with a low-rank update on its linear layers (LoRA).
+"""New experts: copies of the backbone's FFN, or expert 0 with a low-rank update on its linear layers (LoRA).
 
 LoRA (Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B `[out, r]`, named, scaled and initialised
 as in PEFT: A is Kaiming-uniform and B zero, so that a new expert gives the output of expert 0.

@@ -52,16 +52,14 @@ def has_kernel(x: torch.Tensor) -> bool:
 def can_group(form: PlainFFN, experts: nn.ModuleList, x: torch.Tensor) -> bool:
     """Whether torch groups products of these sizes and types, and nothing (an adapter, a quantised layer, a hook)
     stands in a layer's place."""
-    layers = [layer for expert in experts for layer in form.layers(expert)]
+    layers: list[Any] = [layer for expert in experts for layer in form.layers(expert)]
     weights, dtype = [layer.weight for layer in layers if type(layer) is form.kind], _computed_dtype(x)
-    plain = len(weights) == len(layers) and not any(
-        m._forward_hooks or m._forward_pre_hooks for m in (*experts, *layers)
-    )
-    takes = (
-        hasattr(F, "grouped_mm") and dtype != torch.float64 and all(size % 8 == 0 for w in weights for size in w.shape)
-    )
-    autocast = torch.is_autocast_enabled(x.device.type)
-    return plain and takes and all(w.device == x.device and (autocast or w.dtype == dtype) for w in weights)
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in (*experts, *layers))
+    if hooked or len(weights) < len(layers) or not hasattr(F, "grouped_mm") or dtype == torch.float64:
+        return False
+    converts = torch.is_autocast_enabled(x.device.type)
+    fits = all(w.device == x.device and (converts or w.dtype == dtype) for w in weights)
+    return fits and all(size % 8 == 0 for weight in weights for size in weight.shape)
 
 
 def run_grouped(
@@ -129,10 +127,10 @@ class _GroupedExperts(torch.autograd.Function):
             d_out_nhj = F.grouped_mm(dy_Ah.t(), weighted_Aj, offs=ends_n).masked_fill_(empty_n11, 0)
             for d_into_Fi, d_out_hj in zip(d_into_nFi, d_out_nhj, strict=True):
                 for matrix in (*d_into_Fi.chunk(len(form.first)), d_out_hj):
-                    weight, bias = parameters[len(found) : len(found) + 2]
-                    inputs = weight.shape[0 if form.kind is Conv1D else 1]
-                    found += [matrix[:, :inputs].view_as(weight) if form.kind is not Conv1D else matrix[:, :inputs].t()]
-                    found += [None if bias is None else matrix[:, inputs]]
+                    bias = parameters[len(found) + 1]
+                    d_weight = matrix if bias is None else matrix[:, :-8]
+                    found.append(d_weight.t() if form.kind is Conv1D else d_weight)
+                    found.append(None if bias is None else matrix[:, -8])
         found += [None] * (len(parameters) - len(found))
         grads = [d if needed else None for d, needed in zip(found, wanted, strict=True)]
         return dx_Th, d_weights_A[row_TK], None, None, None, None, *grads
@@ -146,13 +144,11 @@ def _matrices(form: PlainFFN, parameters: Sequence[Any], N: int, dtype: torch.dt
         weight_oi = (weight.t() if form.kind is Conv1D else weight).to(dtype)
         return weight_oi if bias is None else torch.cat([weight_oi, F.pad(bias.to(dtype).unsqueeze(1), (0, 7))], 1)
 
-    def stacked(begin: int, end: int) -> torch.Tensor:
-        starts = range(0, len(parameters), each)
-        return torch.stack([
-            torch.cat([matrix(*parameters[start + p : start + p + 2]) for p in range(begin, end, 2)]) for start in starts
-        ])  # fmt: skip
+    def layers(start: int, end: int) -> torch.Tensor:
+        return torch.cat([matrix(*parameters[number : number + 2]) for number in range(start, end, 2)])
 
-    return [stacked(0, last), stacked(last, each)]
+    starts = range(0, len(parameters), each)
+    return [torch.stack([layers(start + a, start + b) for start in starts]) for a, b in ((0, last), (last, each))]
 
 
 def _inputs(x_Ai: torch.Tensor, matrices_Noi: torch.Tensor) -> torch.Tensor:
@@ -176,7 +172,8 @@ def _inner_backward(
     """The gradient of `hidden_AF`, the weighted inputs of the last layer for the gradient of its matrix, and the
     gradient of the weights."""
     hidden_AF, d_product_Aj = (torch.where(has_expert_A1, one, 0) for one in (hidden_AF, d_product_Aj))
-    product_Aj, pull_back = torch.func.vjp(lambda h: _inputs(form.inner(activation, h), out_Nhj), hidden_AF)
+    inner: Any = torch.func.vjp(lambda hidden: _inputs(form.inner(activation, hidden), out_Nhj), hidden_AF)
+    product_Aj, pull_back = inner
     (d_hidden_AF,) = pull_back((d_product_Aj * weights_A1).to(product_Aj.dtype))
     weighted_Aj = torch.where(has_expert_A1, product_Aj * weights_A1, 0).to(product_Aj.dtype)
     return d_hidden_AF, weighted_Aj, (product_Aj * d_product_Aj.to(weights_A1.dtype)).sum(-1)

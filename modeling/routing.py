@@ -175,10 +175,10 @@ def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]]) ->
 
 
 class ConditionalGate(Scores):
-    """Conditional routing (Elbayad et al. 2022): expert 0 is shared by all tokens, and a gate weighs the routed experts
-    1..N-1 for each token. `w x`, `[T, h] -> [T, 1]`; its sigmoid is the share of the routed experts in a token's output.
+    """Conditional routing (Elbayad et al. 2022): all tokens share expert 0, and the gate weighs the routed experts.
 
-    Starts at zero: one half.
+    `w x`, `[T, h] -> [T, 1]`; its sigmoid is the share of the routed experts in a token's output. Starts at zero: one
+    half.
     """
 
 

@@ -127,9 +127,12 @@ def test_frozen_experts_get_no_gradient(way, frozen):
 @needs_grouped_mm
 def test_frozen_experts_cost_a_grouped_product_neither_time_nor_memory(monkeypatch):
     ends, product = [], F.grouped_mm
-    monkeypatch.setattr(
-        F, "grouped_mm", lambda a, b, offs: ends.append((b.dim(), len(offs))) or product(a, b, offs=offs)
-    )
+
+    def counted(a, b, *, offs):
+        ends.append((b.dim(), len(offs)))
+        return product(a, b, offs=offs)
+
+    monkeypatch.setattr(F, "grouped_mm", counted)
     experts = build(num_experts=4).experts
     experts[:3].requires_grad_(False)
     x, weights, index = drawn(23, 2, 4)
@@ -402,16 +405,13 @@ def test_transforms_of_functions_and_copies_go_on():
 def test_fused_functions_compile_and_give_what_their_code_gives(monkeypatch):
     """As on a GPU with large tensors."""
     experts = build("gated", 4, dtype=torch.bfloat16).experts
-    compiled = {name: torch.compile(getattr(grouped_experts, name).__wrapped__, dynamic=True, backend="aot_eager",
-                                    fullgraph=True) for name in ("_inner", "_inner_backward", "_sum_of_rows")}  # fmt: skip
-    for name, function in compiled.items():
-        monkeypatch.setattr(grouped_experts, name, function)
+    places = [(grouped_experts, name) for name in ("_inner", "_inner_backward", "_sum_of_rows")]
+    for module, name in [*places, (dispatch_module, "_weighted_sum")]:
+        function = getattr(module, name).__wrapped__
+        compiled = torch.compile(function, dynamic=True, backend="aot_eager", fullgraph=True)
+        monkeypatch.setattr(module, name, compiled)
     for T in (23, 70):
         assert_is_the_definition(grouped, experts, *drawn(T, 2, 4, torch.bfloat16))
-    weighted = torch.compile(
-        dispatch_module._weighted_sum.__wrapped__, dynamic=True, backend="aot_eager", fullgraph=True
-    )
-    monkeypatch.setattr(dispatch_module, "_weighted_sum", weighted)
     assert_is_the_definition(in_all, experts, *drawn(23, 2, 4, torch.bfloat16))
 
 

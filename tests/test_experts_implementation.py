@@ -101,4 +101,4 @@ def test_a_checkpoint_without_the_package_takes_it(saved):
         "    found.append(model.eval()(torch.arange(3, 27).view(2, 12)).logits)\n"
         "    print(model.config._experts_implementation, (found[-1] - found[0]).abs().max().item() < 1e-5)\n"
     )
-    assert run_fresh(code).split() == [word for name in NAMES for word in (name, "True")]
+    assert run_fresh(code).split() == [word for name in NAMES for word in (str(RUNS[name][0]), "True")]
