@@ -6,7 +6,7 @@ adds it: with `takes_residual` it gets zeros, and the caller adds the residual o
 
 There are three ways, chosen from shapes and modules alone:
 
-- `run_all`: every expert on every token, where a token takes all experts (N <= K), and for few tokens on an accelerator.
+- `run_all`: every expert on every token, where a token takes all experts (N <= K), and for few tokens on a GPU.
   Nothing is sorted or read on the host, and expert 0 runs with the dense layer's shapes.
 - `run_grouped` (`grouped_experts.py`): all experts in one grouped product, where torch has the kernel.
 - `run_in_turn`: each expert on its own tokens, as the module that it is.

@@ -53,7 +53,8 @@ def can_group(form: PlainFFN, experts: nn.ModuleList, x: torch.Tensor) -> bool:
     """Whether torch groups products of these sizes and types, and nothing (an adapter, a quantised layer, a hook)
     stands in a layer's place."""
     layers: list[Any] = [layer for expert in experts for layer in form.layers(expert)]
-    weights, dtype = [layer.weight for layer in layers if type(layer) is form.kind], _computed_dtype(x)
+    weights: list[Any] = [layer.weight for layer in layers if type(layer) is form.kind]
+    dtype = _computed_dtype(x)
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in (*experts, *layers))
     if hooked or len(weights) < len(layers) or not hasattr(F, "grouped_mm") or dtype == torch.float64:
         return False
