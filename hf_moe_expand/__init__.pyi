@@ -1,6 +1,7 @@
 from .analysis.calibration import calibrate_join as calibrate_join
 from .analysis.calibration import join_calibrated as join_calibrated
 from .analysis.deviation import measure_deviation as measure_deviation
+from .analysis.gating import fit_gates as fit_gates
 from .analysis.routing import measure_routing as measure_routing
 from .analysis.separability import measure_separability as measure_separability
 from .analysis.similarity import measure_similarity as measure_similarity

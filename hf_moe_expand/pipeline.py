@@ -27,12 +27,16 @@ from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilar
 from .steps.base import Checks, Done, Round, Step, check_pairs
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
+from .steps.gates import GatesStep
 from .steps.join import JoinPacks
 from .steps.plan import MakePlan
 from .steps.stage import GraftStep, StageStep, TrainStep
 from .steps.write import WriteOldText
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
+
+
+_KINDS: dict[str, type[StageStep]] = {"graft": GraftStep, "gates": GatesStep}
 
 
 def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
@@ -51,7 +55,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
         if expansion.joins:
             models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
-            kind: type[StageStep] = TrainStep if isinstance(stage, TrainingStage) else GraftStep
+            kind: type[StageStep] = TrainStep if isinstance(stage, TrainingStage) else _KINDS[stage.key]
             steps.append(kind(work, stage, settings, steps[-1].output))
             if not lifelong:
                 models[stage.participle] = str(steps[-1].output)

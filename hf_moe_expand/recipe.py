@@ -114,6 +114,10 @@ class Recipe(Expansion):
     new: Sources = Field({}, description="language: training text, of the languages to be learned")
     old: Sources = Field({}, description="language: training text, of languages that the base is good at")
     test: Sources = Field({}, description="language: held-out text; without any, nothing is evaluated")
+    anchors: Sources = Field(
+        {},
+        description="language: text of languages that are not new, for `gates`; by default the package's own sentences",
+    )
     revision: Annotated[Text | None, Field(description="revision of a base on the hub")] = None
     seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
     expansions: list[Expansion] = Field(
@@ -135,6 +139,11 @@ class Recipe(Expansion):
         known = dict.fromkeys(self.old_languages, "")
         if both := sorted(set(self.old) & set(self.written_sources)):
             raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
+        for code in self.anchors:
+            with at("anchors"):
+                check_language_code(code)
+        if self.anchors and not any(expansion.has("gates") for expansion in self.rounds):
+            raise InputError("anchors: are read by the stage `gates` alone: add `gates: {}`, or leave them out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
         for number, expansion in enumerate(self.rounds, start=1):
@@ -248,7 +257,7 @@ class Recipe(Expansion):
         for key in ("base", "output"):
             if isinstance(mapping.get(key), str):
                 mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)
-        for kind in ("old", "new", "test"):
+        for kind in ("old", "new", "test", "anchors"):
             fill_sources(mapping, kind, str(path), unset_ok)
         fill_stages(mapping, _STAGES, str(path), unset_ok)
         fill_packs(mapping, str(path), unset_ok)
@@ -284,7 +293,13 @@ class Recipe(Expansion):
     @property
     def training_sources(self) -> dict[str, LanguageText]:
         """Training text of each language, old and new."""
-        return {text.language: text for key, text in self.keyed_sources() if not key.startswith("test.")}
+        held = ("test.", "anchors.")
+        return {text.language: text for key, text in self.keyed_sources() if not key.startswith(held)}
+
+    @property
+    def anchor_sources(self) -> dict[str, LanguageText]:
+        """Text of each language that is given as an anchor."""
+        return {code: LanguageText(code, source) for code, source in self.anchors.items()}
 
     @property
     def test_sources(self) -> dict[str, LanguageText]:
@@ -295,7 +310,7 @@ class Recipe(Expansion):
         """Every text, with its key in the recipe."""
         parts = {"old": self.old}
         parts |= {f"expansions[{i}].new": e.new for i, e in enumerate(self.expansions)} or {"new": self.new}
-        for part, sources in {**parts, "test": self.test}.items():
+        for part, sources in {**parts, "test": self.test, "anchors": self.anchors}.items():
             yield from ((f"{part}.{code}", LanguageText(code, source)) for code, source in sources.items())
 
 

@@ -77,6 +77,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
         lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
         "a number above 0",
     ),
+    "list": (lambda value: isinstance(value, list), "a list"),
     "object": (lambda value: isinstance(value, Mapping), "an object"),
 }
 
@@ -148,6 +149,7 @@ class ExpansionRecord(_Record):
         pack: name of the language pack that brought the expansion into a joined model.
         router_scale: factor of the pack's router, from a calibration.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
+        gate_languages: the languages that fitted gates tell apart, by class.
         seed: random seed of routers and random experts.
         expert_init: how a first expansion's experts started: `copy`, `random` or `branches`.
         branches: models that became the experts (Branch-Train-Mix).
@@ -169,6 +171,7 @@ class ExpansionRecord(_Record):
     pack: str | None = _field("text")
     router_scale: float | None = _field("number")
     prefix_gate: dict[str, Any] | None = _field("object")
+    gate_languages: list[Any] | None = _field("list")
     seed: int | None = _field("whole")
     expert_init: str | None = _field("text")
     branches: list[str] | None = _field("texts")

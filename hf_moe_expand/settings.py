@@ -84,6 +84,30 @@ class JoinSettings:
 
 
 @settings
+class GateSettings:
+    """How gates that send home what they do not recognise are fitted."""
+
+    unseen_share: Annotated[
+        Annotated[float, Field(gt=0, lt=1)],
+        Field(description="most tokens of a language that a gate has not seen that may go to new experts, as a share"),
+    ] = 0.01
+    tokens: Annotated[
+        Annotated[Whole, Field(ge=100)], Field(description="tokens of each of the model's languages to fit on")
+    ] = 1600
+    anchor_tokens: Annotated[
+        Annotated[Whole, Field(ge=100)], Field(description="tokens of each anchor language to fit on")
+    ] = 400
+    decay: Annotated[
+        Annotated[float, Field(gt=0, le=1)], Field(description="factor of the evidence so far from token to token")
+    ] = 0.95
+    bound: Annotated[Positive, Field(description="most evidence of one token, in nats")] = 2.0
+    state_free: Annotated[
+        Flag,
+        Field(description="judge each token by itself, for servers that keep no evidence beside the cache (vLLM)"),
+    ] = False
+
+
+@settings
 class EvaluationSettings:
     """How held-out text is scored."""
 

@@ -46,6 +46,7 @@ class ExpandedFFN(nn.Module):
         prefix_rule: how the model's prefix gates judge; None if classifiers judge single tokens.
         packs: number of expansions of each language pack.
         config: the model's configuration, whose `experts_implementation` says how the experts run.
+        gate_languages: number of languages of each class, where the classifier is a gate that tells languages apart.
 
     Attributes:
         experts_of_class: number of experts before any expansion (1), and after each expansion.
@@ -67,6 +68,7 @@ class ExpandedFFN(nn.Module):
         prefix_rule: PrefixRule | None = None,
         packs: Sequence[int] = (),
         config: Any = None,
+        gate_languages: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         others = range(1, num_experts)
@@ -76,7 +78,8 @@ class ExpandedFFN(nn.Module):
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.experts_of_classes = experts_of_classes(self.experts_of_class, packs)
-        self.classifier = Classifier(hidden_size, len(self.experts_of_class)) if has_classifier else None
+        classes = len(self.experts_of_class)
+        self.classifier = Classifier(hidden_size, classes, gate_languages) if has_classifier else None
         self.conditional_gate = ConditionalGate(hidden_size, 1) if conditional else None
         self.prefix_rule = prefix_rule
         self.top_k = min(top_k, num_experts - conditional)

@@ -82,6 +82,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         config = self.config  # type: ignore[attr-defined]
         control = RoutingControl()
         rule = PrefixRule.of(config)
+        known = getattr(config, "gate_languages", None)
+        gate_languages = None if known is None else [len(codes) for codes in known]
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
         if any(config.num_experts_per_layer[index] > 1 for index in mixtures):
@@ -103,7 +105,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 expanded = ExpandedFFN(
                     ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
                     earlier, config.conditional_routing, partial(_new_expert, config, index), rule,
-                    getattr(config, "packs", None) or (), config,
+                    getattr(config, "packs", None) or (), config, gate_languages,
                 )  # fmt: skip
                 parent, attribute = ffn.place.rsplit(".", 1)
                 layer = self.get_submodule(parent)  # type: ignore[attr-defined]
@@ -170,7 +172,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         if isinstance(module, Router):
             init_router(module.weight)
         elif isinstance(module, Classifier | ConditionalGate | LoraB):
-            init.zeros_(module.weight)
+            for parameter in module.parameters():
+                init.zeros_(parameter)
         elif isinstance(module, LoraA):
             init_lora_a(module.weight)
         else:

@@ -98,7 +98,28 @@ class Router(Scores):
 
 class Classifier(Scores):
     """`x W_c`, `[T, h] -> [T, C]`. Starts at zero: ties leave the choice to the router, so that an untrained classifier
-    has no effect."""
+    has no effect.
+
+    A gate that was fitted to tell R languages apart has a row and a bias for each, in the order of their classes. A
+    class's logit is `logsumexp` over its languages: the class's log-odds against another one are then those of its
+    languages together, and a text in a language that no row knows goes to the class whose languages are more like it.
+
+    Args:
+        languages: number of languages of each class of such a gate.
+    """
+
+    def __init__(self, hidden_size: int, outputs: int, languages: Sequence[int] | None = None) -> None:
+        super().__init__(hidden_size, sum(languages or [outputs]))
+        self.languages = None if languages is None else list(languages)
+        if languages is not None:
+            self.bias = nn.Parameter(torch.empty(sum(languages)))
+
+    def forward(self, x_Th: torch.Tensor) -> torch.Tensor:
+        logits_TR = super().forward(x_Th)
+        if self.languages is None:
+            return logits_TR
+        of_classes = (logits_TR + self.bias.float()).split(self.languages, -1)
+        return torch.stack([logits.logsumexp(-1) for logits in of_classes], -1)
 
 
 def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = None) -> None:

@@ -30,6 +30,8 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
         if number == 1:
             known = dict.fromkeys(expansion["old_languages"], 0)
         known |= dict.fromkeys(expansion["new_languages"], number)
+    for number, of_class in enumerate(getattr(config, "gate_languages", None) or []):
+        known = dict.fromkeys(of_class, number) | known
     for code in codes:
         if code is not None and code not in known:
             raise ValueError(

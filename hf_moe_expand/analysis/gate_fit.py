@@ -1,70 +1,376 @@
-"""Fits the prefix gates of a joined model on text, without a gradient: which pack's language, or the base's, it is.
+"""Fits gates that know what is not a new language: softmax regression over languages, on frozen hidden states.
 
-No pack's router has seen the other packs' languages. A linear map of each layer's FFN input tells the classes apart:
-with `y` the indicator of a token's class, ridge regression gives
+A gate of layer l reads the FFN's input x. It has a row w_c and a bias b_c for each language c,
 
-    W = argmin  mean |W x - y|^2 + lambda |W|^2,    lambda = 0.01 * mean |x|^2 / h,
+    W, b = argmin  mean over languages of mean over tokens of  - log softmax(W x + b)[language]  +  lambda / 2 |W|^2
 
-the means over classes that count alike, and languages that count alike in their class. `W x` estimates each class's
-probability, and the gate's logits are `8 W x`: about +-4 nats of log-odds around one half.
+(x standardised, lambda = 0.003; convex, so that the start does not matter). A token is evidence for class g, the
+languages of expansion g, against class 0, the languages that stay home,
 
-Shape suffixes: T tokens, h hidden size, C classes.
+    e[g] = logsumexp over c in g (w_c x + b_c) - logsumexp over c in 0 (w_c x + b_c) - bias,
+
+which a prefix gate bounds and adds up along the text (`modeling/prefix_gate.py`). Class 0 holds the languages of the
+base's own text and *anchors*, a little text of many languages that nobody trains on: a text in a language that no row
+knows is then more like one of many than like the few new ones, and goes home.
+
+The bias keeps a promise: anchors are left out of the fit in turn, a third of them at a time, and on average at most
+`unseen_share` of the tokens of a language that the gate has not seen may go to new experts.
+
+Shape suffixes: T tokens, h hidden size, R languages, C classes, E = C - 1, M texts, S tokens of a text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from ..models import longest_block
-from ..records import History
+from ..checkpoint.gates import Gates
+from ..errors import InputError
+from ..modeling.prefix_gate import PrefixRule, running_sums
+from .gate_text import Example, held_out
 from .similarity import ffn_inputs, padded_batches
 
-RIDGE = 0.01
-SLOPE = 8.0
-_BLOCK, _BATCH = 256, 8
+PENALTY = 0.003
+ITERATIONS = 30
+FOLDS = 3
+POSITIONS = (8, 32, 128)
+# A language that takes more than this part of all that unseen languages take is named and left out of the promise.
+_OF_ALL, _MOST_NAMED = 0.5, 0.1
+_WIDEST = 16.0  # nats
+_BYTES = 2**31  # hidden states that are held at once
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """Where tokens go by fitted gates: shares of tokens that new experts take, means over the layers.
+
+    Attributes:
+        unseen_share: the promise.
+        unseen: each anchor language, when it is left out of the fit.
+        named: anchor languages outside the promise, each with the new language that it is taken for.
+        new: each new language, on text that is left out of the fit, after the first tokens of `POSITIONS`; key 0: all.
+        home: the base's own languages, on their text.
+        by_layer: for each layer, the share of the new languages' tokens, and of unseen languages' tokens.
+        doubts: languages most of whose text the gates take for another one.
+    """
+
+    unseen_share: float
+    unseen: dict[str, float]
+    named: dict[str, str]
+    new: dict[str, dict[int, float]]
+    home: dict[str, float]
+    by_layer: dict[int, tuple[float, float]]
+    doubts: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """The lines that the command line prints."""
+        shown = [code for code in self.unseen if code not in self.named]
+        worst = sorted(shown, key=lambda code: -self.unseen[code])[:3]
+        mean = sum(self.unseen[code] for code in shown) / max(len(shown), 1)
+        lines = [
+            f"unseen languages   {100 * mean:.1f} % of their tokens go to new experts, left out of the fit in turn "
+            f"({len(shown)} languages; most: {', '.join(f'{code} {100 * self.unseen[code]:.1f} %' for code in worst)})"
+        ]
+        lines += [
+            f"{code:<18} is taken for {other}: {100 * self.unseen[code]:.0f} % of its tokens went to new experts when "
+            "the gates had not seen it; outside the promise"
+            for code, other in self.named.items()
+        ]
+        if self.home:
+            said = ", ".join(f"{code} {100 * share:.1f} %" for code, share in self.home.items())
+            lines.append(f"old languages      {said} of their tokens go to new experts")
+        for code, shares in self.new.items():
+            said = ", ".join(f"of the first {n}: {100 * share:.0f} %" for n, share in shares.items() if n)
+            lines.append(f"{code:<18} {100 * shares[0]:.0f} % of its tokens go to new experts ({said})")
+        lines += [f"{code:<18} its text looks like {other}: check it" for code, other in self.doubts.items()]
+        return lines
 
 
 @torch.no_grad()
-def fit_gates(model: Any, ids: Mapping[str, list[int]]) -> dict[int, torch.Tensor]:
-    """The rows of a gate in each expanded layer, `[C - 1, h]` float32: the log-odds of each class against class 0.
+def fit_rows(
+    model: Any,
+    examples: Mapping[str, Sequence[Example]],
+    classes: Mapping[str, int],
+    anchors: Sequence[str],
+    *,
+    layers: Sequence[int] | None = None,
+    rule: PrefixRule | None,
+    unseen_share: float = 0.01,
+) -> tuple[Gates, GateReport]:
+    """Gates of a model's expanded layers (all layers of a dense one), and where they send tokens.
 
-    The text of each language is read with the experts of its class alone, as it will be once the gates decide.
+    Text of class 0 is read by the base's experts alone. Text of class g is read twice, by the base's and by those of
+    expansion g: until a gate is sure, the layers before it run the base.
 
     Args:
-        model: joined model.
-        ids: tokens of languages of the model: at least one of the base's, and one of each expansion's.
+        examples: text of each language.
+        classes: the class of each language; 0 for anchors too.
+        anchors: the languages that are left out of the fit in turn.
+        rule: None fits gates that judge single tokens.
+
+    Raises:
+        InputError: no bias keeps the promise and lets new text pass.
     """
     model.eval()
-    classes = History.of(model.config).classes
-    present = [classes[code] for code in ids]
-    layers, hidden = list(model.expanded_ffns()), model.config.hidden_size
-    squares = {layer: torch.zeros(hidden, hidden, dtype=torch.float64) for layer in layers}
-    sums = {layer: torch.zeros(max(present) + 1, hidden, dtype=torch.float64) for layer in layers}
-    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    count = len(set(present))
-    for code, tokens in tqdm(ids.items(), desc="fit gates", unit="language"):
-        number = classes[code]
-        weight = 1 / (count * present.count(number) * len(tokens))
-        mask: Any = None
+    if layers is None:
+        expanded = getattr(model, "expanded_ffns", None)
+        layers = list(expanded()) if expanded else range(model.config.get_text_config(decoder=True).num_hidden_layers)
+    order = sorted(examples, key=lambda code: classes[code])  # rows by class
+    count = max(classes.values()) + 1
+    fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
+    scored = {code: held_out(examples[code])[1] for code in order if classes[code]}
+    fit = _Fit(order, [classes[code] for code in order], count, list(anchors), rule, unseen_share)
+    tokens = sum(len(e.ids) * (1 + bool(classes[code])) for code in order for e in examples[code])
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    at_once = max(1, int(_BYTES / (4 * tokens * hidden)))
+    found: dict[int, _OfLayer] = {}
+    with tqdm(total=len(layers), desc="fit gates", unit="layer") as bar:
+        for start in range(0, len(layers), at_once):
+            chosen = layers[start : start + at_once]
+            home = {code: _states(model, fitted[code], chosen, _at_home(model)) for code in order}
+            own = {code: _states(model, fitted[code], chosen, _told(model, code)) for code in scored}
+            shown = {code: _states(model, scored[code], chosen, _told(model, code)) for code in scored}
+            for layer in chosen:
+                texts = {code: _Text(fitted[code], home[code].pop(layer)) for code in order}
+                also = {code: _Text(fitted[code], own[code].pop(layer)) for code in scored}
+                held = {code: _Text(scored[code], shown[code].pop(layer)) for code in scored}
+                found[layer] = fit.layer(texts, also, held)
+                bar.update()
+    languages = [[code for code in order if classes[code] == number] for number in range(count)]
+    gates = Gates(languages, {layer: (one.weight_Rh, one.bias_R) for layer, one in found.items()}, rule)
+    return gates, _report(found, fit, unseen_share)
 
-        def receive(layer: int, states: torch.Tensor, number: int = number, weight: float = weight) -> None:
-            if layer in squares:
-                x_Th = states.flatten(0, -2)[mask.flatten()].double().cpu()  # noqa: B023 the present batch's
-                squares[layer] += weight * x_Th.T @ x_Th
-                sums[layer][number] += weight * x_Th.sum(0)
 
-        blocks = [tokens[start : start + block] for start in range(0, len(tokens), block)]
-        with ffn_inputs(model, receive), model.use_languages(code):
-            for batch in padded_batches(blocks, _BATCH):
-                given = {name: value.to(model.device) for name, value in batch.items()}
-                mask = given["attention_mask"].bool()
-                model(**given, use_cache=False)
-    return {layer: _rows(squares[layer], sums[layer]) for layer in layers}
+@dataclass(frozen=True)
+class _Text:
+    """A language's texts in one layer: `states` has the tokens of all examples, one after the other."""
+
+    examples: Sequence[Example]
+    states_Th: torch.Tensor
+
+    @property
+    def own_T(self) -> torch.Tensor:
+        own = [e.start <= place < e.end for e in self.examples for place in range(len(e.ids))]
+        return torch.tensor(own, device=self.states_Th.device)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(example.ids) for example in self.examples]
 
 
-def _rows(square_hh: torch.Tensor, sums_Ch: torch.Tensor) -> torch.Tensor:
-    ridge = RIDGE * square_hh.diagonal().mean()
-    weight_Ch = torch.linalg.solve(square_hh + ridge * torch.eye(len(square_hh), dtype=torch.float64), sums_Ch.T).T
-    return (SLOPE * (weight_Ch[1:] - weight_Ch[:1])).float()
+@dataclass(frozen=True)
+class _OfLayer:
+    weight_Rh: torch.Tensor
+    bias_R: torch.Tensor
+    unseen: dict[str, float]
+    home: dict[str, float]
+    new: dict[str, dict[int, float]]
+    taken_for: dict[str, str]  # by language, the language whose row its text gets most
+    nearest: dict[str, str]  # by anchor, the new language that its text is most like when it is left out
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What the fits of all layers share; `classes` are those of the languages in `order`."""
+
+    order: list[str]
+    classes: list[int]
+    count: int
+    anchors: list[str]
+    rule: PrefixRule | None
+    unseen_share: float
+
+    def layer(self, texts: Mapping[str, _Text], also: Mapping[str, _Text], held: Mapping[str, _Text]) -> _OfLayer:
+        """The gate of one layer.
+
+        Args:
+            texts: each language's text, read by the base; also: new languages' text, read by their experts; held: new
+            languages' text that is left out of the fit, read by their experts.
+        """
+        parts = {code: [text.states_Th[text.own_T] for text in (texts[code], also.get(code)) if text] for code in texts}
+        folds = [self.anchors[start::FOLDS] for start in range(FOLDS)]
+        evidence: dict[str, torch.Tensor] = {}
+        nearest: dict[str, str] = {}
+        for fold in filter(None, folds):
+            kept = [(code, n) for code, n in zip(self.order, self.classes, strict=True) if code not in fold]
+            weight, bias = self._regression({code: parts[code] for code, _ in kept})
+            for code in fold:
+                evidence[code] = self._evidence(texts[code], weight, bias, [number for _, number in kept])
+                new = [row for row, (_, number) in enumerate(kept) if number]
+                nearest[code] = kept[new[int(self._logits(texts[code], weight, bias)[:, new].mean(0).argmax())]][0]
+        weight, bias = self._regression(parts)
+        shift, unseen = self._bias(evidence, texts)
+        bias = bias - shift * torch.tensor(self.classes, device=bias.device).gt(0)
+
+        def shares(text: _Text) -> dict[int, float]:
+            return self._called_new(self._evidence(text, weight, bias, self.classes), text, 0.0)
+
+        home = [code for code, number in zip(self.order, self.classes, strict=True) if not number]
+        return _OfLayer(
+            weight.cpu(), bias.cpu(), unseen,
+            {code: shares(texts[code])[0] for code in home if code not in self.anchors},
+            {code: shares(text) for code, text in held.items()},
+            {code: self._taken_for(text, weight, bias) for code, text in texts.items()}, nearest,
+        )  # fmt: skip
+
+    def _regression(self, parts: Mapping[str, Sequence[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[R, h]` and `[R]`: the rows of the languages in `parts`, in their order."""
+        x_Th = torch.cat([states for of_language in parts.values() for states in of_language]).float()
+        of_T = [(row, len(s), len(of)) for row, of in enumerate(parts.values()) for s in of]
+        row_T = torch.cat([torch.full((size,), row) for row, size, _ in of_T]).to(x_Th.device)
+        # Languages count alike, and each reading of a language's text.
+        share_T = torch.cat([torch.full((size,), 1 / (size * readings)) for _, size, readings in of_T]).to(x_Th.device)
+        return softmax_regression(x_Th, row_T, share_T / len(parts), len(parts))
+
+    def _evidence(self, text: _Text, weight: torch.Tensor, bias: torch.Tensor, classes: Sequence[int]) -> torch.Tensor:
+        """`[T, E]`: each token's log-odds of each class against class 0."""
+        logits_TR = text.states_Th.float() @ weight.T + bias
+        numbers = torch.tensor(classes, device=bias.device)
+        of_classes = [logits_TR[:, numbers == number].logsumexp(-1) for number in range(self.count)]
+        return torch.stack(of_classes[1:], -1) - of_classes[0].unsqueeze(-1)
+
+    def _called_new(self, evidence_TE: torch.Tensor, text: _Text, bias: float) -> dict[int, float]:
+        """The share of a language's own tokens that new experts take: of all (key 0), and of each text's first ones."""
+        lengths = text.lengths
+        raw_MSE = pad_sequence(list((evidence_TE - bias).split(lengths)), batch_first=True)
+        own_MS = pad_sequence(list(text.own_T.split(lengths)), batch_first=True)
+        if self.rule is not None:
+            bounded_MSE = self.rule.bound * (raw_MSE / self.rule.bound).tanh()  # padding stands behind the text
+            raw_MSE = running_sums(bounded_MSE, torch.full_like(raw_MSE[..., 0], self.rule.decay))
+        new_MS = (raw_MSE > 0).any(-1) & own_MS
+        place_MS = own_MS.cumsum(1)
+        found = {0: float(new_MS.sum() / own_MS.sum())}
+        return found | {
+            n: float((new_MS & (place_MS <= n)).sum() / (own_MS & (place_MS <= n)).sum()) for n in POSITIONS
+        }
+
+    def _bias(self, evidence: Mapping[str, torch.Tensor], texts: Mapping[str, _Text]) -> tuple[float, dict[str, float]]:
+        """The smallest bias that keeps the promise, to a hundredth of a nat, and each language's share at it.
+
+        A language that takes most of what all take is left out: it is a near relative of a new one."""
+        named: list[str] = []
+
+        def shares(bias: float) -> dict[str, float]:
+            return {code: self._called_new(found, texts[code], bias)[0] for code, found in evidence.items()}
+
+        while True:
+            low, high = -_WIDEST, _WIDEST
+            while high - low > 0.01:
+                middle = (low + high) / 2
+                of_promise = [share for code, share in shares(middle).items() if code not in named]
+                kept = sum(of_promise) <= self.unseen_share * len(of_promise)
+                low, high = (low, middle) if kept else (middle, high)
+            found = shares(high)
+            rest = {code: share for code, share in found.items() if code not in named}
+            most = max(rest, key=rest.__getitem__, default="")
+            if len(named) + 1 > _MOST_NAMED * len(found) or rest[most] <= _OF_ALL * sum(rest.values()):
+                return high, found
+            named.append(most)
+
+    @staticmethod
+    def _logits(text: _Text, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return text.states_Th[text.own_T].float() @ weight.T + bias
+
+    def _taken_for(self, text: _Text, weight: torch.Tensor, bias: torch.Tensor) -> str:
+        best_T = self._logits(text, weight, bias).argmax(-1)
+        return self.order[int(best_T.bincount(minlength=len(self.order)).argmax())]
+
+
+def softmax_regression(
+    x_Th: torch.Tensor, row_T: torch.Tensor, share_T: torch.Tensor, rows: int, penalty: float = PENALTY
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[R, h]` and `[R]`: the weights and biases that tell `row_T` from `x_Th`, each token with its share.
+
+    Args:
+        penalty: of the squared weights of standardised features.
+    """
+    mean_h = (share_T[:, None] * x_Th).sum(0)
+    scale_h = (share_T[:, None] * (x_Th - mean_h).square()).sum(0).sqrt()
+    scale_h = scale_h.clamp(min=1e-3 * float(scale_h.max()) + 1e-12)
+    x_Th = (x_Th - mean_h) / scale_h
+    with torch.enable_grad():
+        weight_Rh = torch.zeros(rows, x_Th.shape[1], device=x_Th.device, requires_grad=True)
+        bias_R = torch.zeros(rows, device=x_Th.device, requires_grad=True)
+        options: Any = {"max_iter": ITERATIONS, "history_size": 10, "line_search_fn": "strong_wolfe"}
+        fit = torch.optim.LBFGS([weight_Rh, bias_R], **options)
+
+        def loss() -> torch.Tensor:
+            fit.zero_grad()
+            of_tokens = F.cross_entropy(F.linear(x_Th, weight_Rh, bias_R), row_T, reduction="none")
+            total = (of_tokens * share_T).sum() + penalty / 2 * weight_Rh.square().sum()
+            total.backward()
+            return total
+
+        fit.step(loss)  # type: ignore[arg-type]
+    weight_Rh = weight_Rh.detach() / scale_h
+    return weight_Rh, bias_R.detach() - weight_Rh @ mean_h
+
+
+def _states(
+    model: Any, examples: Sequence[Example], layers: Sequence[int], told: AbstractContextManager
+) -> dict[int, torch.Tensor]:
+    """By layer, `[T, h]`: the inputs of the FFN at all tokens of the examples, in order."""
+    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+    mask: Any = None
+
+    def receive(layer: int, states: torch.Tensor) -> None:
+        if layer in found:
+            found[layer].append(states.flatten(0, -2)[mask.flatten()])
+
+    base = getattr(model, "base_model", model)
+    with ffn_inputs(model, receive), told:
+        for batch in padded_batches([example.ids for example in examples], _BATCH):
+            given = {name: value.to(model.device) for name, value in batch.items()}
+            mask = given["attention_mask"].bool()
+            base(**given, use_cache=False)
+    return {layer: torch.cat(states) for layer, states in found.items()}
+
+
+def _at_home(model: Any) -> AbstractContextManager:
+    return model.use_expert(0) if hasattr(model, "use_expert") else torch.no_grad()
+
+
+def _told(model: Any, code: str) -> AbstractContextManager:
+    return model.use_languages(code) if hasattr(model, "use_languages") else torch.no_grad()
+
+
+def _report(found: Mapping[int, _OfLayer], fit: _Fit, unseen_share: float) -> GateReport:
+    layers = list(found.values())
+
+    def mean(shares: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+        return {key: sum(share[key] for share in shares) / len(shares) for key in shares[0]}
+
+    unseen = mean([layer.unseen for layer in layers])
+    new = {code: mean([layer.new[code] for layer in layers]) for code in layers[0].new}
+    passing = max(shares[0] for shares in new.values())
+    if passing < 0.1:
+        raise InputError(
+            f"gates: no bias keeps unseen_share {unseen_share:g} and lets new text pass: with it {100 * passing:.1f} % "
+            "of a new language's tokens reach new experts, at most. Raise unseen_share, or give more text of the new "
+            "languages; the base may not tell them from its own."
+        )
+    named = {
+        code: max(new, key=lambda other: sum(layer.nearest[code] == other for layer in layers))
+        for code, share in unseen.items()
+        if share > 10 * unseen_share
+    }
+    doubts = {}
+    for code in fit.order:
+        others = [layer.taken_for[code] for layer in layers]
+        most = max(set(others), key=others.count)
+        if most != code and others.count(most) > len(others) / 2:
+            doubts[code] = most
+    by_layer = {
+        number: (
+            sum(shares[0] for shares in layer.new.values()) / len(layer.new),
+            sum(layer.unseen.values()) / max(len(layer.unseen), 1),
+        )
+        for number, layer in found.items()
+    }
+    return GateReport(unseen_share, unseen, named, new, mean([layer.home for layer in layers]), by_layer, doubts)

@@ -128,6 +128,7 @@ _OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "classifier_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
     "packs": (_list_of(_is_count), "a list of numbers of expansions"),
     "prefix_gate": (lambda value: isinstance(value, dict), "an object with decay, bound and reach"),
+    "gate_languages": (_list_of(_list_of(_is_text)), "a list of languages for each class"),
     "router_top_k": (_is_count, "a whole number of at least 1"),
     "language_groups": (_list_of(_list_of(_is_text)), "a list of groups of languages"),
     "conditional_routing": (lambda value: isinstance(value, bool), "true or false"),

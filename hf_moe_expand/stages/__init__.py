@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .base import Stage, TrainingStage
 
 # The stages of a recipe, in the order in which they run; each recipe runs those of its kind of model.
-ROAD = ("post_pretrain", "group", "joint", "graft", "review")
+ROAD = ("post_pretrain", "group", "joint", "graft", "gates", "review")
 BESIDE = ("adapt", "dense")
 
 

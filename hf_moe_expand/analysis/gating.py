@@ -1,0 +1,135 @@
+"""Fits the gates of an expanded checkpoint: home unless recognised."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..anchors import shipped_anchors
+from ..checkpoint.gates import Gates, check_gated, write_gates
+from ..checkpoint.source import resolve_checkpoint
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
+from ..errors import InputError
+from ..modeling.prefix_gate import PrefixRule
+from ..models import load_for_inference, longest_block
+from ..records import History, StageRecord
+from ..settings import GateSettings
+from .gate_fit import GateReport, fit_rows
+from .gate_text import gate_examples
+
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class GatingReport:
+    """Result of `fit_gates`."""
+
+    out: Path
+    gates: GateReport
+    anchors: list[str]
+
+    def lines(self) -> list[str]:
+        """The lines that the command line prints."""
+        return [f"anchors            {' '.join(self.anchors)}", *self.gates.lines(), f"wrote {self.out}"]
+
+
+def fit_gates(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    texts: Mapping[str, Iterable[str]],
+    anchors: Mapping[str, Iterable[str]] | None = None,
+    settings: GateSettings | None = None,
+    *,
+    seed: int = 0,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> GatingReport:
+    """Writes an expanded checkpoint with gates that send home what they do not recognise.
+
+    The gates are fitted on frozen hidden states, without a gradient through the model, and take the place of all
+    classifiers and gates that the checkpoint has. A language that is neither in `texts` nor in `anchors` goes home too.
+
+    Args:
+        texts: documents of the model's own languages: every new one, and old ones as far as there is text.
+        anchors: text of languages that are not new; by default the package's own sentences (`anchors.shipped_anchors`)
+            in some sixty languages without the model's.
+
+    Raises:
+        InputError: the checkpoint takes no gates, a new language has no text, a language has fewer than 100 tokens, an
+            anchor language is one of the model's new ones, or no bias keeps the promise of `settings.unseen_share`.
+    """
+    settings = settings or GateSettings()
+    config = check_gated(model)
+    check_output(out, overwrite, resolve_checkpoint(model, weights=False))
+    chosen = check_languages(History.of(config).classes, texts, anchors)
+    loaded, tokenizer = load_for_inference(model)
+    gates, report = fitted(loaded, tokenizer, texts, chosen, settings)
+    del loaded
+    record = StageRecord(
+        stage="gates", seed=seed,
+        settings={
+            "anchors": sorted(chosen), "unseen_share": settings.unseen_share, "tokens": settings.tokens,
+            "shares": {code: {str(n): round(share, 4) for n, share in of.items()} for code, of in report.new.items()},
+            "home": {code: round(share, 4) for code, share in report.home.items()}, "named": report.named,
+        },
+    )  # fmt: skip
+    write_gates(model, out, gates, record, max_shard_size=max_shard_size, overwrite=overwrite)
+    return GatingReport(Path(out), report, sorted(chosen))
+
+
+def check_languages(
+    classes: Mapping[str, int], texts: Iterable[str], anchors: Mapping[str, Iterable[str]] | None
+) -> dict[str, Iterable[str]]:
+    """The anchors to fit on, after checking that every language has its text.
+
+    Args:
+        classes: the class of each of the model's languages.
+
+    Raises:
+        InputError: text in a language that the model lacks, none in a new one, or an anchor language that is new.
+    """
+    texts = list(texts)
+    if unknown := [code for code in texts if code not in classes]:
+        raise InputError(
+            f"gates: {', '.join(unknown)}: not a language of the model ({', '.join(classes)}): give text of a language "
+            "that is not new as an anchor (--anchors; `anchors` in a recipe)."
+        )
+    if missing := [code for code, number in classes.items() if number and code not in texts]:
+        raise InputError(f"gates: no text in {', '.join(missing)}, which the gates shall recognise: give some.")
+    if anchors is None:
+        return dict(shipped_anchors(leave_out=list(classes)))
+    if new := [code for code in anchors if classes.get(code)]:
+        raise InputError(f"anchors: {', '.join(new)} is a new language of the model: anchors say what is not new.")
+    if len(anchors) < 3:
+        raise InputError(
+            f"anchors: {len(anchors)} language(s) were given, but a gate learns from many what is not new: give 20 or "
+            "more, or none, to take the package's own."
+        )
+    return {code: text for code, text in anchors.items() if code not in texts}
+
+
+def fitted(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[str]],
+    anchors: Mapping[str, Iterable[str]],
+    settings: GateSettings,
+    classes: Mapping[str, int] | None = None,
+) -> tuple[Gates, GateReport]:
+    """Gates for a loaded model; see `fit_gates`.
+
+    Args:
+        classes: the class of each language of `texts`; by default those of the model's history.
+    """
+    known = History.of(model.config).classes if classes is None else classes
+    given = {**texts, **anchors}
+    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
+    wanted = {code: settings.tokens if code in texts else settings.anchor_tokens for code in given}
+    examples = gate_examples(given, tokenizer, wanted, block)
+    rule = None if settings.state_free else PrefixRule(settings.decay, settings.bound)
+    numbers = {code: known.get(code, 0) if code in texts else 0 for code in given}
+    with torch.no_grad():
+        return fit_rows(model, examples, numbers, list(anchors), rule=rule, unseen_share=settings.unseen_share)

@@ -1,0 +1,28 @@
+"""Fits gates that send home what they do not recognise, without training.
+
+Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..settings import GateSettings
+from .base import Situation, Stage
+
+
+class FitGates(Stage):
+    """Gates of many classes (`analysis/gate_fit.py`)."""
+
+    key, name, title, participle = "gates", "gates", "Gates", "gated"
+    settings = GateSettings  # type: ignore[assignment]
+    runs_unasked = False
+    optional = True
+
+    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+        return [*old, *new]
+
+    def check(self, settings: Any, situation: Situation) -> list[str]:
+        return [f"gates: at most {100 * settings.unseen_share:g} % of an unseen language's tokens go to new experts"]
+
+
+STAGE = FitGates()
