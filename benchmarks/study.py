@@ -129,6 +129,10 @@ class Study:
             )
             for name, (folder, split) in domains.items()
         }
+        if size := self.settings.get("document_sentences"):
+            texts = read_texts(self.data / "flores", "dev", codes)
+            joined = {code: [" ".join(t[i : i + size]) for i in range(0, len(t), size)] for code, t in texts.items()}
+            found["documents"] = bits_per_byte(model, tokenizer, joined, self.settings["evaluation"])
         if self._pairs is None:
             folder, out = self.data / "minimal_pairs", self.out / "tasks"
             self._pairs = MinimalPairs(folder, out, codes, self.settings["pairs"])

@@ -31,7 +31,9 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.analysis.calibration import join_calibrated
 from hf_moe_expand.analysis.deviation import measure_deviation
+from hf_moe_expand.analysis.gating import fit_gates
 from hf_moe_expand.analysis.similarity import measure_similarity
+from hf_moe_expand.anchors import shipped_anchors
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.source import load_base_config
@@ -44,6 +46,7 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import read_plan_settings
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.results import DeviationResult, SimilarityResult
+from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.config import StageConfig
 from hf_moe_expand.stages.run import stage_for
 
@@ -230,7 +233,22 @@ class _Row:
         first = self.train(
             "post_pretrain", start, self.mixed(new, steps - review_steps, replay), steps - review_steps, self.rate, own
         )
-        return self.review(first, [*known, *new], review_steps) if review_steps else first
+        if "gates" in self.row:
+            first = self.gates(first, [*known, *new])
+        reviews = review_steps and self.row["review"] is not None  # null: the steps are left out
+        return self.review(first, [*known, *new], review_steps) if reviews else first
+
+    def gates(self, start: Path, codes: Sequence[str]) -> Path:
+        """Fitted gates; no language that the study leaves unnamed is an anchor."""
+        models, settings = self.models, GateSettings(**self.row["gates"])
+        unnamed = models.settings["old"]["not reviewed"]
+        texts = {code: models.text.documents(code) for code in codes}
+
+        def work(out: Path) -> None:
+            fit_gates(start, out, texts, shipped_anchors([*codes, *unnamed]), settings)
+
+        about = {"gates": self.row["gates"], "start": start.name, "texts": list(codes), "unnamed": unnamed}
+        return self.step("gates", about, work)
 
     def review(self, start: Path, codes: Sequence[str], steps: int) -> Path:
         """Review on text of all languages; it takes its own mix of documents."""

@@ -25,7 +25,6 @@ from ..modeling.configuration_layer_moe import joins_packs
 from ..models import check_decoder, load_for_inference, load_tokenizer, longest_block
 from ..records import ExpansionRecord, History
 from ..scratch import beside, scratch_folder
-from .gate_fit import fit_gates
 
 FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 TOKENS = 500
