@@ -142,8 +142,9 @@ class Recipe(Expansion):
         for code in self.anchors:
             with at("anchors"):
                 check_language_code(code)
-        if self.anchors and not any(expansion.has("gates") for expansion in self.rounds):
-            raise InputError("anchors: are read by the stage `gates` alone: add `gates: {}`, or leave them out.")
+        joins_gates = self.join is not None and self.join.calibrate and self.join.gates
+        if self.anchors and not joins_gates and not any(expansion.has("gates") for expansion in self.rounds):
+            raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
         for number, expansion in enumerate(self.rounds, start=1):
@@ -169,15 +170,10 @@ class Recipe(Expansion):
                     "by a recipe of its own."
                 )
         check_old_and_new(self.old_languages, self.new)
-        if self.join is not None and self.join.gates and not (self.join.calibrate and self.old_languages):
-            raise InputError(
-                "join.gates: fits gates on text: set `calibrate: true`, and give text of the base's languages under "
-                "`old` too."
-            )
         if self.join is not None and self.join.calibrate and not self.new:
             raise InputError(
-                "join.calibrate: finds the factors of the packs' routers on text: give some of each pack's languages "
-                "under `new`, and of the base's under `old`."
+                "join.calibrate: fits gates, or finds the factors of the packs' routers, on text: give some of each "
+                "pack's languages under `new`, and of the base's under `old`."
             )
 
     @property

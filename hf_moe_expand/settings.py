@@ -71,14 +71,14 @@ class JoinSettings:
     ]
     keep_both: Annotated[Flag, Field(description="join packs that add one and the same language, too")] = False
     calibrate: Annotated[
-        Flag, Field(description="find a factor for each pack's router, on text under `old` and `new`")
+        Flag, Field(description="fit gates, or find a factor for each pack's router, on text under `old` and `new`")
     ] = False
     gates: Annotated[
         Flag,
-        Field(description="with calibrate: instead of factors, fit prefix gates that tell the packs' languages apart"),
-    ] = False
+        Field(description="with calibrate: fit gates that tell the packs' languages from all others; else factors"),
+    ] = True
     tokens: Annotated[
-        Annotated[Whole, Field(ge=16)], Field(description="tokens of each language that a calibration reads")
+        Annotated[Whole, Field(ge=16)], Field(description="tokens of each language by which the join is scored")
     ] = 500
     max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = "5GB"
 

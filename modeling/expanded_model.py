@@ -22,7 +22,7 @@ from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import load_assembled
 from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_lora_a, lora_expert
-from .prefix_gate import PrefixRule, cache_of_call, texts_of_call
+from .prefix_gate import PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl
 from .separate_ffn import SeparateFFN, put_in_place
@@ -116,6 +116,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         self.routing_control = control
         self._use_requested_experts(bool(mixtures))
         if rule is not None:
+            check_runner(config)
             # On the module that owns the layers: it always runs, also for heads of other libraries.
             owner = ffns[0].place.partition(".0.")[0].rpartition(".")[0]
             decoder = self.get_submodule(owner)  # type: ignore[attr-defined]
@@ -326,6 +327,7 @@ def _new_expert(config: Any, layer: int, ffn: nn.Module, number: int) -> nn.Modu
 
 
 def _begin_text(control: RoutingControl, rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    check_runner(decoder.config)
     control.text = None if decoder.training else texts_of_call(rule, decoder, args, kwargs)
 
 

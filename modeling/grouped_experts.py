@@ -53,14 +53,13 @@ def can_group(form: PlainFFN, experts: nn.ModuleList, x: torch.Tensor) -> bool:
     """Whether torch groups products of these sizes and types, and nothing (an adapter, a quantised layer, a hook)
     stands in a layer's place."""
     layers: list[Any] = [layer for expert in experts for layer in form.layers(expert)]
-    weights: list[Any] = [layer.weight for layer in layers if type(layer) is form.kind]
-    dtype = _computed_dtype(x)
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in (*experts, *layers))
-    if hooked or len(weights) < len(layers) or not hasattr(F, "grouped_mm") or dtype == torch.float64:
+    if hooked or set(map(type, layers)) != {form.kind} or not hasattr(F, "grouped_mm"):
         return False
+    weights, dtype = [layer.weight for layer in layers], _computed_dtype(x)
     converts = torch.is_autocast_enabled(x.device.type)
     fits = all(w.device == x.device and (converts or w.dtype == dtype) for w in weights)
-    return fits and all(size % 8 == 0 for weight in weights for size in weight.shape)
+    return fits and dtype != torch.float64 and all(size % 8 == 0 for weight in weights for size in weight.shape)
 
 
 def run_grouped(

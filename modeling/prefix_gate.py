@@ -254,6 +254,36 @@ def _class_with_text(kind: type) -> type:
     return _CACHES[kind]
 
 
+def check_runner(config: Any) -> None:
+    """Refuses a server whose own cache keeps no evidence: vLLM, and the library's continuous batching.
+
+    Raises:
+        ValueError: the attention is such a server's.
+    """
+    name = str(getattr(config, "_attn_implementation", None) or "")
+    if name == "vllm" or name.startswith("paged"):
+        raise ValueError(
+            f"prefix_gate: these gates add up evidence along a text, which {name} attention does not keep beside its "
+            "cache, so that tokens would go astray. Fit gates that judge each token by itself (`hf-moe-expand gates "
+            "--state-free`), or serve the model with transformers' generate."
+        )
+
+
+def _check_start(marks: TextMarks, position_ids: Any, cache: Any) -> None:
+    """Refuses a pass that goes on with a text whose evidence is not at hand."""
+    if position_ids is None or torch.compiler.is_compiling() or (cache is not None and int(cache.get_seq_length())):
+        return
+    if marks.counted.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    first_B1 = marks.counted.long().argmax(-1, keepdim=True)
+    begins_B1 = marks.starts.gather(1, first_B1) | ~marks.counted.gather(1, first_B1)
+    if not bool(begins_B1.all()):
+        raise ValueError(
+            "prefix_gate: the pass goes on with a text (its position_ids do not begin at 0), but its gates know "
+            "nothing of the tokens before: pass the cache that holds them, or the whole text."
+        )
+
+
 def texts_of_call(rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> RunningText:
     """The texts of a decoder's forward pass, from its arguments.
 
@@ -264,7 +294,9 @@ def texts_of_call(rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str,
     inputs = given.get("input_ids")
     inputs = given["inputs_embeds"] if inputs is None else inputs
     marks = TextMarks.of(tuple(inputs.shape[:2]), inputs.device, given.get("attention_mask"), given.get("position_ids"))
-    return RunningText(rule, marks, text_seen(given.get("past_key_values")))
+    cache = given.get("past_key_values")
+    _check_start(marks, given.get("position_ids"), cache)
+    return RunningText(rule, marks, text_seen(cache))
 
 
 def cache_of_call(args: tuple, kwargs: dict[str, Any], output: Any) -> Cache | None:

@@ -243,7 +243,9 @@ def test_predictions_with_generation_and_losses_without(folder, tmp_path):
     found = made.predict(rows.select(range(4)))
     assert found.predictions.shape[0] == 4
     made.args.predict_with_generate = False
-    assert {"eval_loss", "eval_language_prior_loss", "eval_classifier_accuracy"} <= set(made.evaluate(rows))
+    assert {"eval_loss", "eval_language_prior_loss", "eval_old_tokens_right", "eval_new_tokens_right"} <= set(
+        made.evaluate(rows)
+    )
 
 
 def test_what_cannot_be_is_refused(folder, tmp_path):

@@ -146,7 +146,7 @@ def test_logged_parts_are_the_losses_of_the_batch(tmp_path):
     total = logs["next_token_loss"] + 0.5 * logs["balance_loss"]
     total += 0.3 * logs["language_prior_loss"] + 0.2 * logs["classifier_loss"]
     assert float(logs["loss"]) == pytest.approx(total, abs=2e-3)
-    for name in ("next_token_loss", "language_prior_loss", "classifier_loss", "classifier_accuracy"):
+    for name in ("next_token_loss", "language_prior_loss", "classifier_loss", "old_tokens_right", "new_tokens_right"):
         assert logs[name] == pytest.approx(split[name], abs=1e-5), name
     for name in ("expert_0_score_old", "expert_0_score_new", "expert_3_share"):
         assert 0 < logs[name] < 1

@@ -18,7 +18,8 @@ class Trained:
         experts: `new`, the experts of the last expansion, or of all packs of a joined model; `last`, only the last
             expert; or `none`.
         routers: routers and the gates of conditional routing.
-        classifiers: routing classifiers.
+        classifiers: routing classifiers, but for gates that were fitted.
+        gates: those gates too.
         last_router_row: only the last expert's row of each router. `requires_grad` cannot express this: the stage's
             trainer keeps the other rows, and the gates, unchanged.
     """
@@ -27,10 +28,11 @@ class Trained:
     experts: Literal["none", "new", "last"] = "none"
     routers: bool = True
     classifiers: bool = False
+    gates: bool = False
     last_router_row: bool = False
 
 
-EVERYTHING = Trained(everything=True, experts="new", classifiers=True)
+EVERYTHING = Trained(everything=True, experts="new", classifiers=True, gates=True)
 
 
 @dataclass(frozen=True)
@@ -91,5 +93,6 @@ def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, 
             yield "routers", ffn.router
             if ffn.conditional_gate is not None and not trained.last_router_row:
                 yield "routers", ffn.conditional_gate
-        if ffn.classifier is not None and trained.classifiers:
+        fitted = ffn.classifier is not None and ffn.classifier.languages is not None
+        if ffn.classifier is not None and trained.classifiers and (trained.gates or not fitted):
             yield "classifiers", ffn.classifier

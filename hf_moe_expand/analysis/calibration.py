@@ -1,4 +1,4 @@
-"""Calibrates the routers of a joined model: a factor for each language pack, found on a few hundred tokens a language.
+"""Calibrates a joined model: gates that tell the packs' languages from all others, or a factor for each pack's router.
 
 Routers that were trained apart agree on expert 0, but one that was trained longer, or at a higher learning rate, may
 claim tokens with larger log-odds than another. Nothing is trained: the model only reads the text.
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..checkpoint.join import JoinReport, joined_config, load_packs, write_joined
+from ..checkpoint.gates import NO_GATES
+from ..checkpoint.join import JoinReport, check_ungated, joined_config, load_packs, write_joined
 from ..checkpoint.pack_checks import check_packs
 from ..checkpoint.packs import Pack
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
@@ -25,6 +26,9 @@ from ..modeling.configuration_layer_moe import joins_packs
 from ..models import check_decoder, load_for_inference, load_tokenizer, longest_block
 from ..records import ExpansionRecord, History
 from ..scratch import beside, scratch_folder
+from ..settings import GateSettings
+from .gate_fit import GateReport
+from .gating import check_languages, fitted
 
 FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 TOKENS = 500
@@ -41,13 +45,13 @@ class Calibration:
         factors: factor of each pack's router, to multiply the scale that it has in the model.
         before, after: bits per byte of each language, with factors of 1 and with `factors`; for gates, without them and
             with the right experts for each language.
-        gates: whether gates were fitted instead of factors.
+        gates: where fitted gates send tokens; None if factors were found.
     """
 
     factors: list[float]
     before: dict[str, float]
     after: dict[str, float]
-    gates: bool = False
+    gates: GateReport | None = None
 
     def lines(self) -> list[str]:
         """The lines that the command line prints."""
@@ -55,7 +59,7 @@ class Calibration:
         of_each = ", ".join(f"{code} {self.before[code]:.3f} to {self.after[code]:.3f}" for code in self.after)
         said = f"bits per byte {means[0]:.3f} to {means[1]:.3f}"
         said = f"gates fitted; without them, and told the languages: {said}" if self.gates else said
-        return [f"calibration        {said} ({of_each})"]
+        return [f"calibration        {said} ({of_each})", *(self.gates.lines() if self.gates else [])]
 
 
 def calibrate_join(
@@ -91,59 +95,64 @@ def join_calibrated(
     out: str | os.PathLike,
     texts: Mapping[str, Iterable[str]],
     *,
-    tokens: int = TOKENS,
-    gates: bool = False,
+    tokens: int | None = None,
+    gates: GateSettings | bool = True,
+    anchors: Mapping[str, Iterable[str]] | None = None,
     keep_both: bool = False,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> tuple[JoinReport, Calibration]:
-    """`join_expansions` with the scales that `calibrate_join` finds. The model is written twice, one after the other:
-    into a folder beside `out`, which is removed, and, with its scales, to `out`.
+    """`join_expansions` with gates that tell the packs' languages from all others (`gating.fit_gates`), or with the
+    scales that `calibrate_join` finds. The model is written twice, one after the other: into a folder beside `out`,
+    which is removed, and, with its gates or scales, to `out`.
 
     Args:
-        gates: instead of scales, fit prefix gates in all expanded layers (`gate_fit.fit_gates`), which tell the packs'
-            languages and the base's apart. They take the place of the packs' own classifiers.
+        tokens: tokens to read of each language; `TOKENS` by default.
+        gates: the gates' settings; False finds scales instead.
+        anchors: text of languages that are not new; by default the package's own sentences.
 
     Raises:
         InputError: see `join_expansions`, `calibrate_join` and `fit_gates`.
     """
     found = load_packs(packs, out, overwrite)
     check_packs(found, keep_both)
+    if gates:
+        found = [replace(pack, scale=1.0) for pack in found]
+    else:
+        check_ungated(found)
     check_decoder(found[0].config, packs[0], OF_CALIBRATION)
     # Before the first model is written.
+    tokens = TOKENS if tokens is None else tokens
     check_calibrated(texts, found, tokens)
-    if gates:
-        check_gated(texts, found)
+    settings = (GateSettings() if gates is True else gates) or None
+    classes = History.of(joined_config(found)).classes
+    chosen = check_languages(classes, texts, anchors) if settings else {}
     streams = _streams(load_tokenizer(found[0].stored.folder, packs[0]), texts, tokens)
     with scratch_folder(beside(Path(out), "joined"), True) as scratch:
-        write_joined(found, scratch / "model", max_shard_size=max_shard_size)
-        model, _ = load_for_inference(scratch / "model")
-        if gates:
-            fitted, calibration = _gated(model, streams, found)
+        without = NO_GATES if settings else None
+        write_joined(found, scratch / "model", max_shard_size=max_shard_size, gates=without)
+        model, tokenizer = load_for_inference(scratch / "model")
+        if settings:
+            made, report = fitted(model, tokenizer, texts, chosen, settings)
+            calibration = _told(model, streams, len(found), report)
             del model
-            return write_joined(fitted, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
+            joined = write_joined(found, out, max_shard_size=max_shard_size, overwrite=overwrite, gates=made)
+            return joined, calibration
         calibration = _search(model, streams, len(found))
         del model
     scaled = [replace(pack, scale=pack.scale * by) for pack, by in zip(found, calibration.factors, strict=True)]
     return write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
 
 
-def _gated(model: Any, streams: Mapping[str, TextStream], packs: Sequence[Pack]) -> tuple[list[Pack], Calibration]:
-    """The packs with gates that are fitted on the streams; and the bits per byte of the streams before, and told their
-    languages, which is what the gates aim at."""
-    rows = fit_gates(model, {code: stream.ids for code, stream in streams.items()})
-    ends = [0, *accumulate(pack.expansions for pack in packs)]
-    fitted = [
-        replace(pack, scale=1.0, gates={layer: found[start:end] for layer, found in rows.items()})
-        for pack, (start, end) in zip(packs, pairwise(ends), strict=True)
-    ]
+def _told(model: Any, streams: Mapping[str, TextStream], packs: int, report: GateReport) -> Calibration:
+    """The bits per byte of the streams without gates and told their languages, which is what the gates aim at."""
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
     before, told = {}, {}
     for code, stream in streams.items():
         before[code] = score_stream(model, stream, block, _BATCH).bits_per_byte
         with model.use_languages(code):
             told[code] = score_stream(model, stream, block, _BATCH).bits_per_byte
-    return fitted, Calibration([1.0] * len(packs), before, told, gates=True)
+    return Calibration([1.0] * packs, before, told, report)
 
 
 def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:
@@ -157,23 +166,6 @@ def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -
         InputError: it is one of these.
     """
     _check_languages(given, [(pack.name, pack.history.expansions) for pack in packs], tokens)
-
-
-def check_gated(given: Iterable[str], packs: Sequence[Pack]) -> None:
-    """Refuses text that gates cannot be fitted on, for lack of one of their classes.
-
-    Raises:
-        InputError: there is no text in a language of the base, or of an expansion.
-    """
-    config = joined_config(packs)
-    named = History.of(config).by_expansion
-    for number, codes in enumerate(named):
-        if not set(codes) & set(given):
-            whose = "the base" if number == 0 else f"expansion {number}"
-            raise InputError(
-                "calibration: gates tell the base's languages and each pack's apart, but there is no text in a "
-                f"language of {whose} ({', '.join(codes) or 'none is named'}): give some."
-            )
 
 
 def _check_languages(given: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int) -> None:

@@ -42,7 +42,7 @@ POSITIONS = (8, 32, 128)
 # A language that takes more than this part of all that unseen languages take is named and left out of the promise.
 _OF_ALL, _MOST_NAMED = 0.5, 0.1
 _WIDEST = 16.0  # nats
-_BYTES = 2**31  # hidden states that are held at once
+_BYTES = 2**32  # hidden states that are held at once
 _BATCH = 8
 
 

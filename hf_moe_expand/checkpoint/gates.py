@@ -1,6 +1,7 @@
 """Writes fitted gates into a checkpoint, in place of its classifiers; streamed, all other tensors byte for byte."""
 
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
+# The fields of a configuration and of an expansion's record.
+GATE_FIELDS = ("classifier_layers", "prefix_gate", "gate_languages")
+
 
 @dataclass(frozen=True)
 class Gates:
@@ -31,6 +35,9 @@ class Gates:
     languages: list[list[str]]
     rows: dict[int, tuple[torch.Tensor, torch.Tensor]]
     rule: PrefixRule | None
+
+
+NO_GATES = Gates([], {}, None)
 
 
 def check_gated(model: str | os.PathLike) -> Any:
@@ -72,16 +79,15 @@ def write_gates(
     config: Any = stored.config
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
     outputs = [stored.copied(key) for key in stored.tensors if ".classifier." not in key]
-    for layer, rows in gates.rows.items():
+    for layer in gates.rows:
         dtype = stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype
-        for kind, values in zip(("weight", "bias"), rows, strict=True):
-            tensor = values.to(TORCH_DTYPES[dtype])
-            name = f"{places[layer]}.classifier.{kind}"
+        for inner, tensor in gate_tensors(gates, layer, dtype).items():
+            name = f"{places[layer]}.{inner}"
             outputs.append(OutputTensor(name, dtype, tuple(tensor.shape), lambda t=tensor: [tensor_bytes(t)]))  # type: ignore[misc]
     set_gates(config, gates)
     history = History.of(config)
     parameters = sum(tensor.nbytes // max(TORCH_DTYPES[tensor.dtype].itemsize, 1) for tensor in outputs)
-    fields = {name: getattr(config, name) for name in ("classifier_layers", "prefix_gate", "gate_languages")}
+    fields = {name: getattr(config, name) for name in GATE_FIELDS}
     last = replace(history.last, parameters=parameters, **fields)
     History([*history.expansions[:-1], last]).with_stage(record).write(config)
     return write_checkpoint(
@@ -93,4 +99,33 @@ def set_gates(config: Any, gates: Gates) -> None:
     """Writes into a configuration which layers have gates, how they judge, and the languages of their rows."""
     config.classifier_layers = sorted(gates.rows)
     config.prefix_gate = asdict(gates.rule) if gates.rule else None
-    config.gate_languages = gates.languages
+    config.gate_languages = gates.languages if gates.rows else None
+
+
+def gate_tensors(gates: Gates, layer: int, dtype: str) -> dict[str, torch.Tensor]:
+    """A layer's gate as it is stored, by inner name."""
+    kinds = ("classifier.weight", "classifier.bias")
+    return {kind: rows.to(TORCH_DTYPES[dtype]) for kind, rows in zip(kinds, gates.rows[layer], strict=True)}
+
+
+def stored_gates(stored: StoredModel) -> Gates | None:
+    """The fitted gates of a checkpoint; None if it has none."""
+    config: Any = stored.config
+    if getattr(config, "gate_languages", None) is None:
+        return None
+    places = [ffn.place for ffn in decoder_ffns(stored.network)]
+    rows = {
+        layer: tuple(
+            stored.reader.tensor(stored.home(f"{places[layer]}.classifier.{kind}")) for kind in ("weight", "bias")
+        )
+        for layer in config.classifier_layers
+    }
+    return Gates(config.gate_languages, rows, PrefixRule.of(config))  # type: ignore[arg-type]
+
+
+def without_classes(gates: Gates, gone: Collection[int]) -> Gates:
+    """The gates without the rows of some classes; the later classes move up."""
+    classes = [number for number, codes in enumerate(gates.languages) for _ in codes]
+    kept = torch.tensor([row for row, number in enumerate(classes) if number not in gone])
+    languages = [codes for number, codes in enumerate(gates.languages) if number not in gone]
+    return Gates(languages, {layer: (w[kept], b[kept]) for layer, (w, b) in gates.rows.items()}, gates.rule)

@@ -25,7 +25,7 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
-_ROUTING = re.compile(r"\.(router|classifier|conditional_gate)\.weight$")
+_ROUTING = re.compile(r"\.(router|classifier|conditional_gate)\.(weight|bias)$")
 
 
 def grow_checkpoint(
@@ -82,6 +82,7 @@ def grow_checkpoint(
         "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
         "classifier_layers": plan.classifier_layers,
         "prefix_gate": plan.prefix_rule,
+        "gate_languages": None,  # fitted gates know nothing of the new languages: fit them again
     }
     return add_experts(
         folder, out, sources, record, config_changes=changes, keep_routers=keep_routers, seed=seed,
@@ -138,17 +139,22 @@ def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
     config = check_growth(model, plan)
     before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
     classes, names = len(History.of(config)) + 2, layer_names(config)
+    refitted = config.gate_languages is not None
+    kept = set() if refitted else before & after
+    why = (
+        "fit gates again after stage 1 (`hf-moe-expand gates`)" if refitted else "the plan names none for these layers"
+    )
     found = [
-        (before - after, "removed: the plan names none for these layers"),
-        (before & after, f"kept, with a class for the new languages ({classes} classes)"),
-        (after - before, f"added, with weights of zero ({classes} classes)"),
+        (before if refitted else before - after, f"removed: {why}"),
+        (kept, f"kept, with a class for the new languages ({classes} classes)"),
+        (after - kept, f"added, with weights of zero ({classes} classes)"),
     ]
     changes = [
         f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {said}"
         for layers, said in found
         if layers
     ]
-    if before and after and config.prefix_gate != plan.prefix_rule:
+    if kept and config.prefix_gate != plan.prefix_rule:
         was, will_be = (
             f"judge the text so far ({gate})" if gate else "judge one token"
             for gate in (config.prefix_gate, plan.prefix_rule)
@@ -262,17 +268,20 @@ def _replace_classifiers(
 ) -> None:
     for layer, prefix in enumerate(prefixes):
         name = f"{prefix}.classifier.weight"
+        fitted = outputs.pop(f"{prefix}.classifier.bias", None) is not None
         if layer in config.classifier_layers:
-            outputs[name] = _classifier(reader, name, reader.tensors[f"{prefix}.router.weight"], classes)
+            outputs[name] = _classifier(reader, name, reader.tensors[f"{prefix}.router.weight"], classes, fitted)
         else:
             outputs.pop(name, None)
 
 
-def _classifier(reader: CheckpointReader, name: str, router: TensorInfo, classes: int) -> OutputTensor:
+def _classifier(
+    reader: CheckpointReader, name: str, router: TensorInfo, classes: int, anew: bool = False
+) -> OutputTensor:
     shape = (classes, router.shape[1])
 
     def data() -> Iterable[bytes]:
-        if name in reader.tensors:
+        if name in reader.tensors and not anew:
             old = reader.tensor(name)
             yield tensor_bytes(torch.cat([old, old[-1:].expand(classes - len(old), -1)]))
         else:

@@ -14,8 +14,9 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, count_layers
 from ..records import ExpansionRecord, History, StageRecord
 from .folder import write_checkpoint
+from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates
 from .pack_checks import check_packs
-from .packs import FITTED_GATE, PACK_FILE, ROUTING, Pack, own_pack, packs_inside, routing_of
+from .packs import PACK_FILE, ROUTING, Pack, own_pack, packs_inside, routing_of
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
@@ -70,7 +71,8 @@ def join_expansions(
     """Writes one model with the experts of several packs, expansions of one and the same base.
 
     Experts and the base's tensors stay byte for byte. The routers are joined by `packs.joined_rows`: expert 0's logit
-    is their common zero. Classifiers and prefix gates become one with a class for each expansion of each pack. Each
+    is their common zero. Classifiers and two-class gates become one with a class for each expansion of each pack;
+    `join_calibrated` fits gates that tell the packs apart. Each
     pack's own routers and configuration are kept beside the weights, for `leave_out_pack`.
 
     Args:
@@ -90,8 +92,22 @@ def join_expansions(
     scales = [pack.scale for pack in found] if scales is None else list(scales)
     if len(scales) != len(found) or not all(0 < scale < float("inf") for scale in scales):
         raise InputError(f"scales is {scales}: must be a positive number for each of {len(found)} packs.")
+    check_ungated(found)
     found = [replace(pack, scale=scale) for pack, scale in zip(found, scales, strict=True)]
     return write_joined(found, out, max_shard_size=max_shard_size, overwrite=overwrite)
+
+
+def check_ungated(packs: Sequence[Pack]) -> None:
+    """Refuses packs with fitted gates, which know one pack's languages alone.
+
+    Raises:
+        InputError: a pack has some.
+    """
+    if fitted := [pack.name for pack in packs if pack.config.gate_languages]:
+        raise InputError(
+            f"{', '.join(fitted)}: has gates that were fitted for it alone: a join fits them anew, on text in each "
+            "pack's languages (--calibrate LANGUAGE=FILE; `join: {calibrate: true}` in a recipe)."
+        )
 
 
 def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overwrite: bool) -> list[Pack]:
@@ -130,12 +146,14 @@ def _packs_of_joined(stored: StoredModel) -> list[Pack]:
 
 
 def routers_changed(stored: StoredModel) -> bool:
-    """Whether the routers or classifiers of a joined checkpoint are not those that the join made."""
-    packs = packs_inside(stored)
+    """Whether the routers or classifiers of a joined checkpoint are not those that the join made. Gates that were
+    fitted are the join's own, which no pack knows."""
+    packs, gated = packs_inside(stored), stored.config.gate_languages is not None
     for key, place in places(stored.network).items():
-        if place.inner in ROUTING:
+        if place.inner in ROUTING[: 1 if gated else None]:
             today = stored.reader.tensor(stored.home(key))
-            made = routing_of(packs, place.layer, stored.reader.tensors[stored.home(key)].dtype).get(place.inner)
+            dtype = stored.reader.tensors[stored.home(key)].dtype
+            made = routing_of(packs, place.layer, dtype, gated).get(place.inner)
             if made is None or made.shape != today.shape or not bool((made == today).all()):
                 return True
     return False
@@ -149,15 +167,17 @@ def write_joined(
     overwrite: bool = False,
     routing: Routing | None = None,
     stages: Sequence[StageRecord] = (),
+    gates: Gates | None = None,
 ) -> JoinReport:
     """Writes the model that joins packs which fit together.
 
     Args:
         routing: rows of the routers and classifiers, where they are not the packs' own.
         stages: steps after the join.
+        gates: fitted gates in place of the packs' classifiers.
     """
-    config = joined_config(packs)
-    outputs = _outputs(packs, config, routing)
+    config = joined_config(packs, gates)
+    outputs = _outputs(packs, config, routing, gates)
     *earlier, last = History.of(config).expansions
     parameters = sum(prod(tensor.shape) for tensor in outputs)
     History([*earlier, replace(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
@@ -177,7 +197,7 @@ def write_joined(
     )
 
 
-def joined_config(packs: Sequence[Pack]) -> Any:
+def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     """The configuration of the joined model, with the packs' histories one after the other."""
     config: Any = copy.deepcopy(packs[0].config)
     layers = range(count_layers(config))
@@ -185,8 +205,7 @@ def joined_config(packs: Sequence[Pack]) -> Any:
     history, records = [], []
     new = {code for pack in packs for code in pack.new_languages}
     old = list(dict.fromkeys(code for pack in packs for code in pack.history.first.old_languages if code not in new))
-    gates = sorted({layer for pack in packs for layer in pack.gates})
-    classifiers = gates or sorted({layer for pack in packs for layer in pack.config.classifier_layers})
+    classifiers = sorted({layer for pack in packs for layer in pack.config.classifier_layers})
     known = list(old)
     for pack in packs:
         before = cumulated
@@ -199,11 +218,12 @@ def joined_config(packs: Sequence[Pack]) -> Any:
     config.earlier_experts_per_layer = history[:-1] or None
     config.packs = [pack.expansions for pack in packs]
     config.classifier_layers = classifiers
-    config.prefix_gate = (
-        FITTED_GATE
-        if gates
-        else next((pack.config.prefix_gate for pack in packs if pack.config.classifier_layers), None)
-    )
+    config.prefix_gate = next((pack.config.prefix_gate for pack in packs if pack.config.classifier_layers), None)
+    config.gate_languages = None
+    if gates is not None:
+        set_gates(config, gates)
+        facts = {name: getattr(config, name) for name in GATE_FIELDS}
+        records = [replace(record, **facts) for record in records]
     updates = [pack.update for pack in packs]
     if any(update != updates[0] for update in updates):
         config.expert_kind, config.lora_rank, config.lora_alpha = "ffn", None, None
@@ -222,7 +242,7 @@ def _joined_record(
     )  # fmt: skip
 
 
-def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None) -> list[OutputTensor]:
+def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates: Gates | None) -> list[OutputTensor]:
     network = network_of(config)
     where = places(network)
     base, first = packs[0].base, packs[0].stored
@@ -239,17 +259,23 @@ def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None) -> lis
             outputs.append(pack.stored.copied(key, keys[layer, f"experts.{before[layer] + own}.{rest}"]))
         before = [count + own - 1 for count, own in zip(before, pack.config.num_experts_per_layer, strict=True)]
     for layer in range(count_layers(config)):
-        outputs += _routing_outputs(packs, layer, keys, routing)
+        outputs += _routing_outputs(packs, layer, keys, routing, gates)
     return outputs
 
 
 def _routing_outputs(
-    packs: Sequence[Pack], layer: int, keys: Mapping[tuple[int, str], str], routing: Routing | None
+    packs: Sequence[Pack],
+    layer: int,
+    keys: Mapping[tuple[int, str], str],
+    routing: Routing | None,
+    gates: Gates | None,
 ) -> Iterable[OutputTensor]:
     routed = next((pack for pack in packs if (layer, ROUTING[0]) in pack.routing), None)
     if routed is None:
         return
     dtype = _TYPES[routed.routing[layer, ROUTING[0]].dtype]
-    made = routing_of(packs, layer, dtype) if routing is None else routing(layer)
+    made = dict(routing_of(packs, layer, dtype, gates is not None) if routing is None else routing(layer))
+    if gates is not None and layer in gates.rows:
+        made |= gate_tensors(gates, layer, dtype)
     for inner, rows in made.items():
         yield OutputTensor(keys[layer, inner], dtype, tuple(rows.shape), lambda rows=rows: [tensor_bytes(rows)])  # type: ignore[misc]

@@ -10,6 +10,7 @@ import torch
 from ..errors import InputError
 from ..records import History, StageRecord
 from .folder import write_checkpoint
+from .gates import Gates, stored_gates, without_classes
 from .join import Routing, routers_changed, write_joined
 from .packs import PACK_FILE, ROUTING, Pack, packs_inside
 from .reader import TORCH_DTYPES
@@ -64,11 +65,15 @@ def leave_out_pack(
         raise InputError(f"{stored.folder}: {gone.name} is its only pack; without it, it is the base model.")
     later = history.last.stages[len(packs[-1].history.last.stages) :]
     names = [one.name for one in left]
+    gates = stored_gates(stored)
+    if gates is not None:
+        first = 1 + sum(one.expansions for one in packs[: packs.index(gone)])
+        gates = without_classes(gates, range(first, first + gone.expansions))
     if later or routers_changed(stored):
-        _write_trained(stored, packs, left, later, out, max_shard_size, overwrite)
+        _write_trained(stored, packs, left, later, out, max_shard_size, overwrite, gates)
         return LeaveOutReport(Path(out), names, False)
     if len(left) > 1:
-        write_joined(left, out, max_shard_size=max_shard_size, overwrite=overwrite)
+        write_joined(left, out, max_shard_size=max_shard_size, overwrite=overwrite, gates=gates)
     else:
         _write_alone(left[0], out, max_shard_size, overwrite)
     return LeaveOutReport(Path(out), names, True)
@@ -113,6 +118,7 @@ def _write_trained(
     out: str | os.PathLike,
     max_shard_size: str | int,
     overwrite: bool,
+    gates: Gates | None,
 ) -> None:
     """Writes the packs that stay with their rows of the trained routers."""
     if stage := next((stage.stage for stage in later if stage.changes_everything), None):
@@ -131,12 +137,13 @@ def _write_trained(
                 experts += range(next_expert, next_expert + own)
                 classes += range(next_class, next_class + pack.expansions)
             next_expert, next_class = next_expert + own, next_class + pack.expansions
-        rows = dict(zip(ROUTING, (experts, classes), strict=True))
-        in_use = [inner for inner in ROUTING if any((layer, inner) in pack.routing for pack in left)]
+        rows = dict(zip(ROUTING, (experts, classes), strict=False))
+        known = rows if gates is None else ROUTING[:1]
+        in_use = [inner for inner in known if any((layer, inner) in pack.routing for pack in left)]
         return {inner: stored.reader.tensor(stored.home(keys[layer, inner]))[rows[inner]] for inner in in_use}
 
     made: Routing = routing
-    write_joined(left, out, max_shard_size=max_shard_size, overwrite=overwrite, routing=made, stages=later)
+    write_joined(left, out, max_shard_size=max_shard_size, overwrite=overwrite, routing=made, stages=later, gates=gates)
 
 
 def _written(name: str, dtype: str, tensor: torch.Tensor) -> OutputTensor:

@@ -8,9 +8,9 @@ from .stored import StoredModel
 
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
 _MAY_DIFFER = (
-    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "expansions", "packs",
-    "expert_kind", "lora_rank", "lora_alpha", "updates_of_packs", "expansion_base", "architectures", "auto_map",
-    "transformers_version", "_name_or_path", "use_cache",
+    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages",
+    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "updates_of_packs",
+    "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
 )  # fmt: skip
 
 
@@ -73,7 +73,8 @@ def _check_config(first: Pack, pack: Pack) -> None:
             f"router_top_k is {first.config.router_top_k} in {first.name}, but {pack.config.router_top_k} in "
             f"{pack.name}: their routers were trained for different numbers of active experts."
         )
-    judging = {str(one.config.prefix_gate): one.name for one in (first, pack) if one.config.classifier_layers}
+    own = [one for one in (first, pack) if one.config.classifier_layers and one.config.gate_languages is None]
+    judging = {str(one.config.prefix_gate): one.name for one in own}
     if len(judging) > 1:
         (one, a), (other, b) = judging.items()
         raise InputError(f"prefix_gate is {one} in {a}, but {other} in {b}: their classifiers judge in different ways.")

@@ -7,8 +7,8 @@ Shape suffixes: N experts of a layer, C classes, h hidden size.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -28,10 +28,7 @@ from .source import load_expanded_config
 from .stored import Place, StoredModel, places
 
 PACK_FILE = "pack_{}.safetensors"
-ROUTING = ("router.weight", "classifier.weight")
-# How gates that are fitted for a join judge.
-FITTED_GATE = {"decay": 0.95, "bound": 4.0, "reach": "layer"}
-_GATE = "gate."
+ROUTING = ("router.weight", "classifier.weight", "classifier.bias")
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,6 @@ class Pack:
         routing: its own routers and classifiers: tensors by layer and inner name.
         before: for each layer, the experts of `stored` between expert 0 and its own first one.
         scale: factor of its router's log-odds, from a calibration.
-        gates: by layer, the rows of its classes in prefix gates that were fitted for the join, `[expansions, h]`, the
-            log-odds against class 0; they take the place of its own classifiers.
     """
 
     name: str
@@ -57,7 +52,6 @@ class Pack:
     routing: dict[tuple[int, str], torch.Tensor]
     before: Sequence[int]
     scale: float = 1.0
-    gates: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def history(self) -> History:
@@ -110,7 +104,6 @@ class Pack:
     def to_keep(self) -> bytes:
         """The content of its file in a joined model."""
         tensors = {f"{layer}.{inner}": tensor.contiguous() for (layer, inner), tensor in self.routing.items()}
-        tensors |= {f"{_GATE}{layer}": rows.contiguous() for layer, rows in self.gates.items()}
         facts = {"name": self.name, "config": self.config_text, "scale": self.scale}
         return save(tensors, metadata={"pack": json.dumps(facts)})  # one key: several have no order of their own
 
@@ -172,7 +165,6 @@ def _read_pack(stored: StoredModel, number: int, before: Sequence[int]) -> Pack:
             facts = json.loads(opened.metadata()["pack"])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
         name, text, scale = str(facts["name"]), str(facts["config"]), float(facts["scale"])
-        gates = {int(key.removeprefix(_GATE)): tensors.pop(key) for key in list(tensors) if key.startswith(_GATE)}
         routing = {(int(key.split(".", 1)[0]), key.split(".", 1)[1]): tensor for key, tensor in tensors.items()}
         json.loads(text)
     except Exception as error:
@@ -182,7 +174,7 @@ def _read_pack(stored: StoredModel, number: int, before: Sequence[int]) -> Pack:
         config: Any = load_expanded_config(Path(scratch))
     if not isinstance(config, LayerMoEConfig):
         raise InputError(f"{file}: holds no LayerMoE configuration.")
-    return Pack(name, config, text, stored, routing, before, scale, gates)
+    return Pack(name, config, text, stored, routing, before, scale)
 
 
 def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_size: int) -> torch.Tensor:
@@ -208,8 +200,12 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
     return torch.cat(rows)
 
 
-def routing_of(packs: Sequence[Pack], layer: int, dtype: str) -> dict[str, torch.Tensor]:
-    """The joined router of a layer that a pack expands, and its classifier if a pack has one, by inner name."""
+def routing_of(packs: Sequence[Pack], layer: int, dtype: str, gated: bool = False) -> dict[str, torch.Tensor]:
+    """The joined router of a layer that a pack expands and, if a pack has one, its classifier, by inner name.
+
+    Args:
+        gated: whether gates that were fitted take the place of the packs' classifiers.
+    """
     hidden = packs[0].config.hidden_size
     found = {}
     counts = [pack.config.num_experts_per_layer[layer] - 1 for pack in packs]
@@ -218,10 +214,7 @@ def routing_of(packs: Sequence[Pack], layer: int, dtype: str) -> dict[str, torch
     if any(counts):
         found[ROUTING[0]] = joined_rows(list(zip(routers, counts, scales, strict=True)), hidden)
     classifiers = [pack.routing.get((layer, ROUTING[1])) for pack in packs]
-    if any(pack.gates for pack in packs):
-        fitted = [pack.gates.get(layer) for pack in packs]
-        classifiers = [None if rows is None else torch.cat([torch.zeros(1, hidden), rows.float()]) for rows in fitted]
-    if any(matrix is not None for matrix in classifiers):
+    if not gated and any(matrix is not None for matrix in classifiers):
         parts = [(matrix, pack.expansions, 1.0) for matrix, pack in zip(classifiers, packs, strict=True)]
         found[ROUTING[1]] = joined_rows(parts, hidden)
     return {name: rows.to(TORCH_DTYPES[dtype]) for name, rows in found.items()}

@@ -75,6 +75,7 @@ def shrink_checkpoint(
     kept_history.write(config)
     config.classifier_layers = kept_history.last.classifier_layers
     config.prefix_gate = kept_history.last.prefix_gate
+    known, config.gate_languages = config.gate_languages, kept_history.last.gate_languages
     lost = []
     outputs = {name: _copied(reader, name) for name in reader.tensors if ".classifier." not in name}
     for layer, prefix in enumerate(prefixes):
@@ -85,13 +86,15 @@ def shrink_checkpoint(
             inside = name.removeprefix(f"{prefix}.experts.")
             if inside != name and int(inside.split(".", 1)[0]) >= count:
                 del outputs[name]
-        rows = {"router": count, "classifier": to + 1 if layer in config.classifier_layers else 0}
-        rows["conditional_gate"] = int(config.conditional_routing and count > 1)
-        for kind, number in rows.items():
-            name = f"{prefix}.{kind}.weight"
+        of_classes = to + 1 if known is None else sum(map(len, known[: to + 1]))
+        rows = {"router.weight": count, "classifier.weight": of_classes if layer in config.classifier_layers else 0}
+        rows["classifier.bias"] = rows["classifier.weight"] if config.gate_languages else 0
+        rows["conditional_gate.weight"] = int(config.conditional_routing and count > 1)
+        for inner, number in rows.items():
+            name = f"{prefix}.{inner}"
             if kept is not None and name in kept:
                 outputs[name] = _written(name, reader.tensors[f"{prefix}.router.weight"].dtype, kept[name])
-            elif number and name in reader.tensors:
+            elif number and name in reader.tensors and bool(known) == bool(config.gate_languages):
                 outputs[name] = _first_rows(reader, name, number)
             elif number:
                 lost.append(layer)

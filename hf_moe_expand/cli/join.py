@@ -7,6 +7,7 @@ import typer
 from ..errors import InputError
 from .apps import app
 from .common import check_checkpoints, text_sources
+from .gates import Anchors
 from .options import OutFolder, Overwrite, ShardSize
 
 
@@ -22,49 +23,46 @@ def join(
     ] = False,
     calibrate: Annotated[
         list[str] | None,
-        typer.Option(help="LANGUAGE=FILE of text by which one factor for each pack's router is found; repeat."),
+        typer.Option(help="LANGUAGE=FILE of text by which gates tell the packs' languages from all others; repeat."),
     ] = None,
-    gates: Annotated[
-        bool,
-        typer.Option(
-            "--gates",
-            help="With --calibrate: instead of factors, fit prefix gates that tell the packs' languages apart.",
-        ),
+    anchors: Anchors = None,
+    factors: Annotated[
+        bool, typer.Option("--factors", help="With --calibrate: instead of gates, a factor for each pack's router.")
     ] = False,
     tokens: Annotated[
-        int | None, typer.Option(help="With --calibrate: tokens to read of each language; 500 by default.")
+        int | None, typer.Option(help="With --calibrate: tokens of each language to score; 500 by default.")
     ] = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.
 
-    The model has the experts of all packs, byte for byte. `shrink --without PACK` takes a pack out again; `train
-    review` tunes the joined routers.
+    The model has the experts of all packs, byte for byte. With a little text of each pack's languages (--calibrate),
+    gates send every text to its pack, or home: without them most of a pack's gain is lost. `shrink --without PACK`
+    takes a pack out again.
 
     Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu --calibrate en=en.jsonl --calibrate el=el.jsonl
     --calibrate hu=hu.jsonl
     """
-    if tokens is not None and not calibrate:
-        raise InputError("--tokens belongs to --calibrate, which is not given.")
-    if gates and not calibrate:
-        raise InputError(
-            "--gates fits gates on text: give it with --calibrate LANGUAGE=FILE, the base's languages too."
-        )
+    for name, given in (("--tokens", tokens), ("--factors", factors or None), ("--anchors", anchors)):
+        if given is not None and not calibrate:
+            raise InputError(f"{name} belongs to --calibrate, which is not given.")
     check_checkpoints(*packs, expanded=True)
     if not calibrate:
         from ..checkpoint.join import join_expansions
 
         report = join_expansions(packs, out, keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite)
         print("\n".join(report.lines()))
+        print("no gates           text of each pack's languages (--calibrate) keeps more of what the packs learned")
         return
     sources = text_sources(calibrate)
-    from ..analysis.calibration import TOKENS, join_calibrated
+    from ..analysis.calibration import join_calibrated
 
     texts = {code: source.load()["text"] for code, source in sources.items()}
+    of_anchors = None if anchors is None else text_sources(anchors)
     report, calibration = join_calibrated(
-        packs, out, texts, tokens=TOKENS if tokens is None else tokens, gates=gates,
-        keep_both=keep_both,
-        max_shard_size=max_shard_size, overwrite=overwrite,
+        packs, out, texts, tokens=tokens, gates=not factors,
+        anchors=None if of_anchors is None else {code: text.load()["text"] for code, text in of_anchors.items()},
+        keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     print("\n".join([*calibration.lines(), *report.lines()]))

@@ -49,7 +49,7 @@ def _former_verb(key: str, former: str) -> Callable[..., None]:
 
 
 for _key in ROAD:
-    if _key != "graft":  # grafting does not train; it is a verb of its own
+    if _key not in ("graft", "gates"):  # which do not train, and are verbs of their own
         train_app.command(_key.replace("_", "-"))(_verb(_key))
     if _key in _FORMER:
         train_app.command(_FORMER[_key], hidden=True)(_former_verb(_key, _FORMER[_key]))

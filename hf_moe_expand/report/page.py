@@ -355,7 +355,11 @@ def _training_figures(
             continue
         words = part.replace("_", "-" if part == "language_prior" else " ")
         yield figure(f"{words} loss" + (f", weight {weight:g}" if weight else ""), [curve(key, words)])
-    for key in ("classifier_accuracy", "group_accuracy", "gate"):
+    sides = [kind for kind in ("old", "new") if f"{kind}_tokens_right" in known]
+    if sides:
+        lines = [curve(f"{kind}_tokens_right", kind, kind) for kind in sides]
+        yield figure("tokens that classifiers put on their side", lines, y_range=(0, 1))
+    for key in ("group_accuracy", "gate"):
         if key in known:
             words = key.replace("_", " ")
             yield figure(words if key != "gate" else "gate: mean weight of the routed experts", [curve(key, words)])

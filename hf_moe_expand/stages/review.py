@@ -4,7 +4,7 @@ Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --dat
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from datasets import Dataset
@@ -38,6 +38,9 @@ class ReviewConfig(StageConfig):
     balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")
     language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(0.1, "weight of the LPR loss")
     classifier_coef: Annotated[Coefficient, ClassifierLoss] = key(0.1, "weight of the classifiers' loss")
+    train_gates: Flag = key(
+        False, "train fitted gates further, by the classifiers' loss; they stay as fitted otherwise"
+    )
     distillation_coef: Annotated[Coefficient, DistillationLoss] = key(
         0.0, "weight of self-distillation: old-language tokens keep the base's predictions"
     )
@@ -51,6 +54,9 @@ class Review(TrainingStage):
     config_class = ReviewConfig
     trains = Trained(classifiers=True)
     optional = True
+
+    def trained(self, config: ReviewConfig) -> tuple[str, Trained]:
+        return self.name, replace(self.trains, gates=config.train_gates)
 
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]

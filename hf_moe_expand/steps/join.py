@@ -126,10 +126,13 @@ class JoinPacks(Step):
             self._texts(),
             tokens=settings.tokens,
             gates=settings.gates,
+            anchors={code: source.load()["text"] for code, source in self.round.recipe.anchor_sources.items()} or None,
             **options,
         )
-        factors = " ".join(f"{scale:g}" for scale in report.scales)
-        said = f"{_in_words(report.packs, report.experts_per_layer)}; factors of the routers {factors}"
+        said = _in_words(report.packs, report.experts_per_layer)
+        said += (
+            f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}" if not found.gates else ""
+        )
         return Done(said, {"scales": report.scales, "before": found.before, "after": found.after})
 
     def _texts(self) -> dict[str, list[str]]:

@@ -41,7 +41,7 @@ class ClassifierLoss(LayerLoss):
     LayerMoE)."""
 
     name = "classifier"
-    metrics = ("classifier_loss", "classifier_accuracy")
+    metrics = ("classifier_loss", "old_tokens_right", "new_tokens_right")
     needs_languages = True
     over = "tagged"
 
@@ -52,11 +52,18 @@ class ClassifierLoss(LayerLoss):
 
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
         logits_TC: Any = batch.routing[layer].classifier_logits
-        record_accuracy(batch, "classifier_accuracy", logits_TC)
+        of_old_T = batch.tokens.class_T == 0
+        record_accuracy(batch, "old_tokens_right", logits_TC, of_old_T)
+        record_accuracy(batch, "new_tokens_right", logits_TC, ~of_old_T)
         return classifier_loss(logits_TC, batch.tokens.class_T, batch.tokens.tagged_T, count)
 
 
-def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor) -> None:
-    """Records the accuracy: the share of the tokens of known language whose class has the largest logit."""
-    right_T = (logits_TC.argmax(-1) == batch.tokens.class_T)[batch.tokens.tagged_T]
-    batch.record(metric, right_T.sum(), batch.local.tagged)
+def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor, of_T: torch.Tensor | None = None) -> None:
+    """Records the accuracy: the share of the tokens of known language whose class has the largest logit.
+
+    Args:
+        of_T: bool, the tokens that count; all by default.
+    """
+    counted_T = batch.tokens.tagged_T if of_T is None else batch.tokens.tagged_T & of_T
+    right_T = (logits_TC.argmax(-1) == batch.tokens.class_T) & counted_T
+    batch.record(metric, right_T.sum(), counted_T.sum())
