@@ -105,8 +105,8 @@ def fit_rows(
 ) -> tuple[Gates, GateReport]:
     """Gates of a model's expanded layers (all layers of a dense one), and where they send tokens.
 
-    Text of class 0 is read by the base's experts alone. Text of class g is read twice, by the base's and by those of
-    expansion g: until a gate is sure, the layers before it run the base.
+    All text is read twice, by the base's experts alone and by an expansion's: until a gate is sure of a new language,
+    the layers before it run the base, and where one errs, the layers after it must not follow.
 
     Args:
         examples: text of each language.
@@ -126,7 +126,9 @@ def fit_rows(
     fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
     scored = {code: held_out(examples[code])[1] for code in order if classes[code]}
     fit = _Fit(order, [classes[code] for code in order], count, list(anchors), rule, unseen_share)
-    tokens = sum(len(e.ids) * (1 + bool(classes[code])) for code in order for e in examples[code])
+    tokens = 2 * sum(len(e.ids) for code in order for e in examples[code])
+    new = [code for code in order if classes[code]]
+    told = {code: code if classes[code] else new[number % len(new)] for number, code in enumerate(order)}
     hidden = model.config.get_text_config(decoder=True).hidden_size
     at_once = max(1, int(_BYTES / (4 * tokens * hidden)))
     found: dict[int, _OfLayer] = {}
@@ -134,11 +136,11 @@ def fit_rows(
         for start in range(0, len(layers), at_once):
             chosen = layers[start : start + at_once]
             home = {code: _states(model, fitted[code], chosen, _at_home(model)) for code in order}
-            own = {code: _states(model, fitted[code], chosen, _told(model, code)) for code in scored}
+            away = {code: _states(model, fitted[code], chosen, _told(model, told[code])) for code in order}
             shown = {code: _states(model, scored[code], chosen, _told(model, code)) for code in scored}
             for layer in chosen:
                 texts = {code: _Text(fitted[code], home[code].pop(layer)) for code in order}
-                also = {code: _Text(fitted[code], own[code].pop(layer)) for code in scored}
+                also = {code: _Text(fitted[code], away[code].pop(layer)) for code in order}
                 held = {code: _Text(scored[code], shown[code].pop(layer)) for code in scored}
                 found[layer] = fit.layer(texts, also, held)
                 bar.update()
@@ -190,10 +192,11 @@ class _Fit:
         """The gate of one layer.
 
         Args:
-            texts: each language's text, read by the base; also: new languages' text, read by their experts; held: new
-            languages' text that is left out of the fit, read by their experts.
+            texts: each language's text, read by the base.
+            also: the same, read by an expansion's experts.
+            held: new languages' text that is left out of the fit, read by their experts.
         """
-        parts = {code: [text.states_Th[text.own_T] for text in (texts[code], also.get(code)) if text] for code in texts}
+        parts = {code: [text.states_Th[text.own_T] for text in (texts[code], also[code])] for code in texts}
         folds = [self.anchors[start::FOLDS] for start in range(FOLDS)]
         evidence: dict[str, torch.Tensor] = {}
         nearest: dict[str, str] = {}

@@ -1,12 +1,13 @@
 """The text from which gates learn languages: tokens of each language, plain and inside the chat template."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
 
 LEAST = 100  # tokens of a language
+_LINE = 48  # most tokens of a single line
 
 
 @dataclass(frozen=True)
@@ -31,28 +32,31 @@ class Example:
 def gate_examples(
     texts: Mapping[str, Iterable[str]], tokenizer: Any, tokens: Mapping[str, int], block: int
 ) -> dict[str, list[Example]]:
-    """Examples of each language with together at least `tokens` of its own tokens, or all of its text.
+    """Examples of each language with together about `tokens` of its own tokens, or all of its text.
 
-    Where the tokenizer has a chat template, every second text stands in it, as a user's message. The template's own
-    words are English or nobody's, and count as no language.
+    All languages are shown in the same forms, so that no gate learns a form in place of a language: half of the tokens
+    in single lines, half in texts of `block` tokens, which are lines one after the other. Where the tokenizer has a
+    chat template, every second one stands in it, as a user's message; the template's own words count as no language.
 
     Args:
         tokens: the number of tokens of each language.
-        block: most tokens of one text; longer ones are cut.
+        block: most tokens of one text.
 
     Raises:
         InputError: a language has fewer than `LEAST` tokens.
     """
     found: dict[str, list[Example]] = {}
     for code, documents in texts.items():
-        made, counted = [], 0
-        for number, text in enumerate(documents):
-            example = _example(text, tokenizer, block, inside=number % 2 == 1)
-            if example.counted > 0:
-                made.append(example)
-                counted += example.counted
-            if counted >= tokens[code]:
-                break
+        lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
+        made: list[Example] = []
+        counted = 0
+        for size, wanted in ((_LINE, tokens[code] // 2), (block, tokens[code])):
+            for number, text in enumerate(_joined(lines, tokenizer, size)):
+                if counted >= wanted:
+                    break
+                example = _example(text, tokenizer, size, inside=number % 2 == 1)
+                made += [example] if example.counted > 0 else []
+                counted += max(example.counted, 0)
         if counted < LEAST:
             raise InputError(
                 f"gates: {code} has {counted} tokens of text, but a gate learns a language from at least {LEAST}: give "
@@ -62,15 +66,31 @@ def gate_examples(
     return found
 
 
-def _example(text: str, tokenizer: Any, block: int, inside: bool) -> Example:
-    text = text.strip()
+def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
+    """Lines one after the other, to texts of about `size` tokens; where that is a line's, single lines."""
+    if size == _LINE:
+        yield from lines
+        return
+    text, held = "", 0
+    for line in lines:
+        text, held = (
+            f"{text} {line}".strip(),
+            held + len(tokenizer(line, add_special_tokens=False, verbose=False).input_ids),
+        )
+        if held >= size:
+            yield text
+            text, held = "", 0
+    if text:
+        yield text
+
+
+def _example(text: str, tokenizer: Any, size: int, inside: bool) -> Example:
+    """The text, cut to `size` tokens of its own."""
     if inside and (parts := _around(text, tokenizer)) is not None:
         before, after = (tokenizer(part, add_special_tokens=False).input_ids for part in parts)
-        room = block - len(before) - len(after)
-        if room >= LEAST // 4:
-            own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:room]
-            return Example([*before, *own, *after], len(before), len(before) + len(own))
-    ids = tokenizer(text, verbose=False).input_ids[:block]
+        own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:size]
+        return Example([*before, *own, *after], len(before), len(before) + len(own))
+    ids = tokenizer(text, verbose=False).input_ids[:size]
     return Example(ids, 1, len(ids))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..anchors import shipped_anchors
+from ..anchors import shipped_anchors, shipped_sentences
 from ..checkpoint.gates import Gates, check_gated, write_gates
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
@@ -125,7 +125,8 @@ def fitted(
         classes: the class of each language of `texts`; by default those of the model's history.
     """
     known = History.of(model.config).classes if classes is None else classes
-    given = {**texts, **anchors}
+    own = {code: [*shipped_sentences(code), *text] for code, text in texts.items()}  # everyday text of each language
+    given = {**own, **anchors}
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
     wanted = {code: settings.tokens if code in texts else settings.anchor_tokens for code in given}
     examples = gate_examples(given, tokenizer, wanted, block)

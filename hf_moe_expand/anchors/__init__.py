@@ -37,6 +37,12 @@ def shipped_anchors(leave_out: Collection[str] = ()) -> dict[str, list[str]]:
     return {code: texts[code] for code in sorted(texts) if not any(_is_same(code, other) for other in unwanted)}
 
 
+def shipped_sentences(language: str) -> list[str]:
+    """The package's own sentences in a language, under any of its codes; none if it has none."""
+    every, others = shipped_anchors(), shipped_anchors(leave_out=[language])
+    return [line for code, lines in every.items() if code not in others for line in lines]
+
+
 def _is_same(code: str, other: str) -> bool:
     import langcodes  # slow: reads its tables at import
 
