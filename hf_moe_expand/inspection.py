@@ -66,6 +66,7 @@ class Inspection:
         updates: rank and alpha of LoRA experts.
         mixtures: layers that are mixtures of experts of the backbone's own.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
+        gate_languages: the languages that fitted gates tell apart, by class.
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
         packs: the language packs that the model joins.
         after_join: number of the last expansion's steps that the joined model took.
@@ -84,9 +85,25 @@ class Inspection:
     mixtures: Sequence[int] = ()
     leftovers: Sequence[str] = ()
     prefix_gate: dict[str, Any] | None = None
+    gate_languages: Sequence[Sequence[str]] | None = None
     packs: Sequence[InspectedPack] = ()
     after_join: int = 0
     encoder_layers: int = 0
+
+    def _of_gates(self) -> list[str]:
+        """The languages that fitted gates know, and what they let pass."""
+        if self.gate_languages is None:
+            return []
+        home, *new = self.gate_languages
+        codes = ", ".join(code for of_class in new for code in of_class)
+        said = f"{len(home)} languages stay home, as does what no gate knows; new: {codes}"
+        lines = [f"fitted gates        {said}"]
+        fitted = next((s for e in self.expansions for s in reversed(e.stages) if s.stage == "gates"), None)
+        if fitted is not None and fitted.settings:
+            shares = {code: of["0"] for code, of in fitted.settings["shares"].items()} | fitted.settings["home"]
+            taken = ", ".join(f"{code} {100 * share:.0f} %" for code, share in shares.items())
+            lines.append(f"  to new experts     {taken} of the tokens")
+        return lines
 
     def lines(self) -> list[str]:
         """The report, line by line."""
@@ -106,6 +123,7 @@ class Inspection:
             ),
             f"classifier layers   {layers_in_words(classifiers, encoder) or 'none'}",
             *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
+            *(self._of_gates()),
             f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
             f"active for a token  {self.active:,}",
         ]
@@ -165,7 +183,8 @@ def inspect_config(config: Any) -> Inspection:
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, updates,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
-        prefix_gate=config.prefix_gate, packs=_packs(config), encoder_layers=stack_sizes(config).get("encoder", 0),
+        prefix_gate=config.prefix_gate, gate_languages=getattr(config, "gate_languages", None), packs=_packs(config),
+        encoder_layers=stack_sizes(config).get("encoder", 0),
     )  # fmt: skip
 
 

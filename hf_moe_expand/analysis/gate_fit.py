@@ -43,7 +43,7 @@ POSITIONS = (8, 32, 128)
 _OF_ALL, _MOST_NAMED = 0.5, 0.1
 _WIDEST = 16.0  # nats
 _BYTES = 2**32  # hidden states that are held at once
-_BATCH = 8
+_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ def fit_rows(
     fit = _Fit(order, [classes[code] for code in order], count, list(anchors), rule, unseen_share)
     tokens = 2 * sum(len(e.ids) for code in order for e in examples[code])
     new = [code for code in order if classes[code]]
+    again = {code: fitted[code] if classes[code] else fitted[code][::2] for code in order}
     told = {code: code if classes[code] else new[number % len(new)] for number, code in enumerate(order)}
     hidden = model.config.get_text_config(decoder=True).hidden_size
     at_once = max(1, int(_BYTES / (4 * tokens * hidden)))
@@ -136,11 +137,11 @@ def fit_rows(
         for start in range(0, len(layers), at_once):
             chosen = layers[start : start + at_once]
             home = {code: _states(model, fitted[code], chosen, _at_home(model)) for code in order}
-            away = {code: _states(model, fitted[code], chosen, _told(model, told[code])) for code in order}
+            away = {code: _states(model, again[code], chosen, _told(model, told[code])) for code in order}
             shown = {code: _states(model, scored[code], chosen, _told(model, code)) for code in scored}
             for layer in chosen:
                 texts = {code: _Text(fitted[code], home[code].pop(layer)) for code in order}
-                also = {code: _Text(fitted[code], away[code].pop(layer)) for code in order}
+                also = {code: _Text(again[code], away[code].pop(layer)) for code in order}
                 held = {code: _Text(scored[code], shown[code].pop(layer)) for code in scored}
                 found[layer] = fit.layer(texts, also, held)
                 bar.update()
@@ -328,11 +329,19 @@ def _states(
 
     base = getattr(model, "base_model", model)
     with ffn_inputs(model, receive), told:
-        for batch in padded_batches([example.ids for example in examples], _BATCH):
+        # Texts of like lengths together, so that there is little padding.
+        order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
+        for batch in padded_batches([examples[number].ids for number in order], _BATCH):
             given = {name: value.to(model.device) for name, value in batch.items()}
             mask = given["attention_mask"].bool()
             base(**given, use_cache=False)
-    return {layer: torch.cat(states) for layer, states in found.items()}
+    lengths = [len(examples[number].ids) for number in order]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return {layer: _in_order(torch.cat(states).split(lengths), back) for layer, states in found.items()}
+
+
+def _in_order(states: Sequence[torch.Tensor], back: Sequence[int]) -> torch.Tensor:
+    return torch.cat([states[number] for number in back])
 
 
 def _at_home(model: Any) -> AbstractContextManager:

@@ -1,0 +1,300 @@
+"""Gates of many classes: fitted with anchors, kept to a promise, written, grown, and refused where they would lie."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import byte_tokenizer, invoke, run_fresh, save_dense, tiny_config, write_texts
+from safetensors.torch import load_file
+
+from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, fit_gates, grow_checkpoint
+from hf_moe_expand.analysis.gate_fit import PENALTY, softmax_regression
+from hf_moe_expand.analysis.gate_text import LEAST, gate_examples
+from hf_moe_expand.anchors import shipped_anchors, shipped_sentences
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling.routing import Classifier
+from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.settings import GateSettings
+
+ALPHABETS = ("abcdefg", "hijklmn", "opqrstu", "vwxyzAB", "CDEFGHI", "JKLMNOP", "QRSTUVW", "XYZ0123")
+
+
+def words(letters, count=400, seed=0):
+    """Lines of words of these letters."""
+    draw = torch.Generator().manual_seed(seed)
+    picked = torch.randint(len(letters) + 1, (count * 4,), generator=draw).tolist()
+    text = "".join((letters + " ")[i] for i in picked)
+    return [text[start : start + 60] for start in range(0, len(text), 60)]
+
+
+TEXTS = {"en": words("aeiou nt"), "el": words("αβγδεζη"), "hu": words("őűáéíóú")}
+ANCHORS = {f"q{chr(97 + n)}{chr(97 + n)}": words(letters, 60, n) for n, letters in enumerate(ALPHABETS)}
+SETTINGS = GateSettings(tokens=400, anchor_tokens=150, unseen_share=0.02)
+
+
+@pytest.fixture(scope="module")
+def expanded(tmp_path_factory):
+    home = tmp_path_factory.mktemp("gates")
+    save_dense(home / "base")
+    expand_checkpoint(home / "base", home / "one", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "hu"]))
+    model = LayerMoEForCausalLM.from_pretrained(home / "one")
+    with torch.no_grad():  # experts that differ
+        for ffn in model.expanded_ffns().values():
+            for parameter in ffn.experts[1].parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(home / "one")
+    return home / "one"
+
+
+@pytest.fixture(scope="module")
+def gated(expanded, tmp_path_factory):
+    out = tmp_path_factory.mktemp("gated") / "out"
+    return fit_gates(expanded, out, TEXTS, ANCHORS, SETTINGS)
+
+
+def test_a_classs_logit_is_the_logsumexp_of_its_languages():
+    torch.manual_seed(0)
+    gate = Classifier(8, 3, [3, 0, 2])
+    with torch.no_grad():
+        for parameter in gate.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    x = torch.randn(5, 8)
+    rows = x @ gate.weight.T + gate.bias
+    found = gate(x)
+    torch.testing.assert_close(found[:, 0], rows[:, :3].exp().sum(-1).log())
+    torch.testing.assert_close(found[:, 2], rows[:, 3:].exp().sum(-1).log())
+    assert (found[:, 1] == -torch.inf).all()  # a class that nobody fitted
+
+
+def test_the_rows_are_the_minimum_of_the_penalised_cross_entropy():
+    torch.manual_seed(0)
+    x = torch.randn(60, 5) * torch.tensor([1.0, 3.0, 0.2, 1.0, 1.0]) + 2
+    row = torch.arange(60) % 3
+    share = torch.rand(60).softmax(0)
+    weight, bias = softmax_regression(x, row, share, 3)
+    mean = (share[:, None] * x).sum(0)
+    scale = (share[:, None] * (x - mean).square()).sum(0).sqrt()
+    w = (weight * scale).requires_grad_()
+    b = (bias + weight @ mean).requires_grad_()
+    loss = (F.cross_entropy((x - mean) / scale @ w.T + b, row, reduction="none") * share).sum()
+    loss = loss + PENALTY / 2 * w.square().sum()
+    for gradient in torch.autograd.grad(loss, (w, b)):
+        assert gradient.abs().max() < 2e-3
+
+
+def test_all_languages_are_shown_in_the_same_forms():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "<|u|>{{ messages[0]['content'] }}<|a|>"
+    found = gate_examples({"en": TEXTS["en"]}, tokenizer, {"en": 600}, 128)["en"]
+    own = [tokenizer.decode(example.ids[example.start : example.end]) for example in found]
+    assert all("<|" not in text for text in own)
+    inside = [tokenizer.decode(example.ids).startswith("<|u|>") for example in found]
+    assert 0.3 < sum(inside) / len(inside) < 0.7
+    short = sum(len(text) for text in own if len(text) <= 60)
+    assert 0.3 < short / sum(map(len, own)) < 0.7
+    assert max(map(len, own)) > 100
+    with pytest.raises(InputError, match=rf"en has \d+ tokens.*at least {LEAST}"):
+        gate_examples({"en": ["short"]}, tokenizer, {"en": 600}, 128)
+
+
+def share_taken(model, tokenizer, text):
+    """The share of a text's tokens that new experts take, over all layers."""
+    ids = torch.tensor([tokenizer(" ".join(text)).input_ids[:60]])
+    with torch.no_grad(), model.capture_routing() as routing:
+        model(ids)
+    return torch.stack([layer.token_classes for layer in routing]).float().mean().item()
+
+
+def test_new_text_is_recognised_and_a_language_that_nobody_named_goes_home(gated):
+    model, tokenizer = load_for_inference(gated.out)
+    assert share_taken(model, tokenizer, TEXTS["el"]) > 0.7
+    assert share_taken(model, tokenizer, TEXTS["hu"]) > 0.7
+    assert share_taken(model, tokenizer, TEXTS["en"]) < 0.05
+    assert share_taken(model, tokenizer, ANCHORS["qcc"]) < 0.05
+    assert share_taken(model, tokenizer, words("4567890!?", 60)) < 0.1  # in no text that the gates saw
+
+
+def test_the_report_says_where_tokens_go(gated):
+    report = gated.gates
+    assert set(report.unseen) == set(ANCHORS)
+    assert set(report.new) == {"el", "hu"}
+    assert set(report.new["el"]) == {0, 8, 32, 128}
+    counted = [share for code, share in report.unseen.items() if code not in report.named]
+    assert sum(counted) / len(counted) <= 0.02 + 1e-6
+    assert report.home["en"] < 0.05
+    said = "\n".join(gated.lines())
+    assert "unseen languages" in said
+    assert "old languages" in said
+    assert "of the first 8:" in said
+
+
+def test_a_stricter_promise_lets_less_pass(expanded, gated, tmp_path):
+    strict = GateSettings(tokens=400, anchor_tokens=150, unseen_share=0.001)
+    found = fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, strict).gates
+    assert sum(found.unseen.values()) <= sum(gated.gates.unseen.values())
+    assert found.new["el"][0] <= gated.gates.new["el"][0] + 1e-6
+
+
+def test_all_but_the_gates_is_byte_for_byte_the_same(expanded, gated):
+    before, after = (load_file(folder / "model.safetensors") for folder in (expanded, gated.out))
+    added = {name for name in after if name not in before}
+    assert added == {f"model.layers.{n}.mlp.classifier.{kind}" for n in range(3) for kind in ("weight", "bias")}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    config = json.loads((gated.out / "config.json").read_text())
+    assert config["gate_languages"] == [["en", *sorted(ANCHORS)], ["el", "hu"]]
+    assert config["classifier_layers"] == [0, 1, 2]
+    assert config["prefix_gate"] == {"decay": 0.95, "bound": 2.0, "reach": "layer"}
+    stage = config["expansions"][-1]["stages"][-1]
+    assert stage["stage"] == "gates"
+    assert stage["settings"]["unseen_share"] == 0.02
+
+
+def test_it_loads_without_the_package_and_saves_the_same_bytes(gated, tmp_path):
+    code = (
+        "import sys, torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()\n"
+        "print(model(torch.arange(60, 90)[None]).logits.double().sum().item())\nmodel.save_pretrained(sys.argv[2])\n"
+    )
+    said = float(run_fresh(code, str(gated.out), str(tmp_path / "again")))
+    model = LayerMoEForCausalLM.from_pretrained(gated.out).eval()
+    with torch.no_grad():
+        assert said == pytest.approx(model(torch.arange(60, 90)[None]).logits.double().sum().item(), rel=1e-6)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (gated.out / file).read_bytes()
+
+
+def test_token_by_token_is_one_pass_and_anchors_may_be_named(gated):
+    model, tokenizer = load_for_inference(gated.out)
+    ids = torch.tensor([tokenizer("αβγ δεζ ηαβ γδ").input_ids])
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache, rows = None, []
+        for token in ids[0]:
+            step = model(token.view(1, 1), past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            rows.append(step.logits[0, 0])
+        torch.testing.assert_close(torch.stack(rows), whole[0], rtol=1e-4, atol=1e-4)
+        with model.use_expert(0):
+            base = model(ids).logits
+        assert torch.equal(model(ids, languages="qaa").logits, base)
+
+
+def test_state_free_gates_judge_each_token_by_itself(expanded, tmp_path):
+    settings = GateSettings(tokens=400, anchor_tokens=150, unseen_share=0.02, state_free=True)
+    report = fit_gates(expanded, tmp_path / "out", TEXTS, ANCHORS, settings)
+    config = json.loads((report.out / "config.json").read_text())
+    assert config.get("prefix_gate") is None
+    model, tokenizer = load_for_inference(report.out)
+    assert share_taken(model, tokenizer, ANCHORS["qcc"]) < 0.1
+    assert share_taken(model, tokenizer, TEXTS["el"]) > 0.3
+
+
+def test_a_server_that_keeps_no_evidence_is_refused(gated):
+    config = copy.deepcopy(LayerMoEConfig.from_pretrained(gated.out))
+    config._attn_implementation = "vllm"
+    with pytest.raises(ValueError, match=r"vllm attention does not keep.*--state-free"):
+        LayerMoEForCausalLM(config)
+    model = LayerMoEForCausalLM.from_pretrained(gated.out).eval()
+    model.config._attn_implementation_internal = "paged|sdpa"
+    with pytest.raises(ValueError, match=r"paged.*does not keep"):
+        model(torch.arange(5)[None])
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.raises(ValueError, match="do not begin at 0"):
+        model(torch.arange(5)[None], position_ids=torch.arange(7, 12)[None])
+    model(torch.arange(5)[None], position_ids=torch.arange(5)[None])
+    padded = torch.tensor([[0, 0, 1, 1, 1]])
+    model(torch.arange(5)[None], attention_mask=padded, position_ids=torch.tensor([[1, 1, 0, 1, 2]]))
+
+
+def test_growth_leaves_fitted_gates_out_and_says_so(gated, tmp_path):
+    plan = Plan("moe-lpr", [3, 3, 3], old=["en", "el", "hu"], new=["tr"], grows_from=[2, 2, 2])
+    from hf_moe_expand.checkpoint.grow import classifier_changes
+
+    assert any("fit gates again" in change for change in classifier_changes(gated.out, plan))
+    grow_checkpoint(gated.out, tmp_path / "grown", plan)
+    config = json.loads((tmp_path / "grown" / "config.json").read_text())
+    assert not config["classifier_layers"]
+    assert config.get("gate_languages") is None
+    texts = {**TEXTS, "tr": words("çşğıöü")}
+    again = fit_gates(tmp_path / "grown", tmp_path / "again", texts, ANCHORS, SETTINGS)
+    found = json.loads((again.out / "config.json").read_text())["gate_languages"]
+    assert [len(codes) for codes in found] == [1 + len(ANCHORS), 2, 1]
+    model, tokenizer = load_for_inference(again.out)
+    ids = torch.tensor([tokenizer(" ".join(texts["tr"])).input_ids[:60]])
+    with torch.no_grad(), model.capture_routing() as routing:
+        model(ids)
+    classes = torch.stack([layer.token_classes for layer in routing])
+    assert (classes[:, 20:] == 2).float().mean() > 0.7
+
+
+@pytest.mark.parametrize(
+    ("texts", "anchors", "said"),
+    [
+        ({"en": TEXTS["en"], "el": TEXTS["el"]}, ANCHORS, "no text in hu"),
+        ({**TEXTS, "xx": TEXTS["en"]}, ANCHORS, "xx: not a language of the model"),
+        (TEXTS, {**ANCHORS, "hu": TEXTS["hu"]}, "anchors: hu is a new language"),
+        (TEXTS, {"qaa": ANCHORS["qaa"]}, r"1 language\(s\) were given"),
+        ({**TEXTS, "hu": ["őűá"]}, ANCHORS, "hu has .* tokens"),
+    ],
+)
+def test_text_that_cannot_make_gates_is_refused_before_anything_is_written(expanded, texts, anchors, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        fit_gates(expanded, tmp_path / "out", texts, anchors, SETTINGS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_promise_that_lets_nothing_pass_is_refused(expanded, tmp_path):
+    same = {"en": TEXTS["en"], "el": TEXTS["en"][1:], "hu": TEXTS["en"][2:]}
+    with pytest.raises(InputError, match=r"no bias keeps unseen_share 0\.001"):
+        fit_gates(
+            expanded, tmp_path / "out", same, dict.fromkeys(ANCHORS, TEXTS["en"]),
+            GateSettings(tokens=400, anchor_tokens=150, unseen_share=0.001),
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_models_are_refused(tmp_path):
+    save_dense(tmp_path / "base")
+    expand_checkpoint(tmp_path / "base", tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
+    with pytest.raises(InputError, match="is a DMoE"):
+        fit_gates(tmp_path / "dmoe", tmp_path / "out", TEXTS, ANCHORS)
+
+
+@pytest.mark.parametrize(
+    ("languages", "said"),
+    [
+        ([["en"]], "each of 2 classes"),
+        ([["en"], ["el", "en"]], "each language once"),
+        ([["en"], [""]], "each language"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused(languages, said):
+    with pytest.raises(ValueError, match=said):
+        LayerMoEConfig.from_dense(
+            tiny_config("qwen2"), num_experts_per_layer=[2, 2, 2], classifier_layers=[1], gate_languages=languages
+        )
+
+
+def test_the_packages_own_sentences_are_the_default_and_stand_on_their_languages_side():
+    assert "hu" not in shipped_anchors(leave_out=["hu", "en"])
+    assert shipped_sentences("hu") == shipped_anchors()["hu"]
+    assert shipped_sentences("nb") == shipped_anchors()["no"]
+    assert shipped_sentences("xx") == []
+
+
+def test_the_command_line(expanded, tmp_path):
+    for code, text in TEXTS.items():
+        write_texts(tmp_path / f"{code}.jsonl", text)
+    for code, text in ANCHORS.items():
+        write_texts(tmp_path / f"{code}.jsonl", text)
+    data = [part for code in TEXTS for part in ("--data", f"{code}={tmp_path / code}.jsonl")]
+    anchors = [part for code in ANCHORS for part in ("--anchors", f"{code}={tmp_path / code}.jsonl")]
+    options = ["--tokens", 400, "--anchor-tokens", 150, "--unseen-share", 0.02]
+    said = invoke("gates", expanded, tmp_path / "out", *data, *anchors, *options)
+    assert "unseen languages" in said
+    assert "el " in said
+    shown = invoke("inspect", tmp_path / "out")
+    assert "8 languages that stay home" in shown or "stay home" in shown
+    assert invoke("diff", expanded, tmp_path / "out")
