@@ -308,6 +308,7 @@ def export(
     model: Model,
     out: OutFolder,
     expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert as its FFNs.")] = None,
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Make FFN experts of LoRA experts.")] = False,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
@@ -319,7 +320,7 @@ def export(
     from ..checkpoint.export import export_expert, export_native
 
     if expert is None:
-        name = export_native(model, out, max_shard_size=max_shard_size, overwrite=overwrite)
+        name = export_native(model, out, merge_lora=merge_lora, max_shard_size=max_shard_size, overwrite=overwrite)
     else:
         name = export_expert(model, out, expert, max_shard_size=max_shard_size, overwrite=overwrite)
     print(f"wrote {out}: {name}")
