@@ -149,7 +149,7 @@ def test_merged_lora_experts_compute_the_same(tmp_path, counts):
             elif "router" in name:
                 parameter.mul_(5)
     model.save_pretrained(tmp_path / "trained")
-    with pytest.raises(InputError, match="low-rank updates; .*`export --merge-lora` makes FFNs of them"):
+    with pytest.raises(InputError, match=r"low-rank updates; .*`export --merge-lora` makes FFNs of them"):
         export_native(tmp_path / "trained", tmp_path / "out")
     invoke("export", tmp_path / "trained", tmp_path / "out", "--merge-lora")
     with torch.no_grad():

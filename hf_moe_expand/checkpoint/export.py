@@ -104,27 +104,37 @@ def export_expert(
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
     source = StoredModel(model, load_expanded_config(folder))
-    for layer, count in enumerate(source.config.num_experts_per_layer):
-        if not 0 <= expert < count and count > 1:
-            name = layer_names(source.config)[layer]
-            raise InputError(f"{folder}: layer {name} has no expert {expert}; give one of 0..{count - 1}.")
     config = dense_config(source.config)
-    network = network_of(config)
-    tensors = []
-    for key, place in places(source.network).items():
-        update = source.config.update_of(place.layer, expert)
-        if key in source.names and place.dense is not None and place.expert in (None, 0 if update else expert):
-            name = _saved_name(network, place.dense)
-            if update and place.expert == 0:
-                tensors.append(merged(source, key, place.inner, expert, *update, name=name))
-            else:
-                tensors.append(source.copied(key, name))
+    tensors = expert_tensors(source, expert)
     settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
     add_stage(config, StageRecord("export", settings=settings))
     write_checkpoint(
         out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
     )
     return config.architectures[0]
+
+
+def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
+    """The tensors of the dense model that has one expert of every expanded layer as its FFN.
+
+    Raises:
+        InputError: an expanded layer lacks this expert.
+    """
+    for layer, count in enumerate(source.config.num_experts_per_layer):
+        if not 0 <= expert < count and count > 1:
+            name = layer_names(source.config)[layer]
+            raise InputError(f"{source.folder}: layer {name} has no expert {expert}; give one of 0..{count - 1}.")
+    network = network_of(dense_config(source.config))
+    tensors = []
+    for key, place in places(source.network).items():
+        update = source.config.update_of(place.layer, expert)
+        if key in source.names and place.dense is not None and place.expert in (None, 0 if update else expert):
+            name = _saved_name(network, place.dense)
+            if update and place.expert == 0:
+                tensors.append(merged(source, key, place.inner, expert, update, name))
+            else:
+                tensors.append(source.copied(key, name))
+    return tensors
 
 
 def dense_config(config: Any) -> Any:

@@ -144,7 +144,7 @@ def _expert(
     if update is None:
         return {part: source.copied(f"{place}.experts.{expert}.{part}") for part in parts}
     assert merge_lora, "check_routing refuses LoRA experts"
-    return {part: merged(source, f"{place}.experts.0.{part}", f"experts.0.{part}", expert, *update) for part in parts}
+    return {part: merged(source, f"{place}.experts.0.{part}", f"experts.0.{part}", expert, update) for part in parts}
 
 
 def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[str]:
@@ -154,7 +154,7 @@ def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[st
 
 
 def merged(
-    source: StoredModel, key: str, inner: str, expert: int, rank: int, alpha: float, name: str | None = None
+    source: StoredModel, key: str, inner: str, expert: int, update: tuple[int, float], name: str | None = None
 ) -> OutputTensor:
     """A tensor of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix.
 
@@ -162,7 +162,7 @@ def merged(
         key: the model's name of expert 0's tensor.
         inner: its name inside the layer's FFN block.
         expert: number of the LoRA expert.
-        rank, alpha: of the update.
+        update: rank and alpha of the update.
         name: name to write; by default that in the files.
     """
     prefix, layer = key.removesuffix(inner), inner.removeprefix("experts.0.").removesuffix(".weight")
@@ -170,14 +170,15 @@ def merged(
     copied = source.copied(key, name)
     if factors[0] not in source.names:  # a bias
         return copied
+    rank, alpha = update
     scaling = alpha / rank
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
 
     def data() -> Iterable[bytes]:
         b, a = (widened(source.reader.tensor(source.home(factor))) for factor in factors)
-        update = b @ a
+        change = b @ a
         weight = widened(source.reader.tensor(source.home(key)))
-        yield rounded(weight + scaling * (update.T if transposed else update), copied.dtype, copied.name)
+        yield rounded(weight + scaling * (change.T if transposed else change), copied.dtype, copied.name)
 
     return OutputTensor(copied.name, copied.dtype, copied.shape, data)
 
