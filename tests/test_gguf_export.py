@@ -229,8 +229,8 @@ def test_a_base_from_gguf_keeps_its_tokenizers_fields(tmp_path):
     assert content["tokenizer.ggml.pre"]["value"] == "gpt-2"
     content["tokenizer.ggml.pre"]["value"] = "smollm"  # not the name that the tokenizer itself would get
     kept.write_text(json.dumps(content))
-    expand_checkpoint(tmp_path / "base-again", tmp_path / "expanded", Plan("uniform", [2, 2, 2]))
-    export_gguf(tmp_path / "expanded", tmp_path / "out.gguf")
+    expand_checkpoint(tmp_path / "base-again", tmp_path / "grown", Plan("uniform", [2, 2, 2]))
+    export_gguf(tmp_path / "grown", tmp_path / "out.gguf")
     written = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out.gguf").fields.items()}
     before = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "base.gguf").fields.items()}
     names = {name for name in before if name.startswith("tokenizer.")}

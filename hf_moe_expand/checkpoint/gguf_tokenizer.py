@@ -63,13 +63,13 @@ def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
         InputError: there is no tokenizer, or llama.cpp has none that cuts text as it does.
     """
     tokenizer = load_tokenizer(folder)
-    if len(tokenizer) > rows:
+    kept = _kept(folder, rows)
+    if kept is None and len(tokenizer) > rows:
         raise InputError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(f"{folder}: its tokenizer has no tokenizer.json, of which the GGUF file's fields are made.")
     state = json.loads(backend.to_str())
-    kept = _kept(folder, state, rows)
     if kept is None:
         rule = _rule(state, tokenizer, folder)
         begins, ends = _frame(tokenizer, folder)
@@ -108,13 +108,14 @@ def load_tokenizer(folder: Path) -> Any:
         raise InputError(f"{folder}: its tokenizer cannot be read ({first_line(error)}).") from error
 
 
-def _kept(folder: Path, state: dict, rows: int) -> dict | None:
-    """The fields that the checkpoint's base had in its GGUF file; None without, or if the tokens are others by now."""
+def _kept(folder: Path, rows: int) -> dict | None:
+    """The fields that the checkpoint's base had in its GGUF file; None without, or if the model has other embeddings by
+    now. (The tokenizer that transformers made of the file may have a further token, which the model does not know.)"""
     if not (folder / KEPT).is_file():
         return None
     kept = read_json(folder / KEPT, "fields of a GGUF file")
     types = kept.get("tokenizer.ggml.token_type", {}).get("value", [])
-    return kept if len(types) == rows and len(_vocabulary(state)) <= rows else None
+    return kept if len(types) == rows else None
 
 
 def _vocabulary(state: dict) -> dict[int, str]:
