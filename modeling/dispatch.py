@@ -4,102 +4,88 @@
 output unchanged in bfloat16 too. Index N means "no expert". BLOOM's FFN takes the residual as a second argument and
 adds it: with `takes_residual` it gets zeros, and the caller adds the residual once.
 
-There are two ways. `grouped_mm` and `batched_mm` run all experts together (`grouped_experts.py`); `eager` runs one
-after the other as the modules that they are, which is right for every FFN and everything that may have changed it.
+There are three ways, chosen from shapes and modules alone:
+
+- `run_all`: every expert on every token, where a token takes all experts (N <= K), and for few tokens on a GPU.
+  Nothing is sorted or read on the host, and expert 0 runs with the dense layer's shapes.
+- `run_grouped` (`grouped_experts.py`): all experts in one grouped product, where torch has the kernel.
+- `run_in_turn`: each expert on its own tokens, as the module that it is.
 
 Shape suffixes as in `routing.py`.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from transformers.utils import logging
 
-from .expert_block import ExpertBlock
-from .grouped_experts import knows_routing, run_grouped
-from .grouped_kernels import has_grouped_mm
+from .grouped_experts import can_group, fused, has_kernel, run_grouped
+from .plain_ffn import PlainFFN
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-_FEW_ASSIGNMENTS = 128
-_FEW_ROWS = 16
+_FEW_TOKENS, _FEW_EXPERTS = 64, 8
 logger = logging.get_logger(__name__)
 
 
 def dispatch(
     experts: nn.ModuleList,
-    x_Th: torch.Tensor,
+    x: torch.Tensor,
     weights_TK: torch.Tensor,
     index_TK: torch.Tensor,
     takes_residual: bool,
     training: bool,
-    block: ExpertBlock | None = None,
+    form: PlainFFN | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """The layer's output, `[T, h]`.
+    """The layer's output, `[..., h] -> [T, h]`.
 
     Args:
-        block: finds the experts' weights, to run them together; None runs them as modules.
-        implementation: one of `IMPLEMENTATIONS`; None chooses by the number of tokens.
+        form: of the experts' FFN, if it is plain.
+        implementation: `"eager"` runs the experts in turn, `"grouped_mm"` together; None chooses.
     """
-    form = None if block is None or takes_residual else block.forms[training]
-    if implementation is None and _is_faster_apart(x_Th, index_TK, len(experts)):
-        form = None
-    if form is not None and implementation != "eager" and not _has_transforms():
-        found = block.weights(experts, form, x_Th)  # type: ignore[union-attr]
-        if found is not None and _fits(x_Th, found[0].weights[0]):
-            batched = _is_batched(implementation, x_Th, index_TK, len(experts))
-            if batched or has_grouped_mm(x_Th.device, form.linears, found[0].weights[0].dtype):
-                return run_grouped(form, experts[0], found, x_Th, weights_TK, index_TK, len(experts), batched)
-            if implementation is not None:
-                logger.warning_once(
-                    f"experts_implementation {implementation!r}: torch {torch.__version__} has no grouped_mm for these "
-                    f"experts on {x_Th.device.type}; they run as with 'eager'."
-                )
-    if torch.compiler.is_compiling():
-        return dispatch_to_all(experts, x_Th, weights_TK, index_TK, takes_residual)
-    if _is_one_token(x_Th, training):
-        return dispatch_one_token(experts, x_Th, weights_TK, index_TK, takes_residual)
-    return dispatch_sorted(experts, x_Th, weights_TK, index_TK, takes_residual, training)
+    (T, K), N = index_TK.shape, len(experts)
+    few = x.device.type != "cpu" and N <= _FEW_EXPERTS and (torch.compiler.is_exporting() or T <= _FEW_TOKENS)
+    if implementation is None and (N <= K or few):
+        return run_all(experts, x, weights_TK, index_TK, takes_residual)
+    x_Th = x.flatten(0, -2)
+    if implementation == "grouped_mm" or (implementation is None and has_kernel(x)):
+        if form is not None and not takes_residual and can_group(form, experts, x_Th):
+            return run_grouped(form, experts, x_Th, weights_TK, index_TK)
+        if implementation is not None:
+            logger.warning_once(
+                f"experts_implementation 'grouped_mm': torch {torch.__version__} does not group these experts in "
+                f"{x.dtype} on {x.device.type}; they run as with 'eager'."
+            )
+    if is_traced(x):  # no shape may depend on the data
+        return run_all(experts, x, weights_TK, index_TK, takes_residual)
+    return run_in_turn(experts, x_Th, weights_TK, index_TK, takes_residual, training)
 
 
-def _has_transforms() -> bool:
-    """Whether derivatives are taken forward or by `torch.func`, which the joint products do not know."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a graph is made of the pass, or its tensors hold no values, so that the host can read none."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or type(x) is not torch.Tensor
 
 
-def _is_one_token(x_Th: torch.Tensor, training: bool) -> bool:
-    """Whether this is a step of decoding whose routing the host reads at no cost."""
-    return not training and knows_routing(x_Th) and x_Th.shape[0] == 1
+def run_all(
+    experts: nn.ModuleList, x: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool
+) -> torch.Tensor:
+    """Every expert on every token, `[..., h] -> [T, h]`."""
+    N = len(experts)
+    weights_TN = weights_TK.new_zeros(index_TK.shape[0], N + 1).scatter(1, index_TK, weights_TK)
+    outputs = [run_expert(expert, x, takes_residual).flatten(0, -2) for expert in experts]
+    return _weighted_sum(outputs, weights_TN[:, :N])
 
 
-def _is_faster_apart(x_Th: torch.Tensor, index_TK: torch.Tensor, num_experts: int) -> bool:
-    """Whether experts on a CPU run faster as modules, as measured for few tokens (docs/speed.md): in a type of 16 bits
-    those of a single token, without gradients, which need no sorting; in float32 those that have many rows. Under
-    autocast modules would convert gate and up apart."""
-    T, K = index_TK.shape
-    if not knows_routing(x_Th) or T * K > _FEW_ASSIGNMENTS or torch.is_autocast_enabled(x_Th.device.type):
-        return False
-    if T == 1:
-        return K == 1 or (x_Th.dtype.itemsize == 2 and not torch.is_grad_enabled())
-    rows = T if num_experts == K else 2 * T * K / num_experts  # of an expert; about twice the mean at most
-    return x_Th.dtype.itemsize > 2 and rows > _FEW_ROWS
+@fused
+def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor) -> torch.Tensor:
+    y_Th = outputs[0] * weights_TN[:, :1]
+    for number, output in enumerate(outputs[1:], start=1):
+        y_Th = torch.addcmul(y_Th, output, weights_TN[:, number : number + 1])
+    return y_Th.to(outputs[0].dtype)
 
 
-def _fits(x_Th: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the products need no conversion but autocast's."""
-    same = x_Th.dtype == weight.dtype or torch.is_autocast_enabled(x_Th.device.type)
-    return same and x_Th.device == weight.device
-
-
-def _is_batched(implementation: str | None, x_Th: torch.Tensor, index_TK: torch.Tensor, num_experts: int) -> bool:
-    """Whether each assignment reads a copy of its expert's weights: by default not on a CPU, and elsewhere while the
-    copies are no more than the experts, as in decoding, for which transformers changes to `batched_mm` too."""
-    if implementation is None:
-        return x_Th.device.type != "cpu" and index_TK.numel() <= num_experts
-    return implementation == "batched_mm"
-
-
-def dispatch_sorted(
+def run_in_turn(
     experts: nn.ModuleList,
     x_Th: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -107,61 +93,24 @@ def dispatch_sorted(
     takes_residual: bool,
     training: bool,
 ) -> torch.Tensor:
-    """Sorts tokens by expert, splits them once, runs the experts, and restores the order."""
-    T, K = index_TK.shape
+    """Each expert on its own tokens, `[T, h]`, which are sorted by expert once."""
+    (T, K), N = index_TK.shape, len(experts)
     assigned_A = index_TK.reshape(-1)
-    order_A = assigned_A.argsort(stable=True)
-    counts = assigned_A.bincount(minlength=len(experts) + 1).tolist()
-    unassigned = counts.pop()
-    # `index_select`: on a CPU the gradient of `x[index]` is many times slower.
-    inputs = x_Th.index_select(0, order_A[: T * K - unassigned] // K).split(counts)
-    # In training idle experts run on empty batches: they stay in the graph, so that all ranks have the same graph.
-    outputs = [
-        run_expert(expert, x, takes_residual)
-        for expert, x in zip(experts, inputs, strict=True)
-        if training or x.shape[0]
-    ]
-    if unassigned:
-        outputs.append(outputs[0].new_zeros(unassigned, x_Th.shape[-1]))
-    sorted_Ah = torch.cat(outputs)
-    place_A = torch.empty_like(order_A).scatter_(0, order_A, torch.arange(T * K, device=order_A.device))
-    y_TKh = sorted_Ah.index_select(0, place_A).view(T, K, -1)
-    with torch.autocast(x_Th.device.type, enabled=False):
-        y_T1h = torch.bmm(weights_TK.unsqueeze(1), y_TKh.float())
-    return y_T1h.squeeze(1).to(sorted_Ah.dtype)
-
-
-def dispatch_one_token(
-    experts: nn.ModuleList,
-    x_1h: torch.Tensor,
-    weights_1K: torch.Tensor,
-    index_1K: torch.Tensor,
-    takes_residual: bool,
-) -> torch.Tensor:
-    """Runs the experts of a single token, as in decoding, without sorting."""
-    outputs = [
-        (k, run_expert(experts[e], x_1h, takes_residual))
-        for k, e in enumerate(index_1K[0].tolist())
-        if e < len(experts)
-    ]
-    y_1h = torch.stack([y.float() * weights_1K[:, k : k + 1] for k, y in outputs]).sum(0)
-    return y_1h.to(outputs[0][1].dtype)
-
-
-def dispatch_to_all(
-    experts: nn.ModuleList,
-    x_Th: torch.Tensor,
-    weights_TK: torch.Tensor,
-    index_TK: torch.Tensor,
-    takes_residual: bool,
-) -> torch.Tensor:
-    """For `torch.compile` and `torch.export` of experts that run as modules: every expert runs on every token, so that
-    no shape depends on the data. Costs N FFNs for each token instead of K."""
-    N = len(experts)
-    weights_TN = weights_TK.new_zeros(x_Th.shape[0], N + 1).scatter(1, index_TK, weights_TK)
-    outputs = [run_expert(expert, x_Th, takes_residual) for expert in experts]
-    y_Th = sum(y.float() * w_T1 for y, w_T1 in zip(outputs, weights_TN[:, :N].split(1, 1), strict=True))
-    return y_Th.to(outputs[0].dtype)
+    counts = assigned_A.bincount(minlength=N + 1).tolist()  # the only values that the host reads
+    order_A = assigned_A.argsort(stable=True)[: T * K - counts.pop()]
+    token_A = order_A // K
+    x_Ah, weights_A1 = x_Th.index_select(0, token_A), weights_TK.reshape(-1, 1).index_select(0, order_A)
+    y_Th, dtype = None, x_Th.dtype
+    for expert, x, token, weight in zip(
+        experts, x_Ah.split(counts), token_A.split(counts), weights_A1.split(counts), strict=True
+    ):
+        if not training and not x.shape[0]:
+            continue  # in training idle experts stay in the graph, so that all ranks have the same graph
+        y = run_expert(expert, x, takes_residual)
+        dtype, weighted = y.dtype, y * weight
+        y_Th = weighted.new_zeros(x_Th.shape) if y_Th is None else y_Th
+        y_Th = y_Th.index_add_(0, token, weighted)
+    return torch.zeros_like(x_Th) if y_Th is None else y_Th.to(dtype)
 
 
 def run_alone(
@@ -170,13 +119,54 @@ def run_alone(
     """One expert on all tokens, `[..., h] -> [..., h]`, called as the dense layer calls its FFN, so that the output is
     the same bit for bit. The output includes the residual, if the FFN takes one."""
     y = experts[number](hidden_states, *(() if residual is None else (residual,)))
-    if training:  # the other experts stay in the graph, as in `dispatch_sorted`
+    if training:  # the other experts stay in the graph, as in `run_in_turn`
         nothing_0h = hidden_states.flatten(0, -2)[:0]
         idle = [run_expert(other, nothing_0h, residual is not None) for other in experts]
         y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)
     return y
 
 
-def run_expert(expert: nn.Module, x_Th: torch.Tensor, takes_residual: bool) -> torch.Tensor:
-    """One expert's output without a residual, `[T, h]`."""
-    return expert(x_Th, torch.zeros_like(x_Th)) if takes_residual else expert(x_Th)
+def run_expert(expert: nn.Module, x: torch.Tensor, takes_residual: bool) -> torch.Tensor:
+    """One expert's output without a residual, `[..., h] -> [..., h]`."""
+    return expert(x, torch.zeros_like(x)) if takes_residual else expert(x)
+
+
+class ExpertsImplementationMixin:
+    """Takes `experts_implementation`, the switch by which transformers chooses how a mixture's experts run, in
+    `from_pretrained`, in the configuration and in `set_experts_implementation`.
+
+    `"eager"` runs one expert after the other, `"grouped_mm"` all in grouped products, and None, the default, chooses.
+    """
+
+    config: Any
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # the library looks for a decorator in the source of the class
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> Any:
+        """The implementation to use for a request.
+
+        Raises:
+            ValueError: the name is unknown.
+        """
+        if requested_experts is not None and requested_experts not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out "
+                "for the fastest."
+            )
+        if requested_experts == "batched_mm":  # the library's own choice while it generates
+            logger.warning_once(
+                "experts_implementation 'batched_mm': few tokens are as fast with the default, which runs."
+            )
+            requested_experts = None
+        if hasattr(self, "routing_control"):
+            return requested_experts
+        # The backbone's inner model is built next from the same configuration. It is dense, and takes only this one.
+        self._requested_experts = requested_experts
+        return "eager"
+
+    def _use_requested_experts(self, has_mixtures: bool) -> None:
+        """Sets the request once the model is built; the backbone's own mixtures, if it has any, need a name."""
+        requested = vars(self).pop("_requested_experts", None)
+        self.config._experts_implementation_internal = "grouped_mm" if requested is None and has_mixtures else requested

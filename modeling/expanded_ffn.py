@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from .conditional_routing import ConditionalGate, beside_shared, with_shared_expert
-from .dispatch import dispatch, run_alone
-from .expert_block import ExpertBlock
-from .ffn_expert import copy_ffn
-from .grouped_experts import knows_routing
+from .dispatch import dispatch, is_traced, run_alone
+from .experts import copy_ffn
+from .plain_ffn import plain_form
 from .prefix_gate import PrefixRule, RunningText, TextMarks
 from .routing import (
     Choice,
     Classifier,
+    ConditionalGate,
     LayerRouting,
     Router,
+    beside_shared,
     experts_allowed,
     experts_of_classes,
     select_experts,
     token_classes,
+    with_shared_expert,
 )
 from .routing_control import RoutingControl
 
@@ -71,7 +72,7 @@ class ExpandedFFN(nn.Module):
         others = range(1, num_experts)
         new = [copy_ffn(ffn) if new_expert is None else new_expert(ffn, number) for number in others]
         self.experts = nn.ModuleList([ffn, *new])
-        self.block = ExpertBlock.of(ffn)
+        self.form = plain_form(ffn)
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.experts_of_classes = experts_of_classes(self.experts_of_class, packs)
@@ -83,9 +84,9 @@ class ExpandedFFN(nn.Module):
         self.control = control
         self.model_config = config
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.block.release()  # a copy of the weights elsewhere leaves the block unused
-        return super()._apply(*args, **kwargs)
+    @property
+    def _implementation(self) -> str | None:
+        return None if self.model_config is None else self.model_config._experts_implementation
 
     def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once.
@@ -118,8 +119,8 @@ class ExpandedFFN(nn.Module):
         if home_T is not None:
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
         y_Th = dispatch(
-            self.experts, x_Th, routing.weights, index_TK, residual is not None, self.training, self.block,
-            None if self.model_config is None else self.model_config._experts_implementation,
+            self.experts, hidden_states, routing.weights, index_TK, residual is not None, self.training, self.form,
+            self._implementation,
         )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
@@ -180,7 +181,8 @@ class ExpandedFFN(nn.Module):
             return False
         if self.control.expansion == 0:
             return True
-        return class_T is not None and knows_routing(class_T) and not class_T.any()
+        can_read = class_T is not None and class_T.device.type == "cpu" and not is_traced(class_T)
+        return can_read and not class_T.any()  # type: ignore[union-attr]
 
     def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
         """The texts that prefix gates judge; without the model's own, each sequence is a text."""
@@ -210,8 +212,11 @@ class ExpandedFFN(nn.Module):
         return torch.where(said_T < 0, class_T, said_T)
 
     def _said_home(self, x_Th: torch.Tensor) -> torch.Tensor | None:
-        """`[T]` bool: the tokens that the user sends to expert 0; None if there are none."""
+        """`[T]` bool: the tokens that the user sends to expert 0; None if there are none, or all experts run on all
+        tokens, so that expert 0 has the dense layer's shapes."""
         if self.control.classes is None or 0 not in self.control.classes:
+            return None
+        if len(self.experts) <= self.top_k and self._implementation != "grouped_mm":
             return None
         return self._of_tokens([number == 0 for number in self.control.classes], x_Th)
 

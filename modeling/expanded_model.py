@@ -17,15 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from .backbone import decoder_ffns
-from .conditional_routing import ConditionalGate
+from .dispatch import ExpertsImplementationMixin
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import load_assembled
-from .experts_implementation import ExpertsImplementationMixin
-from .ffn_expert import copy_ffn
-from .lora_expert import LoraA, LoraB, LoraFactor, init_lora_a, lora_expert
+from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_lora_a, lora_expert
 from .prefix_gate import PrefixRule, cache_of_call, texts_of_call
-from .routing import Classifier, Router, init_router
+from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl
 from .separate_ffn import SeparateFFN, put_in_place
 from .spoken_language import check_count, classes_of, with_languages

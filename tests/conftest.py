@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli
-from hf_moe_expand.modeling import dispatch
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
@@ -31,8 +30,6 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # Else products of matrices may depend on where in memory they lie, and two copies of a model lie at different places.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-# Tests have few tokens; their experts run as those of large batches do.
-dispatch._FEW_ASSIGNMENTS = 0
 # Real text lies outside the repository: tests that need it skip, with this reason, where it is absent.
 DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "data"))
 FIGURES = DATA.parent / "reference" / "published_figures.json"

@@ -1,5 +1,6 @@
-"""Expanded layers for tests, and the comparison of the ways to run their experts."""
+"""Expanded layers for tests, and the slow definition of what their experts compute."""
 
+import copy
 from types import SimpleNamespace
 
 import torch
@@ -18,10 +19,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 3e-6, torch.bfloat16: 4e-2, tor
 class Plain(nn.Module):
     def __init__(self, hidden, inner):
         super().__init__()
-        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+        self.up, self.act, self.down = nn.Linear(hidden, inner), nn.ReLU(), nn.Linear(inner, hidden)
 
     def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
+        return self.down(self.act(self.up(x)))
 
 
 def gated(hidden, inner):
@@ -52,30 +53,49 @@ def build(
     return layer.to(dtype)
 
 
-def results(layer, x, implementation, autocast=False):
-    """The output, then the gradients of the input and of all that trains."""
-    layer.model_config._experts_implementation = implementation
-    x = x.detach().requires_grad_()
+def drawn(T, K, N, dtype=torch.float32, missing=0.3, hidden=16):
+    """Inputs, weights and indices of `dispatch`, some of which are N: no expert."""
+    draw = torch.Generator().manual_seed(T * 100 + K * 10 + N)
+    x_Th = torch.randn(T, hidden, generator=draw).to(dtype)
+    index_TK = torch.rand(T, N, generator=draw).argsort(-1)[:, :K]
+    weights_TK = torch.rand(T, K, generator=draw).softmax(-1)
+    return x_Th, weights_TK, index_TK.masked_fill(torch.rand(T, K, generator=draw) < missing, N)
+
+
+def slow(experts, x_Th, weights_TK, index_TK):
+    """`y = sum_k weight_k E_index_k(x)`, token by token."""
+    rows = []
+    for x, weights, index in zip(x_Th, weights_TK, index_TK.tolist(), strict=True):
+        chosen = [w * experts[e](x) for w, e in zip(weights, index, strict=True) if e < len(experts)]
+        rows.append(sum(chosen, torch.zeros_like(x)))
+    return torch.stack(rows)
+
+
+def gradients(y_Th, inputs):
+    """Of the input, the weights and all parameters; zero where the graph does not reach."""
+    found = torch.autograd.grad(y_Th.double().square().sum(), inputs, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def assert_is_the_definition(run, experts, x_Th, weights_TK, index_TK, autocast=False):
+    """Compares the output of `run(experts, x, weights, index)` and every gradient with the slow definition in float64.
+
+    Gradients of frozen parameters are left out on both sides.
+    """
+    x_Th, weights_TK = x_Th.detach().requires_grad_(), weights_TK.detach().requires_grad_()
+    trained = [parameter.requires_grad for parameter in experts.parameters()]
+    exact = copy.deepcopy(experts).double()
+    x64, weights64 = (one.detach().double().requires_grad_() for one in (x_Th, weights_TK))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = layer(x)
-    wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
-    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)]
-
-
-def assert_agree(layer, x, implementation, autocast=False):
-    expected = results(layer, x, "eager", autocast)
-    found = results(layer, x, implementation, autocast)
-    tolerance = 8e-2 if autocast else TOLERANCE[x.dtype]
-    for one, other in zip(found, expected, strict=True):
-        if one is None:  # a classifier in training, which only its loss trains
-            assert other is None
-            continue
-        other = torch.zeros_like(one) if other is None else other  # the loop leaves idle experts out in evaluation
-        assert one.dtype == other.dtype
+        y_Th = run(experts, x_Th, weights_TK, index_TK)
+    expected = slow(exact, x64, weights64, index_TK)
+    assert y_Th.shape == expected.shape
+    assert y_Th.dtype == (torch.bfloat16 if autocast else x_Th.dtype)
+    pairs = [(y_Th, expected)]
+    own = [x_Th, weights_TK, *(p for p, wanted in zip(experts.parameters(), trained, strict=True) if wanted)]
+    theirs = [x64, weights64, *(p for p, wanted in zip(exact.parameters(), trained, strict=True) if wanted)]
+    pairs += zip(gradients(y_Th, own), gradients(expected, theirs), strict=True)
+    tolerance = 8e-2 if autocast else TOLERANCE[x_Th.dtype]
+    for one, other in pairs:
         scale = max(other.abs().max().item(), 1e-6)
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * scale)
-
-
-def other_rate(expert):
-    expert.dropout.p = 1.0
-    expert.dropout.train()
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * scale)

@@ -6,7 +6,6 @@ import pytest
 from conftest import COMMON_BACKBONES, WIDE_BACKBONES, byte_tokenizer, run_fresh, save_dense, tiny_config, tiny_dense
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
-from hf_moe_expand.modeling import dispatch
 
 # A layer with three experts, one that stays dense, one with two and a classifier.
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
@@ -27,8 +26,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize("names", [COMMON_BACKBONES, pytest.param(WIDE_BACKBONES, marks=pytest.mark.wide)])
-def test_p4_checkpoints_load_in_a_fresh_process_and_save_the_same_bytes(checkpoint, names, tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatch, "_FEW_ASSIGNMENTS", 128)  # as in the fresh process
+def test_p4_checkpoints_load_in_a_fresh_process_and_save_the_same_bytes(checkpoint, names, tmp_path):
     program = """
 import json, sys, torch
 from pathlib import Path

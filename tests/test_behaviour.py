@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Generation
 from transformers.pytorch_utils import Conv1D
 
 from hf_moe_expand import DMoEForCausalLM, LayerMoEForCausalLM, expand_checkpoint, expand_model, freeze
-from hf_moe_expand.modeling.lora_expert import LoraLinear
+from hf_moe_expand.modeling.experts import LoraLinear
 
 EVERYWHERE = matrix()
 # The wide backbones have one configuration here.

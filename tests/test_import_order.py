@@ -16,7 +16,7 @@ ROOMS = (
     ("",),
     ("auto_class", "disk", "extra", "hub_access", "layer_names", "scratch"),
     ("jsonfile", "languages", "local_paths", "recipe_paths", "records", "schema", "yamlfile"),
-    ("recipes", "results", "run_record", "settings"),
+    ("anchors", "recipes", "results", "run_record", "settings"),
     ("modeling",),
     ("planning",),
     ("data",),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.lora_expert import init_lora_a
+from ..modeling.experts import init_lora_a
 from ..modeling.routing import init_router
 
 

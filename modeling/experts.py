@@ -1,4 +1,4 @@
-"""An expert that is expert 0 with a low-rank update on its linear layers (LoRA).
+"""New experts: copies of the backbone's FFN, or expert 0 with a low-rank update on its linear layers (LoRA).
 
 LoRA (Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B `[out, r]`, named, scaled and initialised
 as in PEFT: A is Kaiming-uniform and B zero, so that a new expert gives the output of expert 0.
@@ -16,10 +16,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
-from .ffn_expert import shared_config
+
+def shared_config(ffn: nn.Module) -> dict[int, Any]:
+    """The second argument that makes `copy.deepcopy` of an FFN share its configuration: a later switch of the
+    attention implementation must reach all copies."""
+    return {id(value): value for value in vars(ffn).values() if isinstance(value, PreTrainedConfig)}
+
+
+def copy_ffn(ffn: nn.Module) -> nn.Module:
+    """A copy of a backbone's FFN that shares its configuration."""
+    memo = shared_config(ffn)
+    # While DeepSpeed's ZeRO-3 loads a model, a parameter is an empty shell (`ds_shape` is its shape), which
+    # `copy.deepcopy` cannot copy. Copies are made whole, to be loaded later, and are then passed to ZeRO-3.
+    shells: list[Any] = [parameter for parameter in ffn.parameters() if hasattr(parameter, "ds_shape")]
+    for shell in shells:
+        memo[id(shell)] = nn.Parameter(torch.empty(shell.ds_shape, dtype=shell.dtype, device=shell.device))
+    copied = copy.deepcopy(ffn, memo)
+    if shells:
+        shells[0].convert_to_zero_parameters(param_list=[memo[id(shell)] for shell in shells])
+    return copied
 
 
 class LoraFactor(nn.Module):

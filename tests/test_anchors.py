@@ -1,0 +1,129 @@
+"""The package's own anchors: each language's sentences are well-formed, in its script, and nobody else's text."""
+
+import json
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import langcodes
+import pytest
+from conftest import DATA
+
+import hf_moe_expand.anchors
+from hf_moe_expand.anchors import shipped_anchors
+from hf_moe_expand.errors import InputError
+
+ANCHORS = shipped_anchors()
+# The scripts of languages that are not in Latin letters, as Unicode names its letters.
+SCRIPTS = {
+    "am": {"ETHIOPIC"}, "ar": {"ARABIC"}, "be": {"CYRILLIC"}, "bg": {"CYRILLIC"}, "bn": {"BENGALI"}, "el": {"GREEK"},
+    "fa": {"ARABIC"}, "he": {"HEBREW"}, "hi": {"DEVANAGARI"}, "hy": {"ARMENIAN"}, "ja": {"CJK", "HIRAGANA", "KATAKANA"},
+    "ka": {"GEORGIAN"}, "ko": {"HANGUL"}, "ml": {"MALAYALAM"}, "mr": {"DEVANAGARI"}, "ne": {"DEVANAGARI"},
+    "ru": {"CYRILLIC"}, "sr": {"CYRILLIC"}, "ta": {"TAMIL"}, "te": {"TELUGU"}, "th": {"THAI"}, "uk": {"CYRILLIC"},
+    "ur": {"ARABIC"}, "zh": {"CJK"},
+}  # fmt: skip
+LATIN = {
+    "az", "ca", "cs", "da", "de", "en", "es", "et", "eu", "fi", "fr", "ga", "ha", "hr", "hu", "id", "it", "lt", "lv",
+    "ms", "nl", "no", "pl", "pt", "ro", "sk", "sl", "so", "sv", "sw", "tl", "tr", "vi", "yo", "zu",
+}  # fmt: skip
+DENSE = {"am", "he", "ja", "ko", "th", "zh"}  # a character of these says more than a Latin letter
+
+
+def scripts(text):
+    """The first word of each letter's name: `LATIN` of LATIN SMALL LETTER A. A mark belongs to the letter before it."""
+    return {unicodedata.name(letter).split()[0] for letter in text if unicodedata.category(letter).startswith("L")}
+
+
+def same_start(lines):
+    """How many lines begin with the most frequent pair of first words."""
+    return Counter(tuple(line.split()[:2]) for line in lines).most_common(1)[0][1]
+
+
+def test_there_are_many_languages_of_many_scripts():
+    assert list(ANCHORS) == sorted(ANCHORS)
+    assert len(ANCHORS) >= 40
+    assert set(ANCHORS) == LATIN | set(SCRIPTS)
+    assert all(langcodes.tag_is_valid(code) for code in ANCHORS)
+    assert len(set().union(*SCRIPTS.values())) >= 15
+
+
+@pytest.mark.parametrize("code", ANCHORS)
+def test_each_language_has_sentences_in_its_script(code):
+    lines = ANCHORS[code]
+    assert len(lines) >= 20
+    for line in lines:
+        assert line == unicodedata.normalize("NFC", line).strip()
+        assert "  " not in line
+        assert (10 if code in DENSE else 20) <= len(line) <= 220, line
+        assert scripts(line) <= SCRIPTS.get(code, {"LATIN"}), line
+        assert not any(letter.isdigit() for letter in line), line
+        assert code == "th" or unicodedata.category(line[-1]).startswith("P"), line
+    assert set().union(*map(scripts, lines)) == SCRIPTS.get(code, {"LATIN"})
+    if code not in {"ja", "th", "zh"}:
+        assert same_start(lines) <= 3
+
+
+def test_no_line_is_there_twice():
+    lines = [line.casefold() for code in ANCHORS for line in ANCHORS[code]]
+    assert [line for line, count in Counter(lines).items() if count > 1] == []
+
+
+def test_no_line_is_of_flores():
+    if not (DATA / "flores").is_dir():
+        pytest.skip(f"FLORES is not at {DATA / 'flores'}")
+    files = sorted((DATA / "flores").glob("*.jsonl"))
+    assert files
+    rows = [json.loads(row) for file in files for row in file.read_text("utf-8").splitlines()]
+    flores = {plain(row["text"]) for row in rows}
+    assert len(flores) > 1000
+    assert [line for lines in ANCHORS.values() for line in lines if plain(line) in flores] == []
+
+
+def plain(text):
+    """Letters, marks and digits alone, so that spaces, dashes, quotation marks and capitals make no difference."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(letter for letter in text if unicodedata.category(letter)[0] in "LMN")
+
+
+@pytest.mark.parametrize(
+    ("given", "gone"),
+    [
+        (["hu", "tr"], {"hu", "tr"}),
+        (["nb"], {"no"}),
+        (["zh-Hant"], {"zh"}),
+        (["cmn"], {"zh"}),
+        (["sr-Latn"], {"sr"}),
+        (["fil"], {"tl"}),
+        (["pt-BR", "pt-PT"], {"pt"}),
+        (["zsm"], {"ms"}),
+        (["bs"], set()),
+        (["nn"], set()),
+        (["id"], {"id"}),
+        (["und", "cy"], set()),
+        (ANCHORS, set(ANCHORS)),
+    ],
+)
+def test_languages_left_out_are_left_out(given, gone):
+    assert shipped_anchors(given) == {code: lines for code, lines in ANCHORS.items() if code not in gone}
+
+
+def test_a_wrong_code_is_refused():
+    with pytest.raises(InputError, match="'klingonese' is not a language code"):
+        shipped_anchors(["hu", "klingonese"])
+
+
+def test_each_file_is_plain_utf8_of_one_sentence_a_line():
+    folder = Path(hf_moe_expand.anchors.__file__).parent / "text"
+    assert sorted(file.name for file in folder.iterdir()) == [f"{code}.txt" for code in ANCHORS]
+    for code, lines in ANCHORS.items():
+        assert (folder / f"{code}.txt").read_bytes() == "".join(f"{line}\n" for line in lines).encode()
+        assert all(lines)
+
+
+def test_the_anchors_need_no_torch():
+    code = "import sys\nfrom hf_moe_expand.anchors import shipped_anchors\nassert shipped_anchors(['hu'])\n"
+    code += "print(*(name for name in ('torch', 'transformers', 'datasets') if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
