@@ -80,6 +80,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def post_init(self) -> None:
         # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
         config = self.config  # type: ignore[attr-defined]
+        _check_server(config)
         control = RoutingControl()
         rule = PrefixRule.of(config)
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
@@ -314,6 +315,22 @@ def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str
             f"{path} holds a {stored['model_type']} model, which lacks the experts and routers of {class_name}. "
             "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
             "hf_moe_expand.expand_checkpoint(folder, out, plan)."
+        )
+
+
+def _check_server(config: Any) -> None:
+    """Refuses, before a server loads weights, what it would compute wrongly or not at all."""
+    if getattr(config, "_attn_implementation", None) != "vllm":
+        return
+    if getattr(config, "has_updates", False):
+        raise ValueError(
+            "vLLM merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
+            "`hf-moe-expand export --merge-lora`."
+        )
+    if getattr(config, "expansion_base", None):
+        raise ValueError(
+            "vLLM reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
+            "it with from_pretrained, save the whole model with save_pretrained, and serve that."
         )
 
 
