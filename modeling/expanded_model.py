@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -331,6 +332,13 @@ def _check_server(config: Any) -> None:
         raise ValueError(
             "vLLM reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
             "it with from_pretrained, save the whole model with save_pretrained, and serve that."
+        )
+    folder = Path(config.name_or_path or ".")
+    more = [path.name for name in ("pack_*", "routers_after_*") for path in sorted(folder.glob(f"{name}.safetensors"))]
+    if more and not (folder / "model.safetensors.index.json").is_file():
+        raise ValueError(
+            f"vLLM reads every safetensors file of a folder, {more[0]} too, which holds what the model can be grown or "
+            "joined from: load it with from_pretrained, save it to another folder with save_pretrained, and serve that."
         )
 
 

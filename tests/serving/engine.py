@@ -1,5 +1,7 @@
-"""Serves a model with vLLM in a process of its own: `engine.py MODEL`, with prompts and options as JSON on stdin; prints
-the tokens of each prompt as JSON in the last line."""
+"""Serves a model with vLLM in a process of its own: `engine.py MODEL`, with prompts and options as JSON on stdin.
+
+Prints the tokens of each prompt as JSON in the last line.
+"""
 
 import json
 import os

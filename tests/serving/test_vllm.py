@@ -1,4 +1,4 @@
-"""vLLM's tokens, one by one, against those of transformers. `make vllm` runs these tests in an environment with vLLM."""
+"""vLLM's tokens, one by one, against those of transformers. `make vllm` runs these tests where vLLM is."""
 
 import json
 import subprocess
@@ -13,14 +13,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm` sets up a
 from conftest import byte_tokenizer, save_dense
 from seq2seq import save_tiny
 from test_join import make_pack
+from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
 from hf_moe_expand.checkpoint.export import export_native
-from transformers import AutoModelForCausalLM
 
 # vLLM's attention on a CPU wants heads of at least 32 elements.
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 OURS = {"model_impl": "transformers", "trust_remote_code": True}
 COUNT = 8
@@ -122,7 +122,12 @@ def test_a_join_of_packs(tmp_path):
         plan = Plan("layer-moe", counts, [0], old=["en"], new=[code])
         make_pack(tmp_path / code, tmp_path / "base", plan, seed)
     join_expansions([tmp_path / "el", tmp_path / "hu"], tmp_path / "joined")
-    assert served(tmp_path / "joined", [PROMPTS], **OURS) == [expected(tmp_path / "joined", PROMPTS)]
+    done = run_engine(tmp_path / "joined", [PROMPTS], **OURS)
+    assert done.returncode != 0
+    assert "vLLM reads every safetensors file of a folder" in done.stderr, done.stderr[-3000:]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "joined").save_pretrained(tmp_path / "again")
+    byte_tokenizer().save_pretrained(tmp_path / "again")
+    assert served(tmp_path / "again", [PROMPTS], **OURS) == [expected(tmp_path / "joined", PROMPTS)]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,9 @@ def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):
     save_expansion(tmp_path / "whole", tmp_path / "added", tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "added")
     save_tiny(tmp_path / "nllb", "m2m_100", d_model=128)
-    expand_checkpoint(tmp_path / "nllb", tmp_path / "translator", Plan("uniform", [2] * 5, **LANGUAGES))
+    expand_checkpoint(
+        tmp_path / "nllb", tmp_path / "translator", Plan("uniform", [2] * 5, encoder_layers=3, **LANGUAGES)
+    )
     for name, reason in {
         "lora": "make FFN experts of them with `hf-moe-expand export --merge-lora`",
         "added": "holds only the tensors that an expansion added",
