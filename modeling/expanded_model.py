@@ -323,6 +323,8 @@ def _check_server(config: Any) -> None:
     """Refuses, before a server loads weights, what it would compute wrongly or not at all."""
     if getattr(config, "_attn_implementation", None) != "vllm":
         return
+    if config.is_encoder_decoder:
+        raise ValueError("vLLM's transformers backend serves decoders alone, and this model is an encoder-decoder.")
     if getattr(config, "has_updates", False):
         raise ValueError(
             "vLLM merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
