@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from bpe import bpe_tokenizer
 from conftest import save_dense
-from test_gguf_export import bpe_tokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint, shrink_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches

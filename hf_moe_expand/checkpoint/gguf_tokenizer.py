@@ -145,30 +145,33 @@ def _merge(pair: Any) -> str:
 
 def _rule(state: dict, tokenizer: Any, folder: Path) -> str:
     """llama.cpp's name of the rule by which a byte-level tokenizer cuts text into words."""
+    why = _obstacle(state)
+    rule = _RULES.get((_steps(state["pre_tokenizer"]), bool(state["model"].get("ignore_merges"))))
+    if rule is None and why is None:
+        why = f"llama.cpp has no rule that cuts words as it does; known: {', '.join(sorted(_RULES.values()))}"
+    if why is not None:
+        raise InputError(f"{folder}: its tokenizer ({type(tokenizer).__name__}) cannot be written as GGUF: {why}.")
+    return str(rule)
 
-    def refused(why: str) -> InputError:
-        return InputError(f"{folder}: its tokenizer ({type(tokenizer).__name__}) cannot be written as GGUF: {why}.")
 
+def _obstacle(state: dict) -> str | None:
+    """What a tokenizer does that llama.cpp's byte-level BPE does not, besides its rule that cuts words."""
     model = state["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte tokens" if model["type"] == "BPE" else model["type"]
-        raise refused(f"it is {kind}, but only byte-level BPE is written, unless the base came from GGUF (`from-gguf`)")
+        return f"it is {kind}, but only byte-level BPE is written, unless the base came from GGUF (`from-gguf`)"
     for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if model.get(name):
-            raise refused(f"its BPE has {name}")
+            return f"its BPE has {name}"
     if not model["merges"]:
-        raise refused("it merges nothing, and llama.cpp wants a list of merges")
+        return "it merges nothing, and llama.cpp wants a list of merges"
     normaliser = state["normalizer"]
     if normaliser is not None and normaliser["type"] != "NFC":
-        raise refused(f"it changes text before it cuts it ({normaliser['type']}), which llama.cpp does not")
+        return f"it changes text before it cuts it ({normaliser['type']}), which llama.cpp does not"
     for token in state["added_tokens"] or ():
         if odd := [flag for flag in ("lstrip", "rstrip", "single_word") if token[flag]]:
-            raise refused(f"its token {token['content']!r} has {odd[0]}")
-    steps = _steps(state["pre_tokenizer"])
-    rule = _RULES.get((steps, bool(model.get("ignore_merges"))))
-    if rule is None:
-        raise refused(f"llama.cpp has no rule that cuts words as it does; known: {', '.join(sorted(_RULES.values()))}")
-    return rule
+            return f"its token {token['content']!r} has {odd[0]}"
+    return None
 
 
 def _steps(cut: dict | None) -> tuple:
