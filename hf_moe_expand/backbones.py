@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .auto_class import auto_class
-from .checkpoint.export import NATIVE_FORMS
+from .checkpoint.native_forms import NATIVE_FORMS
 from .checkpoint.promises import PROMISES, broken_promise
 from .checkpoint.proven import (
     LEFT_OUT,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -80,6 +81,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def post_init(self) -> None:
         # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
         config = self.config  # type: ignore[attr-defined]
+        _check_server(config)
         control = RoutingControl()
         rule = PrefixRule.of(config)
         known = getattr(config, "gate_languages", None)
@@ -318,6 +320,31 @@ def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str
             f"{path} holds a {stored['model_type']} model, which lacks the experts and routers of {class_name}. "
             "Expand the loaded model with hf_moe_expand.expand_model(model, plan), or its files with "
             "hf_moe_expand.expand_checkpoint(folder, out, plan)."
+        )
+
+
+def _check_server(config: Any) -> None:
+    """Refuses, before a server loads weights, what it would compute wrongly or not at all."""
+    if getattr(config, "_attn_implementation", None) != "vllm":
+        return
+    if config.is_encoder_decoder:
+        raise ValueError("vLLM's transformers backend serves decoders alone, and this model is an encoder-decoder.")
+    if getattr(config, "has_updates", False):
+        raise ValueError(
+            "vLLM merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
+            "`hf-moe-expand export --merge-lora`."
+        )
+    if getattr(config, "expansion_base", None):
+        raise ValueError(
+            "vLLM reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
+            "it with from_pretrained, save the whole model with save_pretrained, and serve that."
+        )
+    folder = Path(config.name_or_path or ".")
+    more = [path.name for name in ("pack_*", "routers_after_*") for path in sorted(folder.glob(f"{name}.safetensors"))]
+    if more and not (folder / "model.safetensors.index.json").is_file():
+        raise ValueError(
+            f"vLLM reads every safetensors file of a folder, {more[0]} too, which holds what the model can be grown or "
+            "joined from: load it with from_pretrained, save it to another folder with save_pretrained, and serve that."
         )
 
 

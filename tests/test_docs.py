@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from bpe import bpe_tokenizer
 from conftest import BACKBONE_NAMES, DATA, invoke, save_dense, tiny_config, write_texts
 from seq2seq import SENTENCES, save_tiny
 from transformers import AutoModel, AutoTokenizer
@@ -23,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.checkpoint import gguf
-from hf_moe_expand.checkpoint.export import NATIVE_FORMS
+from hf_moe_expand.checkpoint.native_forms import NATIVE_FORMS
 from hf_moe_expand.demo import real
 from hf_moe_expand.modeling import LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
@@ -286,6 +287,7 @@ def test_the_planning_guide_prints_what_it_says(tmp_path, monkeypatch, help_text
 def test_the_serving_guide(workplace, monkeypatch):
     expanded("qwen-el-2", [3, 2, 2, 2, 2, 2, 2, 4], [1])
     expanded("qwen-moe-lpr-2", [3] * 8)
+    bpe_tokenizer().save_pretrained("qwen-moe-lpr-2")  # llama.cpp wants a tokenizer that merges
     Path("me").mkdir()
     Path("me/qwen-el").symlink_to(Path("qwen-el-2").resolve())
     pushed = []
@@ -294,7 +296,9 @@ def test_the_serving_guide(workplace, monkeypatch):
     assert [where for where, _ in pushed] == [("qwen-el-2", "me/qwen-el")]
     assert pushed[0][1]["expansion_only"]
     assert pushed[0][1]["dry_run"]
-    assert said["export qwen-moe-lpr-2"].strip().endswith(": Qwen2MoeForCausalLM")
+    assert said["export qwen-moe-lpr-2"].strip().endswith("qwen-moe-lpr.gguf: llama")  # the last of two
+    assert Path("qwen-moe-lpr-native/config.json").is_file()
+    assert len(Path("Modelfile").read_text().splitlines()) == 4
     assert said["export qwen-el-2"].strip().endswith(": Qwen2ForCausalLM")
     served = []
     vllm = SimpleNamespace(LLM=lambda model, **options: served.append((model, options)))

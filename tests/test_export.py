@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import COMMON_BACKBONES, byte_tokenizer, run_fresh, save_dense
+from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, run_fresh, save_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -15,16 +15,22 @@ from hf_moe_expand.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 UNIFORM, WITH_DENSE = Plan("uniform", [3, 3, 3], old=["en"], new=["el"]), Plan("uniform", [3, 1, 3])
+PLANS = {"all": UNIFORM, "dense": WITH_DENSE, "uneven": Plan("uniform", [2, 1, 4])}
 NATIVE = {
     ("qwen2", "all"): "Qwen2MoeForCausalLM",
     ("qwen2", "dense"): "Qwen2MoeForCausalLM",
+    ("qwen2", "uneven"): "Ernie4_5_MoeForCausalLM",
     ("qwen3", "all"): "Qwen3MoeForCausalLM",
     ("qwen3", "dense"): "Qwen3MoeForCausalLM",
     ("llama", "all"): "MixtralForCausalLM",
     ("llama", "dense"): "Qwen2MoeForCausalLM",
+    ("llama", "uneven"): "Ernie4_5_MoeForCausalLM",
     ("mistral", "all"): "MixtralForCausalLM",
+    ("mistral", "uneven"): "Ernie4_5_MoeForCausalLM",
     ("olmo2", "all"): "FlexOlmoForCausalLM",
+    ("olmo2", "dense"): "FlexOlmoForCausalLM",
     ("granite", "all"): "GraniteMoeForCausalLM",
+    ("granite", "dense"): "GraniteMoeForCausalLM",
 }
 
 
@@ -57,8 +63,8 @@ def trained(root, backbone, plan, **changes):
 @pytest.mark.parametrize(("backbone", "layers"), NATIVE, ids=lambda value: value)
 def test_a_native_architecture_gives_the_same_logits(tmp_path, backbone, layers):
     tied = layers == "dense" or backbone == "granite"
-    plan = WITH_DENSE if layers == "dense" else UNIFORM
-    model = trained(tmp_path, backbone, plan, tie_word_embeddings=tied)
+    changes = {"sliding_window": None} if (backbone, layers) == ("mistral", "uneven") else {}
+    model = trained(tmp_path, backbone, PLANS[layers], **changes, tie_word_embeddings=tied)
     assert export_native(model, tmp_path / "out") == NATIVE[backbone, layers]
     native, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
@@ -109,6 +115,49 @@ def test_fields_that_change_what_is_computed_travel(tmp_path, backbone, fields):
             assert (other.eval()(IDS).logits - expected).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("backbone", ["qwen3", "granite", "olmo2"])
+def test_one_active_expert_of_any_numbers(tmp_path, backbone):
+    model = trained(tmp_path, backbone, Plan("uniform", [2, 4, 3], top_k=1))
+    export_native(model, tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, load(model)(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_an_expert_that_fills_a_layer_up_is_never_chosen(tmp_path):
+    model = trained(tmp_path, "llama", Plan("uniform", [2, 4, 3]))
+    export_native(model, tmp_path / "out")
+    native, found = load(tmp_path / "out"), {}
+    for layer, block in enumerate(native.model.layers):
+        block.mlp.gate.register_forward_hook(lambda _, __, out, layer=layer: found.update({layer: out[2]}))
+    with torch.no_grad():
+        native(torch.randint(0, 256, (8, 60), generator=torch.Generator().manual_seed(3)))
+    assert [int(found[layer].max()) for layer in range(3)] == [1, 3, 2]
+    ids = IDS.repeat(40, 1)[:, torch.randperm(20, generator=torch.Generator().manual_seed(4))]
+    with torch.no_grad():
+        torch.testing.assert_close(native(ids).logits, load(model)(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [[3, 3, 3], [2, 1, 3]], ids=str)
+def test_merged_lora_experts_compute_the_same(tmp_path, counts):
+    save_dense(tmp_path / "base", "llama")
+    expand_checkpoint(tmp_path / "base", tmp_path / "lora", Plan("mola", counts), expert_kind="lora", lora_rank=4)
+    model = load(tmp_path / "lora")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+            elif "router" in name:
+                parameter.mul_(5)
+    model.save_pretrained(tmp_path / "trained")
+    with pytest.raises(InputError, match=r"low-rank updates; .*`export --merge-lora` makes FFNs of them"):
+        export_native(tmp_path / "trained", tmp_path / "out")
+    invoke("export", tmp_path / "trained", tmp_path / "out", "--merge-lora")
+    with torch.no_grad():
+        ours, dense = model(IDS).logits, load(tmp_path / "base")(IDS).logits
+        torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, ours, rtol=0, atol=1e-5)
+        assert (ours - dense).abs().max() > 0.01
+
+
 def test_experts_of_several_types_cannot_be_stacked(tmp_path):
     model = trained(tmp_path, "granite", UNIFORM)
     weights = load_file(model / "model.safetensors")
@@ -152,9 +201,9 @@ def test_the_export_needs_nothing_of_ours(tmp_path):
 
 
 def test_without_a_native_form_it_says_why(tmp_path):
-    def refused(message, model):
+    def refused(message, model, **options):
         with pytest.raises(InputError, match=message):
-            export_native(model, tmp_path / "out")
+            export_native(model, tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
 
     def expanded(name, backbone, plan, **changes):
@@ -164,9 +213,19 @@ def test_without_a_native_form_it_says_why(tmp_path):
 
     refused("is equivalent to an expanded bloom model: none has .* exist for granite", expanded("b", "bloom", UNIFORM))
     refused("expanded gemma3_text model: Gemma 4's mixture", expanded("g", "gemma3_text", UNIFORM))
-    refused("2, 3 experts; .* one number for all layers", expanded("c", "qwen2", Plan("uniform", [2, 3, 3])))
+    refused(
+        "2, 3 experts, but .* one number for all .* a bias on the scores .* sigmoid in place of softmax",
+        expanded("c", "qwen3", Plan("uniform", [2, 3, 3])),
+    )
+    refused("with Granite's multipliers has one", expanded("gr", "granite", Plan("uniform", [2, 1, 3])))
+    refused(
+        "sliding windows, Mixtral, has none", expanded("mi", "mistral", Plan("uniform", [2, 1, 3]), sliding_window=4)
+    )
+    refused(
+        "has 2 experts, fewer than the 3 that are active", expanded("k3", "llama", Plan("uniform", [2, 3, 4], top_k=3))
+    )
+    refused("no LoRA experts, so that there is nothing to merge", expanded("q2", "qwen2", UNIFORM), merge_lora=True)
     refused("layers 2 have a classifier", expanded("k", "qwen2", Plan("layer-moe", [3, 3, 3], [2])))
-    refused("layers 1 are dense, but every layer of flex_olmo", expanded("o", "olmo2", WITH_DENSE))
     sliding = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}
     refused("sliding-window attention, which qwen3_moe", expanded("s", "qwen3", UNIFORM, **sliding))
     refused("cannot be written as mixtral: tensor .*bias'", expanded("l", "llama", UNIFORM, attention_bias=True))

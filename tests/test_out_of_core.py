@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bpe import bpe_tokenizer
 from conftest import save_dense
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint, shrink_checkpoint
@@ -10,6 +11,7 @@ from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 
 UNIFORM = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
@@ -26,6 +28,8 @@ def place(tmp_path_factory):
     expand_checkpoint(root / "base", root / "expanded", UNIFORM)
     further = Plan("uniform", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     grow_checkpoint(root / "expanded", root / "grown", further)
+    expand_checkpoint(save_dense(root / "qwen3", "qwen3"), root / "gguf", UNIFORM)
+    bpe_tokenizer().save_pretrained(root / "gguf")
     return root
 
 
@@ -42,6 +46,7 @@ WORK = {
     "expand-depth": lambda at, out: expand_depth(at / "base", out, 1),
     "export": lambda at, out: export_native(at / "expanded", out),
     "export --expert": lambda at, out: export_expert(at / "expanded", out, 1),
+    "export --gguf": lambda at, out: export_gguf(at / "gguf", out, kind="q8_0"),
     "diff": lambda at, out: compare_checkpoints(at / "base", at / "instruct"),
 }
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import InputError, first_line
 from ..extra import import_extra
+from .gguf_tokenizer import keep_gguf_tokenizer
 from .writer import new_folder
 
 # What a model that was read from quantised weights still says of itself, though its weights are float32 by then.
@@ -34,7 +35,7 @@ def checkpoint_from_gguf(file: str | os.PathLike, out: str | os.PathLike, overwr
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise InputError(f"{file}: is not a GGUF file, which begins with the letters GGUF.")
-    import_extra("gguf", "gguf")
+    gguf = import_extra("gguf", "gguf")
     with new_folder(out, overwrite) as partial:
         try:
             options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
@@ -47,4 +48,5 @@ def checkpoint_from_gguf(file: str | os.PathLike, out: str | os.PathLike, overwr
             model.__dict__.pop(name, None)
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        keep_gguf_tokenizer(gguf.GGUFReader(file), tokenizer, partial)
     return model.num_parameters()

@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "qwen.tiktoken", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "vocab.json",
     "vocab.txt", "vocab.bpe", "merges.txt", "source.spm", "target.spm", "target_vocab.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-    "generation_config.json",
+    "gguf_tokenizer.json", "generation_config.json",
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
 COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors", "pack_*.safetensors")

@@ -306,20 +306,41 @@ def merge_average(
 @app.command()
 def export(
     model: Model,
-    out: OutFolder,
+    out: Annotated[Path, typer.Argument(help="Folder to write; with --gguf, file.")],
     expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert as its FFNs.")] = None,
+    merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Make FFN experts of LoRA experts.")] = False,
+    gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file, for llama.cpp and Ollama.")] = False,
+    type: Annotated[
+        str | None, typer.Option(help="With --gguf: f32, f16, bf16 or q8_0; by default the checkpoint's own.")
+    ] = None,
+    modelfile: Annotated[
+        bool, typer.Option("--modelfile", help="With --gguf: write Ollama's Modelfile beside the file.")
+    ] = False,
     max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write an expanded model as a native architecture of transformers, or as a dense model with one of its experts.
+    """Write an expanded model as a native architecture of transformers, as a dense model with one of its experts, or as
+    a GGUF file.
 
     Example: hf-moe-expand export qwen-el-1 qwen-el-moe
+
+    Example: hf-moe-expand export qwen-el-1 qwen-el.gguf --gguf --type q8_0
     """
+    if expert is not None and merge_lora:
+        raise InputError("--expert writes one expert, merged if it is a LoRA expert: leave --merge-lora out.")
+    if not gguf and (type is not None or modelfile):
+        raise InputError(f"{'--type' if type is not None else '--modelfile'} belongs to --gguf, which is not given.")
     check_checkpoints(model, expanded=True)
     from ..checkpoint.export import export_expert, export_native
 
-    if expert is None:
-        name = export_native(model, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    if gguf:
+        from ..checkpoint.gguf_export import export_gguf
+
+        name = export_gguf(
+            model, out, expert=expert, kind=type, merge_lora=merge_lora, modelfile=modelfile, overwrite=overwrite
+        )
+    elif expert is None:
+        name = export_native(model, out, merge_lora=merge_lora, max_shard_size=max_shard_size, overwrite=overwrite)
     else:
         name = export_expert(model, out, expert, max_shard_size=max_shard_size, overwrite=overwrite)
     print(f"wrote {out}: {name}")

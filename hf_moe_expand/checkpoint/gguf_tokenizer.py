@@ -1,0 +1,203 @@
+"""A tokenizer as the fields of a GGUF file.
+
+llama.cpp cuts text into words by rules of its own, each with a name, and knows no others. So a byte-level tokenizer is
+written if its rule is one of them, and refused if not. A base that came from GGUF brings the fields that its file had
+(`gguf_tokenizer.json`), which are written again.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from ..errors import InputError, first_line
+from ..jsonfile import read_json, write_json
+
+KEPT = "gguf_tokenizer.json"
+_PREFIX = "tokenizer."
+# They are in the tokenizer's own files, where a later step may change them.
+_NOT_KEPT = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template", "tokenizer.chat_templates")
+
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BY_REGEX, _WHOLE = ("ByteLevel", True), ("ByteLevel", False)
+# llama.cpp's name of each rule, by the steps of the tokenizer and whether it looks words up before it merges.
+_RULES = {
+    ((_BY_REGEX,), False): "gpt-2",
+    ((("Digits", True), _BY_REGEX), False): "smollm",
+    ((("Split", _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST), _WHOLE), True): "llama-bpe",
+    ((("Split", _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _REST), _WHOLE), False): "smaug-bpe",
+    ((("Split", _CONTRACTIONS + _WORDS + r"\p{N}" + _REST), _WHOLE), False): "qwen2",
+}
+
+
+def keep_gguf_tokenizer(reader: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes the tokenizer's fields of a GGUF file into the folder of the checkpoint that is made of it.
+
+    Args:
+        reader: `gguf.GGUFReader` of the file.
+        tokenizer: the tokenizer that transformers made of it; one with other tokens keeps nothing.
+    """
+    fields = {name: field for name, field in reader.fields.items() if name.startswith(_PREFIX)}
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if tokens is None or tokens.contents() != tokenizer.convert_ids_to_tokens(range(len(tokens.data))):
+        return
+    kept = {
+        name: {"types": [kind.name for kind in field.types], "value": field.contents()}
+        for name, field in fields.items()
+        if name not in _NOT_KEPT
+    }
+    write_json(folder / KEPT, kept)
+
+
+def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
+    """The function that adds the tokenizer of a checkpoint, with its chat template, to a `gguf.GGUFWriter`.
+
+    Args:
+        rows: number of rows of the embedding.
+
+    Raises:
+        InputError: there is no tokenizer, or llama.cpp has none that cuts text as it does.
+    """
+    tokenizer = load_tokenizer(folder)
+    kept = _kept(folder, rows)
+    if kept is None and len(tokenizer) > rows:
+        raise InputError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings.")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError(f"{folder}: its tokenizer has no tokenizer.json, of which the GGUF file's fields are made.")
+    state = json.loads(backend.to_str())
+    if kept is None:
+        rule = _rule(state, tokenizer, folder)
+        begins, ends = _frame(tokenizer, folder)
+
+    def add(writer: Any) -> None:
+        import gguf
+
+        tokens, types = _tokens(state, rows, gguf.TokenType)
+        writer.add_token_list(tokens)
+        if state["model"].get("merges"):
+            writer.add_token_merges([_merge(pair) for pair in state["model"]["merges"]])
+        if kept is None:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre(rule)
+            writer.add_token_types(types)
+            for name in ("bos", "eos", "unk", "pad"):
+                if (number := getattr(tokenizer, f"{name}_token_id", None)) is not None:
+                    getattr(writer, f"add_{name}_token_id")(number)
+            writer.add_add_bos_token(begins)
+            writer.add_add_eos_token(ends)
+        for name, entry in (kept or {}).items():
+            kinds = [gguf.GGUFValueType[kind] for kind in entry["types"]]
+            writer.add_key_value(name, entry["value"], kinds[0], kinds[-1] if len(kinds) > 1 else None)
+        if template := tokenizer.chat_template:
+            several = {} if isinstance(template, str) else template
+            writer.add_chat_template([{"name": n, "template": text} for n, text in several.items()] or template)
+
+    return add
+
+
+def load_tokenizer(folder: Path) -> Any:
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library raises many types
+        raise InputError(f"{folder}: its tokenizer cannot be read ({first_line(error)}).") from error
+
+
+def _kept(folder: Path, rows: int) -> dict | None:
+    """The fields that the checkpoint's base had in its GGUF file; None without, or if the model has other embeddings by
+    now. (The tokenizer that transformers made of the file may have a further token, which the model does not know.)"""
+    if not (folder / KEPT).is_file():
+        return None
+    kept = read_json(folder / KEPT, "fields of a GGUF file")
+    types = kept.get("tokenizer.ggml.token_type", {}).get("value", [])
+    return kept if len(types) == rows else None
+
+
+def _vocabulary(state: dict) -> dict[int, str]:
+    model = state["model"]["vocab"]
+    pairs = model.items() if isinstance(model, dict) else ((entry[0], at) for at, entry in enumerate(model))
+    added = {token["id"]: token["content"] for token in state["added_tokens"] or ()}
+    return {number: text for text, number in pairs} | added
+
+
+def _tokens(state: dict, rows: int, kinds: Any) -> tuple[list[str], list[int]]:
+    """The text and the type of each token; rows of the embedding without a token are unused."""
+    vocabulary = _vocabulary(state)
+    special = {token["id"]: token["special"] for token in state["added_tokens"] or ()}
+    texts = [vocabulary.get(number, f"[PAD{number}]") for number in range(rows)]
+    types = []
+    for number in range(rows):
+        if number in special:
+            types.append(kinds.CONTROL if special[number] else kinds.USER_DEFINED)
+        else:
+            types.append(kinds.NORMAL if number in vocabulary else kinds.UNUSED)
+    return texts, types
+
+
+def _merge(pair: Any) -> str:
+    return pair if isinstance(pair, str) else " ".join(pair)
+
+
+def _rule(state: dict, tokenizer: Any, folder: Path) -> str:
+    """llama.cpp's name of the rule by which a byte-level tokenizer cuts text into words."""
+    why = _obstacle(state)
+    rule = _RULES.get((_steps(state["pre_tokenizer"]), bool(state["model"].get("ignore_merges"))))
+    if rule is None and why is None:
+        why = f"llama.cpp has no rule that cuts words as it does; known: {', '.join(sorted(_RULES.values()))}"
+    if why is not None:
+        raise InputError(f"{folder}: its tokenizer ({type(tokenizer).__name__}) cannot be written as GGUF: {why}.")
+    return str(rule)
+
+
+def _obstacle(state: dict) -> str | None:
+    """What a tokenizer does that llama.cpp's byte-level BPE does not, besides its rule that cuts words."""
+    model = state["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        kind = "BPE with byte tokens" if model["type"] == "BPE" else model["type"]
+        return f"it is {kind}, but only byte-level BPE is written, unless the base came from GGUF (`from-gguf`)"
+    for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.get(name):
+            return f"its BPE has {name}"
+    if not model["merges"]:
+        return "it merges nothing, and llama.cpp wants a list of merges"
+    normaliser = state["normalizer"]
+    if normaliser is not None and normaliser["type"] != "NFC":
+        return f"it changes text before it cuts it ({normaliser['type']}), which llama.cpp does not"
+    for token in state["added_tokens"] or ():
+        if odd := [flag for flag in ("lstrip", "rstrip", "single_word") if token[flag]]:
+            return f"its token {token['content']!r} has {odd[0]}"
+    return None
+
+
+def _steps(cut: dict | None) -> tuple:
+    """The steps that cut text into words, with what matters of each; unknown ones as they are."""
+    if cut is None:
+        return ()
+    if cut["type"] == "Sequence":
+        return tuple(step for inner in cut["pretokenizers"] for step in _steps(inner))
+    if cut["type"] == "ByteLevel" and not cut["add_prefix_space"]:
+        return (("ByteLevel", cut["use_regex"]),)
+    if cut["type"] == "Digits":
+        return (("Digits", cut["individual_digits"]),)
+    if cut["type"] == "Split" and cut["behavior"] == "Isolated" and not cut["invert"]:
+        return (("Split", cut["pattern"].get("Regex")),)
+    return (json.dumps(cut),)
+
+
+def _frame(tokenizer: Any, folder: Path) -> tuple[bool, bool]:
+    """Whether the tokenizer puts its begin-of-text token before a text, and its end-of-text token after it."""
+    bare = tokenizer("a", add_special_tokens=False).input_ids
+    framed = tokenizer("a").input_ids
+    for begin, end in ((False, False), (True, False), (False, True), (True, True)):
+        before, after = [tokenizer.bos_token_id] * begin, [tokenizer.eos_token_id] * end
+        if framed == [*before, *bare, *after]:
+            return begin, end
+    raise InputError(
+        f"{folder}: its tokenizer puts other tokens around a text than its begin-of-text and end-of-text tokens, which "
+        "a GGUF file cannot say."
+    )

@@ -1,0 +1,240 @@
+"""The layers of an expanded checkpoint as other architectures take them: the same number of experts in each.
+
+Where a layer has fewer experts, its free places are filled so that the outputs stay the same up to rounding:
+
+- A dense layer becomes copies of its FFN. The weights of the chosen copies sum to 1, whatever the router says.
+- With one active expert (K = 1), free places hold copies of expert 0 with its row of the router. The chosen expert's
+  weight is 1, and of equal scores either expert gives the same output.
+- Otherwise free places must never be chosen. A bias that is added to the scores for the choice alone (a selection bias)
+  does it: -1e9 at these places. Without such a bias it cannot be done: the score of a place is linear in the hidden
+  states, so that one below another expert's score for x is above it for -x.
+
+Routers keep expert 0's row in free places: the largest score, which softmax subtracts, is then that of a real expert.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import InputError
+from ..modeling import decoder_ffns
+from .stored import StoredModel, rounded, widened
+from .writer import OutputTensor, zeros
+
+NEVER = -1e9
+
+
+@dataclass(frozen=True)
+class StoredFFN:
+    """A layer's FFN in a checkpoint.
+
+    Attributes:
+        number: number of the layer.
+        name: prefix of the FFN's tensors in the dense model.
+        router: the router's weight `[N, h]`; None for a dense layer.
+        experts: tensors of each expert, by their names inside the FFN; one expert for a dense layer.
+    """
+
+    number: int
+    name: str
+    router: OutputTensor | None
+    experts: list[dict[str, OutputTensor]]
+
+
+def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> None:
+    """Refuses a model that does more than choose K of N experts and weigh them by the softmax of their scores.
+
+    Args:
+        target: the program whose architectures are meant, for the messages.
+        merge_lora: whether LoRA experts become FFN experts.
+
+    Raises:
+        InputError: the message says why.
+    """
+    if config.conditional_routing:
+        raise InputError(
+            f"{folder}: has conditional routing, a gate between expert 0 and the routed experts; no architecture of "
+            f"{target} with this backbone's attention has one."
+        )
+    if config.has_updates and not merge_lora:
+        raise InputError(
+            f"{folder}: its experts are expert 0 with low-rank updates; no architecture of {target} has such experts. "
+            "`export --merge-lora` makes FFNs of them; `export --expert` writes a dense model with one of them."
+        )
+    if config.classifier_layers:
+        raise InputError(
+            f"{folder}: layers {', '.join(map(str, config.classifier_layers))} have a classifier; no architecture of "
+            f"{target} has one."
+        )
+    if merge_lora and not config.has_updates:
+        raise InputError(f"{folder}: has no LoRA experts, so that there is nothing to merge; leave --merge-lora out.")
+
+
+def places_of_layer(count: int, experts: int, top_k: int) -> list[int | None]:
+    """The expert at each place of a layer with `experts` places; None for an expert that must never be chosen.
+
+    Raises:
+        ValueError: a layer has fewer experts than are active, but more than one: some would be active that must not.
+    """
+    if count in (1, experts) or top_k == 1:
+        return [*range(count), *[0] * (experts - count)]
+    if count < top_k:
+        raise ValueError(f"{count} experts in a layer are fewer than the {top_k} that are active")
+    return [*range(count), *[None] * (experts - count)]
+
+
+def needs_bias(counts: Sequence[int], top_k: int) -> bool:
+    """Whether a model with these numbers of experts needs a selection bias (see the module)."""
+    return top_k > 1 and len({count for count in counts if count > 1}) > 1
+
+
+def check_counts(counts: Sequence[int], top_k: int, folder: Any, biased: bool, why: str) -> None:
+    """Refuses numbers of experts that an architecture with one number for all layers cannot take.
+
+    Args:
+        biased: whether the architecture has a selection bias.
+        why: why there is none, for the message.
+
+    Raises:
+        InputError: see the module.
+    """
+    found = sorted({count for count in counts if count > 1})
+    if not needs_bias(counts, top_k):
+        return
+    if not biased:
+        raise InputError(
+            f"{folder}: its layers have {', '.join(map(str, found))} experts, but architectures have one number for "
+            f"all layers. Filling layers up would need a bias on the scores that only the choice sees, and {why}. "
+            "Expand with a uniform plan (`plan moe-lpr`) to export."
+        )
+    if found[0] < top_k:
+        raise InputError(
+            f"{folder}: a layer has {found[0]} experts, fewer than the {top_k} that are active for a token; an "
+            f"architecture with one number of experts for all layers chooses {top_k} in each. Expand with at least "
+            f"{top_k} experts in each expanded layer to export."
+        )
+
+
+def stored_ffns(source: StoredModel, merge_lora: bool = False) -> list[StoredFFN]:
+    """The FFN of each layer.
+
+    Args:
+        merge_lora: give LoRA experts as FFNs: expert 0's weights with their updates, added in float32 and rounded
+            once. Without it, a model with LoRA experts is not taken.
+    """
+    ffns = []
+    for number, ffn in enumerate(decoder_ffns(source.network)):
+        count = source.config.num_experts_per_layer[number]
+        place = ffn.place if count == 1 else f"{ffn.place}.experts.0"
+        parts = [key.removeprefix(f"{place}.") for key in source.tensors if key.startswith(f"{place}.")]
+        experts = [_expert(source, number, ffn.place, expert, parts, count, merge_lora) for expert in range(count)]
+        router = None if count == 1 else source.copied(f"{ffn.place}.router.weight")
+        ffns.append(StoredFFN(number, ffn.name, router, experts))
+    return ffns
+
+
+def _expert(
+    source: StoredModel, layer: int, place: str, expert: int, parts: list[str], count: int, merge_lora: bool
+) -> dict[str, OutputTensor]:
+    if count == 1:
+        return {part: source.copied(f"{place}.{part}") for part in parts}
+    update = source.config.update_of(layer, expert)
+    if update is None:
+        return {part: source.copied(f"{place}.experts.{expert}.{part}") for part in parts}
+    assert merge_lora, "check_routing refuses LoRA experts"
+    return {part: merged(source, f"{place}.experts.0.{part}", f"experts.0.{part}", expert, update) for part in parts}
+
+
+def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[str]:
+    """The model's names of its tensors outside the FFNs."""
+    inside = tuple(f"{ffn.name}." for ffn in ffns)
+    return (key for key in source.tensors if not key.startswith(inside))
+
+
+def merged(
+    source: StoredModel, key: str, inner: str, expert: int, update: tuple[int, float], name: str | None = None
+) -> OutputTensor:
+    """A tensor of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix.
+
+    Args:
+        key: the model's name of expert 0's tensor.
+        inner: its name inside the layer's FFN block.
+        expert: number of the LoRA expert.
+        update: rank and alpha of the update.
+        name: name to write; by default that in the files.
+    """
+    prefix, layer = key.removesuffix(inner), inner.removeprefix("experts.0.").removesuffix(".weight")
+    factors = [f"{prefix}experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
+    copied = source.copied(key, name)
+    if factors[0] not in source.names:  # a bias
+        return copied
+    rank, alpha = update
+    scaling = alpha / rank
+    transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
+
+    def data() -> Iterable[bytes]:
+        b, a = (widened(source.reader.tensor(source.home(factor))) for factor in factors)
+        change = b @ a
+        weight = widened(source.reader.tensor(source.home(key)))
+        yield rounded(weight + scaling * (change.T if transposed else change), copied.dtype, copied.name)
+
+    return OutputTensor(copied.name, copied.dtype, copied.shape, data)
+
+
+def padded_router(ffn: StoredFFN, at: Sequence[int | None], name: str, hidden_size: int, dtype: str) -> OutputTensor:
+    """The router's weight `[places, h]` of a layer; zeros for a dense layer."""
+    shape = (len(at), hidden_size)
+    if ffn.router is None:
+        return zeros(name, dtype, shape)
+    router = ffn.router
+    size = router.nbytes // router.shape[0]
+
+    def data() -> Iterable[bytes]:
+        rows = b"".join(router.data())
+        yield b"".join(rows[number * size : (number + 1) * size] for number in (row or 0 for row in at))
+
+    return OutputTensor(name, router.dtype, shape, data)
+
+
+def expert_part(ffn: StoredFFN, at: int | None, part: str) -> OutputTensor:
+    """A tensor of the expert at a place; zeros for one that is never chosen."""
+    if at is None:
+        like = ffn.experts[0][part]
+        return zeros(like.name, like.dtype, like.shape)
+    return ffn.experts[at][part]
+
+
+def stacked(name: str, tensors: Sequence[OutputTensor], shape: tuple[int, ...]) -> OutputTensor:
+    """Tensors one after another, as one of another shape.
+
+    Raises:
+        InputError: they are of several types.
+    """
+    if len(types := sorted({tensor.dtype for tensor in tensors})) > 1:
+        raise InputError(f"Tensor {name!r} stacks tensors of several types ({', '.join(types)}): convert them to one.")
+
+    def data() -> Iterable[bytes]:
+        for tensor in tensors:
+            yield from tensor.data()
+
+    return OutputTensor(name, tensors[0].dtype, shape, data)
+
+
+def turned(tensor: OutputTensor, heads: int) -> OutputTensor:
+    """The rows of a query's or key's projection, or its bias, for rotations of neighbouring elements.
+
+    transformers' Llama rotates element i of a head with element i + d / 2 (d is the head's size), llama.cpp's and
+    ERNIE 4.5 element 2i with element 2i + 1. The same rotations of rows in the other order give the same scores.
+    """
+    size = tensor.nbytes // tensor.shape[0]
+
+    def data() -> Iterable[bytes]:
+        rows, half = b"".join(tensor.data()), tensor.shape[0] // heads // 2
+        for head in range(heads):
+            for row in range(half):
+                for number in (2 * head * half + row, (2 * head + 1) * half + row):
+                    yield rows[number * size : (number + 1) * size]
+
+    return OutputTensor(tensor.name, tensor.dtype, tensor.shape, lambda: [b"".join(data())])

@@ -1,0 +1,53 @@
+"""Checkpoints load and compute the same with an older transformers, without this package (`make floor`).
+
+`python tests/floor.py make FOLDER` writes checkpoints of each kind and what they compute; `python tests/floor.py load
+FOLDER`, in an environment with torch and another transformers alone, loads them with their own code and compares.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+IDS = torch.arange(3, 43).view(2, 20)
+
+
+def make(root: Path) -> None:
+    from conftest import COMMON_BACKBONES, CONFIGURATIONS, save_dense
+
+    from hf_moe_expand import expand_checkpoint
+
+    for backbone in (*COMMON_BACKBONES, "mistral", "qwen3", "granite"):
+        save_dense(root / f"{backbone}-base", backbone)
+        for one in CONFIGURATIONS:
+            folder = root / f"{backbone}-{one.name}"
+            expand_checkpoint(root / f"{backbone}-base", folder, one.plan, **one.arguments)
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                model.save_pretrained(folder)
+                torch.save([model(IDS).logits, generated(model)], folder / "computed.pt")
+
+
+def generated(model) -> torch.Tensor:
+    return model.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=None)
+
+
+def load(root: Path) -> None:
+    sys.modules["hf_moe_expand"] = None  # type: ignore[assignment]
+    folders = sorted(path.parent for path in root.glob("*/computed.pt"))
+    assert folders, f"{root} holds no checkpoints"
+    for folder in folders:
+        logits, tokens = torch.load(folder / "computed.pt")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-5, msg=str(folder))
+            assert torch.equal(generated(model), tokens), folder
+    print(f"transformers {transformers.__version__}: {len(folders)} checkpoints compute the same")
+
+
+if __name__ == "__main__":
+    {"make": make, "load": load}[sys.argv[1]](Path(sys.argv[2]))

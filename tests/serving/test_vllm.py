@@ -1,0 +1,173 @@
+"""vLLM's tokens, one by one, against those of transformers. `make vllm` runs these tests where vLLM is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm` sets up an environment for these tests")
+
+from conftest import byte_tokenizer, save_dense
+from seq2seq import save_tiny
+from test_join import make_pack
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
+from hf_moe_expand.checkpoint.export import export_native
+
+# vLLM's attention on a CPU wants heads of at least 32 elements.
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+OURS = {"model_impl": "transformers", "trust_remote_code": True}
+COUNT = 8
+LANGUAGES = {"old": ["en"], "new": ["el"]}
+MODELS = {
+    "uniform": ("qwen2", Plan("uniform", [3, 3, 3], **LANGUAGES), {}),
+    "uneven": ("llama", Plan("layer-moe", [3, 1, 2], **LANGUAGES), {}),
+    "classifiers": ("qwen2", Plan("layer-moe", [3, 1, 2], [0, 2], **LANGUAGES), {}),
+    "conditional": ("qwen3", Plan("layer-moe", [3, 1, 4], [2], **LANGUAGES), {"conditional_routing": True}),
+    "dmoe": ("qwen2", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr"]]), {}),
+    "gemma3": ("gemma3_text", Plan("uniform", [2, 2, 2], **LANGUAGES), {}),
+    "granite": ("granite", Plan("layer-moe", [3, 1, 2], [0], **LANGUAGES), {}),
+    "mistral": ("mistral", Plan("uniform", [2, 2, 2], **LANGUAGES), {}),
+}
+GENERATOR = torch.Generator().manual_seed(5)
+PROMPTS = [torch.randint(0, 256, (length,), generator=GENERATOR).tolist() for length in (20, 7, 33, 2)]
+
+
+def perturbed(folder: Path) -> Path:
+    """Experts that differ, and routers, classifiers and gates that decide; written over the checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and ".experts.0." not in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            elif "router" in name:
+                parameter.mul_(5)
+            elif "classifier" in name or "conditional_gate" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made("uneven")`: the checkpoint of that name, which is made once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def make(name: str) -> Path:
+        if not (root / name).is_dir():
+            backbone, plan, options = MODELS[name]
+            save_dense(root / f"{name}-base", backbone, **SIZES)
+            expand_checkpoint(root / f"{name}-base", root / name, plan, **options)
+            perturbed(root / name)
+        return root / name
+
+    return make
+
+
+def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """The greedy tokens by transformers, each prompt alone."""
+    network = AutoModelForCausalLM.from_pretrained(model).eval()
+    options = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None}
+    return [network.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+
+
+def run_engine(model: Path, rounds: list[list[list[int]]], **options) -> subprocess.CompletedProcess:
+    engine = Path(__file__).with_name("engine.py")
+    asked = json.dumps({"rounds": rounds, "count": COUNT, "options": options})
+    command = [sys.executable, str(engine), str(model)]
+    return subprocess.run(command, input=asked, capture_output=True, text=True, cwd="/", timeout=600, check=False)
+
+
+def served(model: Path, rounds: list[list[list[int]]], **options) -> list[list[list[int]]]:
+    done = run_engine(model, rounds, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_of_mixed_lengths_gets_the_tokens_of_transformers(made, name):
+    model = made(name)
+    # The second round's prompts are in the cache of prefixes.
+    first, second = served(model, [PROMPTS, [PROMPTS[2], PROMPTS[0]]], **OURS)
+    tokens = expected(model, PROMPTS)
+    assert first == tokens
+    assert second == [tokens[2], tokens[0]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_num_seqs": 4},
+        {"enable_prefix_caching": False},
+        {"enforce_eager": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_ways_in_which_vllm_cuts_and_compiles_change_nothing(made, options):
+    model = made("classifiers")
+    assert served(model, [PROMPTS], **OURS, **options) == [expected(model, PROMPTS)]
+
+
+def test_a_join_of_packs(tmp_path):
+    save_dense(tmp_path / "base", **SIZES)
+    for seed, (code, counts) in enumerate({"el": [2, 1, 3], "hu": [3, 2, 1]}.items(), start=1):
+        plan = Plan("layer-moe", counts, [0], old=["en"], new=[code])
+        make_pack(tmp_path / code, tmp_path / "base", plan, seed)
+    join_expansions([tmp_path / "el", tmp_path / "hu"], tmp_path / "joined")
+    done = run_engine(tmp_path / "joined", [PROMPTS], **OURS)
+    assert done.returncode != 0
+    assert "vLLM reads every safetensors file of a folder" in done.stderr, done.stderr[-3000:]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "joined").save_pretrained(tmp_path / "again")
+    byte_tokenizer().save_pretrained(tmp_path / "again")
+    assert served(tmp_path / "again", [PROMPTS], **OURS) == [expected(tmp_path / "joined", PROMPTS)]
+
+
+@pytest.mark.parametrize(
+    ("backbone", "counts", "options"),
+    [
+        ("llama", [3, 3, 3], {}),
+        ("qwen2", [3, 1, 3], {}),
+        ("qwen3", [3, 1, 3], {}),
+        ("granite", [3, 1, 3], {}),
+        # vLLM's own ERNIE-4.5-MoE leaves the bias out on a CPU (0.32): transformers' code in vLLM does not.
+        ("llama", [2, 1, 4], {"model_impl": "transformers"}),
+        ("qwen2", [2, 1, 4], {"model_impl": "transformers"}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_an_export_needs_none_of_our_code(tmp_path, backbone, counts, options):
+    save_dense(tmp_path / "base", backbone, **SIZES)
+    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", Plan("uniform", counts, **LANGUAGES))
+    perturbed(tmp_path / "expanded")
+    export_native(tmp_path / "expanded", tmp_path / "native")
+    assert served(tmp_path / "native", [PROMPTS], **options) == [expected(tmp_path / "expanded", PROMPTS)]
+
+
+def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):
+    save_dense(tmp_path / "base", "llama", **SIZES)
+    plan = Plan("mola", [3, 1, 4], **LANGUAGES)
+    expand_checkpoint(tmp_path / "base", tmp_path / "lora", plan, expert_kind="lora", lora_rank=4)
+    byte_tokenizer().save_pretrained(tmp_path / "lora")
+    expand_checkpoint(tmp_path / "base", tmp_path / "whole", Plan("uniform", [2, 2, 2], **LANGUAGES))
+    save_expansion(tmp_path / "whole", tmp_path / "added", tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "added")
+    save_tiny(tmp_path / "nllb", "m2m_100", d_model=128)
+    expand_checkpoint(
+        tmp_path / "nllb", tmp_path / "translator", Plan("uniform", [2] * 5, encoder_layers=3, **LANGUAGES)
+    )
+    for name, reason in {
+        "lora": "make FFN experts of them with `hf-moe-expand export --merge-lora`",
+        "added": "holds only the tensors that an expansion added",
+        "translator": "encoder-decoder",
+    }.items():
+        done = run_engine(tmp_path / name, [PROMPTS], **OURS)
+        assert done.returncode != 0, name
+        assert reason in done.stderr, done.stderr[-3000:]
