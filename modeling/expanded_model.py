@@ -217,14 +217,17 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 prefix gates say.
 
         Raises:
-            ValueError: the checkpoint does not know a code, or it is a DMoE's.
+            ValueError: the checkpoint does not know a code, or it is a DMoE's. A forward pass inside raises it too if
+                it has another number of sequences than there are codes.
         """
-        before = self.routing_control.classes
-        self.routing_control.classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
+        control = self.routing_control
+        before = control.classes, control.sequences
+        classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
+        control.classes, control.sequences = classes, None if isinstance(languages, str) else len(classes)
         try:
             yield
         finally:
-            self.routing_control.classes = before
+            control.classes, control.sequences = before
 
     def generate(self, inputs: Any = None, *args: Any, languages: Any = None, **kwargs: Any) -> Any:
         """As the backbone's `generate`.
@@ -238,11 +241,32 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         if self.config.prefix_gate is not None:  # type: ignore[attr-defined]
             # The library would compile the forward pass into CUDA graphs, whose outputs the gates may not keep.
             kwargs.setdefault("disable_compile", True)
-        if languages is None:
+        if languages is not None:
+            with self.use_languages(languages):
+                return self.generate(inputs, *args, **kwargs)
+        count = self.routing_control.sequences
+        if count is None:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        check_count(languages, inputs, kwargs)
-        with self.use_languages(languages):
+        check_count(count, inputs, kwargs)
+        self.routing_control.sequences = None  # each sequence has beams
+        try:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.routing_control.sequences = count
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As the backbone's, which `generate_batch` calls.
+
+        Raises:
+            ValueError: inside of `use_languages` and its like: it generates in a thread of its own, which they do not
+                reach.
+        """
+        if self.routing_control.overridden:
+            raise ValueError(
+                "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
+                "and capture_routing around it do not reach: use generate."
+            )
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def use_expansion(self, expansion: int) -> Iterator[None]:
