@@ -45,7 +45,8 @@ def write_checkpoint(
             static = model_class(config)
             config.architectures = [static.__name__]
             config.auto_map = static.auto_map(config)
-            vars(config).pop("expansion_base", None)  # the whole model is written
+            for name in ("expansion_base", "custom_pipelines"):  # the whole model is written, and no other code
+                vars(config).pop(name, None)
             custom_object_save(static, partial)
         else:
             for name in _CODE_OF_THE_BASE:

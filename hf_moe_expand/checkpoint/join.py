@@ -15,8 +15,9 @@ from ..modeling import LayerMoEConfig, count_layers
 from ..records import ExpansionRecord, History, StageRecord
 from .folder import write_checkpoint
 from .pack_checks import check_packs
-from .packs import FITTED_GATE, PACK_FILE, ROUTING, Pack, own_pack, packs_inside, routing_of
-from .reader import TORCH_DTYPES
+from .pack_file import PACK_FILE, ROUTING
+from .packs import FITTED_GATE, Pack, own_pack, packs_inside, routing_of
+from .reader import TORCH_DTYPES, is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
@@ -252,4 +253,8 @@ def _routing_outputs(
     dtype = _TYPES[routed.routing[layer, ROUTING[0]].dtype]
     made = routing_of(packs, layer, dtype) if routing is None else routing(layer)
     for inner, rows in made.items():
+        if not is_finite(rows):
+            raise InputError(
+                f"{keys[layer, inner]}: the joined values are not finite in {dtype}: a factor is too large."
+            )
         yield OutputTensor(keys[layer, inner], dtype, tuple(rows.shape), lambda rows=rows: [tensor_bytes(rows)])  # type: ignore[misc]
