@@ -77,14 +77,29 @@ def work_folder(path: str | os.PathLike) -> Path:
         InputError: `path` exists and is not a work folder, or the folder cannot be made.
     """
     path = Path(path)
-    if os.path.lexists(path) and not is_work_folder(path):
-        raise InputError(f"{path}: exists and is not a work folder of this program; move it away.")
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / MARKER).touch()
+        if not os.path.lexists(path):
+            _make_whole(path)
+        if not is_work_folder(path):
+            raise InputError(f"{path}: exists and is not a work folder of this program; move it away.")
     except OSError as error:
         raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
     return path
+
+
+def _make_whole(path: Path) -> None:
+    """Makes a work folder that is never seen without its marker."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = beside(path, "partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    (partial / MARKER).touch()
+    try:
+        os.rename(partial, path)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial, ignore_errors=True)
+        if not os.path.lexists(path):
+            raise
 
 
 def remove_work_folder(path: str | os.PathLike) -> None:
@@ -124,7 +139,11 @@ def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
     """
     if makes:
         remove_work_folder(path)
-        work_folder(path)
+        try:
+            path.mkdir(parents=True)  # its name says whose it is, with and without the marker
+            (path / MARKER).touch()
+        except OSError as error:
+            raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
     try:
         yield path
     finally:

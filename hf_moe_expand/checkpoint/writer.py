@@ -226,7 +226,8 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         raise _unwritable(out, error) from error
     try:
         yield partial
-        if out.exists():
+        if os.path.lexists(out):  # perhaps since a moment ago, by another process
+            _check_replaceable(out, overwrite)
             os.rename(out, replaced)
         os.rename(partial, out)
         shutil.rmtree(replaced, ignore_errors=True)
