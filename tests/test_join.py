@@ -1,6 +1,7 @@
 """Language packs: joined without training, and taken out again."""
 
 import json
+import re
 import shutil
 from itertools import pairwise
 
@@ -222,7 +223,8 @@ def test_updates_and_ffns_meet(packs, base, tmp_path):
             torch.testing.assert_close(said[row], expected, rtol=1e-4, atol=1e-5)
     leave_out_pack(tmp_path / "out", tmp_path / "one", "el")
     same_files(tmp_path / "one", lora)
-    assert "pack qwen-fr" in invoke("inspect", tmp_path / "out")
+    said = invoke("inspect", tmp_path / "out")
+    assert re.search(r"expansion 2 +pack qwen-fr: mola on base: old en; new fr\n", said)
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)
 

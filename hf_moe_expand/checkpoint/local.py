@@ -12,6 +12,8 @@ from ..jsonfile import read_json
 from ..scratch import leftovers, restore
 
 MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
+# Ends of the names of files that are read from a checkpoint.
+_READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".py")
 # The model types of expanded checkpoints.
 EXPANDED = ("layer_moe", "dmoe")
 
@@ -20,7 +22,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     """The folder of a checkpoint on this machine; None for a hub id.
 
     Raises:
-        InputError: `name` is neither a checkpoint folder nor a hub id.
+        InputError: `name` is neither a checkpoint folder nor a hub id; or a part of the checkpoint is no file.
     """
     folder = Path(name)
     try:
@@ -35,6 +37,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
             if unconverted := sorted(folder.glob("*.gguf")):
                 raise _not_converted(unconverted[0])
             raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
+        _check_files(folder)
         return folder
     if there:
         if folder.suffix == ".gguf":
@@ -45,6 +48,15 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     return None
+
+
+def _check_files(folder: Path) -> None:
+    """Refuses a folder in which something else stands where a file is read: reading a pipe would never end."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(_READ) and not entry.is_file():
+                kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
+                raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
 
 
 def stored_layers(name: str | os.PathLike) -> int | None:
