@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from . import __version__
 from .checkpoint.expansion_only import BaseModel, base_of
+from .checkpoint.local import name_in_results, own_name
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation
@@ -64,7 +65,7 @@ def make_card(
     """
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
-    location = repo_id or (folder.name if Path(model).is_dir() else str(model))
+    location = repo_id or own_name(model)
     origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
     found = inspect_checkpoint(folder)
     history = History.of(config)
@@ -73,7 +74,7 @@ def make_card(
     old, new = _languages(history)
     scores = None
     if evaluation is not None:
-        names = [evaluated_as] if evaluated_as else [location, folder.name]
+        names = [evaluated_as] if evaluated_as else [location, folder.resolve().name, name_in_results(model)]
         scores = scores_of_this(Evaluation.from_json(Path(evaluation)), names, evaluation)
     item_size = getattr(config.dtype, "itemsize", None)
     licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from .checkpoint.local import pack_and_name
 from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
@@ -120,7 +121,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.rounds if expansion.graft is not None]
-    packs = [] if recipe.join is None else recipe.join.packs
+    packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
     models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
     for step in steps_of(recipe)[0]:
         with at("output"):

@@ -22,8 +22,22 @@ _KINDS = ("partial", "replaced", "grown", "joined")
 _DAY = 24 * 60 * 60
 
 
+def named(path: Path) -> Path:
+    """`path`; the absolute path where its last part is no name (`.`, `..`).
+
+    Raises:
+        InputError: it is the root, which has no name.
+    """
+    if path.name in ("", ".."):
+        path = Path(os.path.abspath(path))
+    if not path.name:
+        raise InputError(f"{path}: is the root of the file system; give a folder in it.")
+    return path
+
+
 def beside(out: Path, kind: str) -> Path:
     """The folder of this process beside `out`; `kind` is `partial`, `replaced`, `grown` or `joined`."""
+    out = named(out)
     return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
 
 
@@ -45,6 +59,7 @@ def remove_leftovers(out: Path) -> None:
 
 def training_of(out: Path) -> Path:
     """The folder of the training checkpoints of `out`."""
+    out = named(out)
     return out.with_name(f"{out.name}.training")
 
 
@@ -57,7 +72,9 @@ def remove_partial_files(path: Path) -> None:
 
 def leftovers(out: Path) -> list[str]:
     """What interrupted commands left beside a checkpoint folder, one sentence each."""
-    found = []
+    if not Path(os.path.abspath(out)).name:
+        return []
+    out, found = named(out), []
     training = training_of(out)
     if is_work_folder(training):
         saved = [path.parent.name.rpartition("-")[2] for path in training.glob("checkpoint-*/trainer_state.json")]
@@ -162,6 +179,7 @@ def _all_abandoned(out: Path) -> list[Path]:
 
 def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
     """The folders (or files) of one kind beside `out` whose process runs no more, the latest first."""
+    out = Path(os.path.abspath(out)) if out.name in ("", "..") else out
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
     found = []
     with suppress(OSError):

@@ -49,7 +49,7 @@ def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) 
                     "both (--keep-both)."
                 )
     for name in {pack.name for pack in packs if names.count(pack.name) > 1}:
-        raise InputError(f"{name}: two packs have this name, by which they are told apart: rename a folder.")
+        raise InputError(f"{name}: two packs have this name, by which they are told apart: name one, NAME=FOLDER.")
     for pack in others if bytes_too else ():
         _check_base(first, pack)
 

@@ -18,7 +18,7 @@ from safetensors.torch import save as save_safetensors
 
 from ..errors import InputError, first_line, is_full_disk
 from ..modeling.expansion_only import RECORD
-from ..scratch import beside, remove_leftovers
+from ..scratch import beside, named, remove_leftovers
 from .reader import ITEM_BITS
 from .source import CODE, COMPANIONS
 
@@ -131,15 +131,15 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
         InputError: `out` exists (without `overwrite`), is one of the inputs, holds one or lies in one, cannot be
             written, or is a folder with other files than a checkpoint's (the message names the first one).
     """
-    out = Path(out)
     try:
+        out = named(Path(out))
         remove_leftovers(out)
         check_apart(out, *inputs)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
         check_place(out)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        raise _unwritable(out, error) from error
+        raise _unwritable(Path(out), error) from error
     return out
 
 

@@ -15,8 +15,15 @@ def join(
     out: OutFolder,
     packs: Annotated[
         list[str],
-        typer.Argument(metavar="PACK...", help="Expanded checkpoints of one base, whole or with the added tensors."),
+        typer.Argument(
+            metavar="PACK...",
+            help="Expanded checkpoints of one base, whole or with the added tensors; NAME=PACK gives a name.",
+        ),
     ],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a pack, one for each PACK in order; by default that of its run's or own folder."),
+    ] = None,
     keep_both: Annotated[
         bool, typer.Option("--keep-both", help="Join packs that add one and the same language, too.")
     ] = False,
@@ -39,6 +46,8 @@ def join(
 ) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.
 
+    A pack has the name of its run's folder (`run`), else of its own; `--without` and the card use it.
+
     The model has the experts of all packs, byte for byte. `shrink --without PACK` takes a pack out again; `train
     review` tunes the joined routers.
 
@@ -51,7 +60,15 @@ def join(
         raise InputError(
             "--gates fits gates on text: give it with --calibrate LANGUAGE=FILE, the base's languages too."
         )
-    check_checkpoints(*packs, expanded=True)
+    if name:
+        if len(name) != len(packs):
+            raise InputError(
+                f"--name: {len(name)} names were given for {len(packs)} packs; give one for each, in order."
+            )
+        packs = [f"{one}={pack}" for one, pack in zip(name, packs, strict=True)]
+    from ..checkpoint.local import pack_and_name
+
+    check_checkpoints(*(pack_and_name(pack)[0] for pack in packs), expanded=True)
     if not calibrate:
         from ..checkpoint.join import join_expansions
 
