@@ -23,6 +23,7 @@ from .expanded_ffn import ExpandedFFN
 from .expansion_only import load_assembled
 from .experts_implementation import ExpertsImplementationMixin
 from .ffn_expert import copy_ffn
+from .kept_packs import carry_packs
 from .lora_expert import LoraA, LoraB, LoraFactor, init_lora_a, lora_expert
 from .prefix_gate import PrefixRule, cache_of_call, texts_of_call
 from .routing import Classifier, Router, init_router
@@ -278,14 +279,17 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         finally:
             self.routing_control.expansion = before
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.
         made = type(self)
         ours = next(cls for cls in made.__mro__ if "_static" in vars(cls))
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
         vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # the whole model is saved
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            carry_packs(self.config, save_directory)  # type: ignore[attr-defined]
+        return result
 
 
 def _expanded_class(cls: Any, config: Any) -> type:

@@ -1,6 +1,7 @@
 """Language packs: joined without training, and taken out again."""
 
 import json
+import logging
 import re
 import shutil
 from itertools import pairwise
@@ -406,3 +407,29 @@ def test_results_name_a_runs_checkpoints_by_run_and_stage(packs, tmp_path):
     assert own_name(run / "2" / "review") == "qwen-el"
     assert name_in_results(packs["el"]) == own_name(packs["el"]) == "qwen-el"
     assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"
+
+
+def test_a_saved_model_keeps_its_packs(packs, tmp_path, caplog):
+    join_expansions([packs["el"], packs["hu"]], tmp_path / "two")
+    model = load(tmp_path / "two")
+    model.save_pretrained(tmp_path / "saved")
+    kept = [f"pack_{number}.safetensors" for number in (1, 2)]
+    for name in kept:
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    shutil.copy(packs["el"] / "tokenizer.json", tmp_path / "saved")
+    leave_out_pack(tmp_path / "saved", tmp_path / "one", "hu")
+    assert (
+        load_file(tmp_path / "one" / "model.safetensors").keys() == load_file(packs["el"] / "model.safetensors").keys()
+    )
+    for name in kept:
+        (tmp_path / "two" / name).unlink()
+    assert "cannot be taken out" not in caplog.text
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    model.save_pretrained(tmp_path / "without")
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "packs cannot be taken out" in caplog.text
+    load(tmp_path / "without")
+    code = "import sys; from transformers import AutoModelForCausalLM as A\n"
+    code += "A.from_pretrained(sys.argv[1], trust_remote_code=True).save_pretrained(sys.argv[2])"
+    run_fresh(code, str(tmp_path / "saved"), str(tmp_path / "fresh"))
+    assert all((tmp_path / "fresh" / name).is_file() for name in kept)

@@ -47,8 +47,10 @@ class RecordingTrainer(Trainer):
     settings: dict[str, Any] | None = None
     record: StageRecord | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        before = getattr(getattr(model, "config", None), "use_cache", None)
+        super().__init__(model, *args, **kwargs)
+        self._use_cache_before = before  # the library sets it to false, and a saved model would generate slowly
         self.add_callback(_SaysWhatBegins(self))
         self.add_callback(SeenText())
 
@@ -91,7 +93,11 @@ class RecordingTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, and sets `record` if the arguments are a stage's configuration."""
-        result = super().train(*args, **kwargs)
+        try:
+            result = super().train(*args, **kwargs)
+        finally:
+            if self._use_cache_before is not None:
+                self.accelerator.unwrap_model(self.model).config.use_cache = self._use_cache_before
         self.seen.gather(self, self._languages())
         if self.settings is not None:
             documents, tokens = (self.packed.documents, self.packed.tokens) if self.packed is not None else ({}, {})
