@@ -10,7 +10,22 @@ import sys
 from ..errors import InputError, is_full_disk
 
 # In the order of `--help`.
-from . import analyze, backbones, curriculum, evaluate, gguf, join, plan, publish, report, run, sample, surgery, train  # noqa: F401
+from . import (  # noqa: F401  # noqa: F401
+    analyze,
+    asking,
+    backbones,
+    curriculum,
+    evaluate,
+    gguf,
+    join,
+    plan,
+    publish,
+    report,
+    run,
+    sample,
+    surgery,
+    train,
+)
 from .apps import app
 from .ending import INTERRUPTED, orderly_stops, tell_full_disk, tell_interrupted, tell_unforeseen
 
