@@ -21,7 +21,7 @@ ROOMS = (
     ("planning",),
     ("data",),
     ("checkpoint",),
-    ("models", "distributed"),
+    ("models", "distributed", "costs"),
     ("trainers",),
     ("evaluation", "self_written"),
     ("analysis", "baselines"),
