@@ -2,7 +2,6 @@
 
 import os
 import time
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from .data.sources import LanguageText
 from .modeling import decoder_ffns
+from .modeling.expanded_ffn import ExpandedFFN
 
 # Float32 master weights, their gradients, and AdamW's two moments.
 WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
@@ -43,11 +43,12 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
     hidden = network.config.hidden_size
     layers = []
     for ffn in decoder_ffns(network):
-        expanded = hasattr(ffn.module, "experts") and hasattr(ffn.module, "top_k")
-        one = ffn.module.experts[0] if expanded else ffn.module
-        active = ffn.module.top_k if expanded else 1
+        block: Any = ffn.module
+        expanded = isinstance(block, ExpandedFFN)
+        one = block.experts[0] if expanded else block
+        active = block.top_k if expanded else 1
         # Two thirds of the inner size for an FFN that is not gated, which keeps fewer tensors.
-        inner = sum(prod(parameter.shape) for parameter in one.parameters()) / (3 * hidden)
+        inner = sum(parameter.numel() for parameter in one.parameters()) / (3 * hidden)
         layers.append((_HIDDEN + active * _HIDDEN_EXPERT) * hidden + active * _INNER * inner)
     kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
     vocabulary = network.get_input_embeddings().weight.shape[0]

@@ -130,7 +130,8 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
             both = _met_and_trained(network) if not stage.trains.everything else met - fewer
             stages.append(_cost(stage.name, trainable, found.total, met - fewer, both, on_top))
     on_top = None if config.is_encoder_decoder else activation_bytes(network_of(dense), AT_ONCE)
-    stages.append(_cost("full fine-tuning of the base", found.base, found.base, *[found.base - looked_up] * 2, on_top))
+    whole = found.base - looked_up
+    stages.append(_cost("full fine-tuning of the base", found.base, found.base, whole, whole, on_top))
     return Forecast(found, stages, plan.separability)
 
 

@@ -226,6 +226,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         raise _unwritable(out, error) from error
     try:
         yield partial
+        _give_usual_modes(partial)
         if os.path.lexists(out):  # perhaps since a moment ago, by another process
             _check_replaceable(out, overwrite)
             os.rename(out, replaced)
@@ -241,6 +242,17 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
                 f"{out}: the disk is full; at least {needed:,} bytes are needed. The partial output was removed."
             ) from error
         raise
+
+
+def _give_usual_modes(folder: Path) -> None:
+    """Gives files that a library made for their owner alone the mode that any new file has."""
+    probe = folder / ".mode"
+    probe.touch()
+    usual = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(usual)
 
 
 def _unwritable(out: Path, error: Exception) -> InputError:

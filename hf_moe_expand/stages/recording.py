@@ -46,7 +46,7 @@ class _SaysHowFar(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.begun, self.first, self.said = self.clock(), state.global_step, 0.0
-        self.wait = _FIRST
+        self.wait: float = _FIRST
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         now = self.clock() - self.begun

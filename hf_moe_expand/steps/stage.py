@@ -41,6 +41,8 @@ _OF_SAVING = (
     "save_strategy", "save_steps", "save_total_limit", "max_steps", "num_train_epochs", "optim", "distributed_config",
 )  # fmt: skip
 
+# Steps that are done again without much loss.
+_FEW_STEPS = 100
 # Those on which memory and time depend.
 _OF_COSTS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
@@ -138,8 +140,12 @@ class TrainStep(StageStep):
                 resolve_checkpoint(checks.recipe.base, checks.recipe.revision), checks.recipe.base
             )
             for code, source in self._data().items():
-                written = isinstance(source, SelfWrittenText)
-                tokens[code] = source.tokens_to_come if written else tokens_at_hand(source, tokenizer)
+                if isinstance(source, SelfWrittenText):
+                    tokens[code] = source.tokens_to_come
+                else:
+                    tokens[code] = tokens_at_hand(source, tokenizer)
+        if self.settings.training.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
+            checks.found.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
         known = [count for count in tokens.values() if count is not None]
         wanted = config.max_steps * of_step if config.max_steps > 0 else None
         limited = getattr(self.settings, "old_documents", None) is not None  # takes some documents of each language
