@@ -1,11 +1,13 @@
 """Commands that are killed at a random point: nothing is lost, and the same command afterwards ends as if nothing were.
 
     python benchmarks/kills.py --cases 300 --seed 0
+    python benchmarks/kills.py --each-write
 
 A case runs a verb in a forked process, which at a random write (a file opened for writing, a rename, a folder made or
 removed) or moment gets SIGKILL, SIGTERM, SIGHUP or SIGINT, or finds the disk full from there on. Then the inputs and
 files of others must be the same bytes, the output absent or whole, and the same command must end with the bytes of an
-undisturbed one and without leftovers. A case depends on its number and the seed alone, but for the moments.
+undisturbed one and without leftovers. With `--each-write` SIGKILL comes at each write in turn. A case depends on its
+number and the seed alone, but for the moments.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 import hf_moe_expand
-from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
+from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions
 from hf_moe_expand.stages.resume import remove_training
 
 FULL = "full disk"
@@ -66,6 +68,13 @@ VERBS = {
     "deviation": f"analyze deviation {{made}}/base {_DATA} --out {{out}} --steps 1 --batch-size 1 --block-size 4 "
     "--last-layers 1",
     "plan": "plan moe-lpr --layers 2 --experts 3 --old en --new el --out {out}",
+    "join": "join {out} {made}/expanded {made}/pack",
+    "shrink, a pack": "shrink {made}/joined {out} --without pack",
+    "expand-branches": "expand-branches {made}/base {made}/tuned --plan {made}/branches.json --out {out}",
+    "similarity": "analyze similarity {made}/base --old en={made}/en.jsonl --new el={made}/el.jsonl --out {out} "
+    "--tokens 8 --block-size 8",
+    "routing": "analyze routing {made}/expanded --data el={made}/el.jsonl --out {out} --block-size 8 --tokens 16",
+    "sample": "sample {made}/base --out {out} --documents 2 --tokens 4",
     "card": "card {made}/expanded --out {out} --base a/b",
     "diff": "diff {made}/base {made}/tuned",
 }
@@ -82,7 +91,11 @@ def make_all(folder: Path) -> None:
     save_file({name: weight * 1.01 for name, weight in weights.items()}, tuned / "model.safetensors", {"format": "pt"})
     grow_checkpoint(folder / "expanded", folder / "grown", Plan.load(folder / "grow.json"), keep_routers=True)
     expand_checkpoint(folder / "base", folder / "plain", Plan("layer-moe", [2, 2], old=["en"], new=["el"]))
+    pack = Plan("layer-moe", [1, 2], old=["en"], new=["hu"])
+    expand_checkpoint(folder / "base", folder / "pack", pack)
+    join_expansions([folder / "expanded", folder / "pack"], folder / "joined")
     groups = Plan("dmoe", [2, 1], groups=[["en"], ["el"]])
+    Plan("dmoe", [2, 2], groups=[["en"], ["el"]]).save(folder / "branches.json")
     expand_checkpoint(folder / "base", folder / "dmoe", groups)
     (folder / "el.jsonl").write_text('{"text": "a tiny text, long enough for some blocks of a few tokens each"}\n' * 3)
     shutil.copy(folder / "el.jsonl", folder / "en.jsonl")
@@ -245,18 +258,32 @@ class Kills:
         """One case: a verb by its number, the rest at random."""
         rng = random.Random(f"{seed}-{number}")
         verb = list(VERBS)[number % len(VERBS)]
-        whole, writes, seconds = self.undisturbed(verb)
+        _, writes, seconds = self.undisturbed(verb)
         replacing = verb in REPLACING and rng.random() < 0.4
         ending = rng.choice(ENDINGS)
         timed = ending != FULL and rng.random() < 0.25
         stop = 0 if timed else rng.randint(1, max(1, writes + 2 * replacing))
         moment = rng.uniform(0.02, seconds) if timed else 0
+        self.stopped(f"{number}", verb, replacing, ending, stop, moment, found)
+
+    def each_write(self, verb: str, found: Found) -> None:
+        """Kills a verb at each of its writes in turn, and where it replaces a checkpoint too."""
+        _, writes, _ = self.undisturbed(verb)
+        for replacing in (False, True) if verb in REPLACING else (False,):
+            for stop in range(1, writes + 1 + 2 * replacing):
+                self.stopped("each write", verb, replacing, signal.SIGKILL, stop, 0, found)
+
+    def stopped(
+        self, case: str, verb: str, replacing: bool, ending: Any, stop: int, moment: float, found: Found
+    ) -> None:
+        """Stops a verb at a write or a moment, checks what is left, and runs it again."""
+        whole, writes, _ = self.undisturbed(verb)
         others = self.begin(verb, replacing)
         before = tree(self.work / "out")
         command = self.command(verb, replacing)
         code, _, said = forked(command, self.work, stop, ending, moment)
-        place = f"{moment:.2f} s" if timed else f"write {stop} of {writes}"
-        words = f"{number}: {verb}{' --overwrite' if replacing else ''}: {ending!s} at {place}"
+        place = f"{moment:.2f} s" if moment else f"write {stop} of {writes}"
+        words = f"{case}: {verb}{' --overwrite' if replacing else ''}: {ending!s} at {place}"
         found.cases += 1
 
         def bad(what: str) -> None:
@@ -319,6 +346,19 @@ def run_cases(
     return found
 
 
+def run_each_write(verbs: tuple[str, ...] = (), say: Callable[[str], None] = lambda line: None) -> Found:
+    """Kills `verbs` (all where none is named) at each of their writes."""
+    found = Found()
+    with tempfile.TemporaryDirectory() as scratch:
+        kills = Kills(Path(scratch))
+        for verb in verbs or VERBS:
+            known, cases = len(found.failures), found.cases
+            kills.each_write(verb, found)
+            for line in [*found.failures[known:], f"{verb}: {found.cases - cases} writes"]:
+                say(line)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=300)
@@ -327,6 +367,7 @@ def main() -> None:
     parser.add_argument(
         "--verb", action="append", choices=sorted(VERBS), default=[], help="of these verbs alone; repeat"
     )
+    parser.add_argument("--each-write", action="store_true", help="SIGKILL at each write of each verb in turn instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -334,9 +375,15 @@ def main() -> None:
     datasets.disable_progress_bars()
     warnings.simplefilter("ignore")
     started = time.monotonic()
-    found = run_cases(
-        options.cases, options.seed, options.first, tuple(options.verb), lambda line: print(line, flush=True)
-    )
+    verbs = tuple(options.verb)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if options.each_write:
+        found = run_each_write(verbs, say)
+    else:
+        found = run_cases(options.cases, options.seed, options.first, verbs, say)
     print(f"{found.cases} cases: {len(found.failures)} failures, {found.hangs} hangs, {found.lost} foreign files lost, "
           f"{found.differing} differing bytes; {time.monotonic() - started:.0f} s")  # fmt: skip
     raise SystemExit(bool(found.failures))

@@ -1,7 +1,9 @@
 """The model card: fills the templates of `model_cards/` with the facts in config.json and in an evaluation."""
 
+import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -11,9 +13,12 @@ import jinja2
 import langcodes
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, metadata_load
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from . import __version__
 from .checkpoint.expansion_only import BaseModel, base_of
+from .checkpoint.local import name_in_results, own_name
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation
@@ -26,6 +31,11 @@ from .planning.methods import METHODS, PlanMethod, find_method
 from .records import ExpansionRecord, History, StageRecord, without_folders
 
 THIS = "this model"
+# Facts that are Markdown, YAML or code already.
+_READY = ("metadata", "location", "results", "tasks")
+_MARKDOWN = str.maketrans({
+    "&": "&amp;", "<": "&lt;", "[": "&#91;", "]": "&#93;", "|": "&#124;", "`": "&#96;", "*": "&#42;"
+})  # fmt: skip
 
 
 def make_card(
@@ -55,7 +65,7 @@ def make_card(
     """
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
-    location = repo_id or (folder.name if Path(model).is_dir() else str(model))
+    location = repo_id or own_name(model)
     origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
     found = inspect_checkpoint(folder)
     history = History.of(config)
@@ -64,7 +74,7 @@ def make_card(
     old, new = _languages(history)
     scores = None
     if evaluation is not None:
-        names = [evaluated_as] if evaluated_as else [location, folder.name]
+        names = [evaluated_as] if evaluated_as else [location, folder.resolve().name, name_in_results(model)]
         scores = scores_of_this(Evaluation.from_json(Path(evaluation)), names, evaluation)
     item_size = getattr(config.dtype, "itemsize", None)
     licensed: dict[str, Any] = {"license": license} if license else _base_license(origin)
@@ -81,10 +91,11 @@ def make_card(
     )
     if scores is None:
         data.model_name = None  # the name belongs to the results, which are missing
+    shown = scores and _escaped_names(scores)
     facts = {
         "metadata": data.to_yaml(),
         "name": location.rpartition("/")[2],
-        "location": location,
+        "location": json.dumps(location),
         "expansion_only": expansion_only,
         "method": last.method,
         "words": method.words if (method := find_method(last.method)) else "",
@@ -92,7 +103,7 @@ def make_card(
         "regularised": config.conditional_routing or any(map(_is_regularised, history.stages)),
         "groups": getattr(config, "language_groups", None),
         "base": origin.name,
-        "base_on_hub": origin.hub_id is not None,
+        "base_on_hub": origin.hub_id is not None and _is_hub_id(origin.hub_id),
         "base_revision": origin.revision,
         "old": in_words(old),
         "new": new,
@@ -101,18 +112,25 @@ def make_card(
         "base_parameters": found.base,
         "top_k": found.top_k,
         "added_bytes": item_size and readable_size(item_size * (found.total - found.base)),
-        "classifiers": bool(config.classifier_layers),
+        "judges": _judges(config),
+        "gates_reach_later": (config.prefix_gate or {}).get("reach") == "later",
         "plan": _plan_rows(found.layers, found.encoder_layers),
         "seq2seq": config.is_encoder_decoder,
         "history": _history_rows(history, found.encoder_layers),
-        "packs": [{**vars(pack), "experts": pack.experts} for pack in found.packs],
+        "packs": [
+            {**vars(pack), "experts": pack.experts, "on_hub": "/" in pack.name and _is_hub_id(pack.name)}
+            for pack in found.packs
+        ],
         "expansions": list(_trainings(history, found.after_join)),
-        "results": scores and scores.rows()[1] and {n: scores.markdown(n) for n in ("bits_per_byte", "perplexity")},
-        "tasks": scores and scores.tasks.get(THIS) and scores.task_markdown(),
+        "results": shown and shown.rows()[1] and {n: shown.markdown(n) for n in ("bits_per_byte", "perplexity")},
+        "tasks": shown and shown.tasks.get(THIS) and shown.task_markdown(),
         "untested_languages": in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
         "version": (last.versions or {}).get("hf_moe_expand", __version__),
     }
-    text = _render(template.card, {**_escaped(facts), "metadata": facts["metadata"]}) + "\n"
+    text = (
+        _render(template.card, {name: fact if name in _READY else _escaped(fact) for name, fact in facts.items()})
+        + "\n"
+    )
     refuse_private({CARD: text.encode()})
     return ModelCard(text)
 
@@ -167,13 +185,12 @@ def _is_regularised(stage: StageRecord) -> bool:
 
 
 def _method(config: Any, history: History) -> PlanMethod:
-    """The method whose template and tag the card uses: LayerMoE if a layer has a classifier, if expansions differ in
-    method, and for a plan of the user's own."""
+    """The method whose template and tag the card uses: LayerMoE if expansions differ in method, and for a plan of the
+    user's own."""
     if config.model_type == "dmoe":
         return METHODS["dmoe"]
     used = {find_method(record.method) for record in history.expansions}
-    only = used.pop() if len(used) == 1 and not config.classifier_layers else None
-    return only or METHODS["layer-moe"]
+    return (used.pop() if len(used) == 1 else None) or METHODS["layer-moe"]
 
 
 def _languages(history: History) -> tuple[list[str], list[str]]:
@@ -259,13 +276,40 @@ def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Facts escaped for Markdown, so that names from config.json cannot add HTML."""
+    """Facts escaped for Markdown, so that names from config.json cannot add HTML, links or lines."""
     if isinstance(value, str):
-        return value.replace("&", "&amp;").replace("<", "&lt;")
+        return "".join(c if c.isprintable() else " " for c in value).translate(_MARKDOWN)
     if isinstance(value, dict):
-        # Settings stand in a block of code, where HTML is text.
+        # Settings stand in a block of code, where nothing is markup.
         return {_escaped(name): item if name == "settings" else _escaped(item) for name, item in value.items()}
     return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _escaped_names(scores: Evaluation) -> Evaluation:
+    """An evaluation whose names are escaped for the tables."""
+    models = {
+        _escaped(name): {_escaped(code): score for code, score in of.items()} for name, of in scores.models.items()
+    }
+    tasks = {_escaped(name): {_escaped(task): score for task, score in of.items()} for name, of in scores.tasks.items()}
+    return replace(
+        scores, old=_escaped(scores.old), new=_escaped(scores.new), expansions=_escaped(scores.expansions),
+        models=models, tasks=tasks,
+    )  # fmt: skip
+
+
+def _is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _judges(config: Any) -> str:
+    """What decides before the routers, in the plural; empty where nothing does."""
+    if not config.classifier_layers:
+        return ""
+    return "classifiers" if config.prefix_gate is None else "prefix gates"
 
 
 def _stage(stage: StageRecord) -> dict[str, Any]:
@@ -277,6 +321,7 @@ def _stage(stage: StageRecord) -> dict[str, Any]:
         "documents": {},
         "tokens_seen_by_language": {},
         "written": stage.self_written,
+        "distillation": settings.get("distillation_coef"),
         **stage.to_dict(),
         "settings": text.replace("```", "'''"),
     }

@@ -1,15 +1,19 @@
 """The exception for wrong input. Its message says what was wrong, where, and what to do."""
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_DIGITS = re.compile(r"\d{100,}")
 
 
 class InputError(ValueError):
     """Wrong input. The command line prints its message, always one line, without a traceback."""
 
     def __init__(self, message: str) -> None:
-        # Names and values that a user gave may hold line ends, or what a terminal obeys.
+        # Names and values that a user gave may hold line ends, what a terminal obeys, and numbers of a thousand digits.
+        message = _DIGITS.sub(lambda found: f"{found[0][:20]}... ({len(found[0])} digits)", message)
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
 
 

@@ -9,15 +9,17 @@ from typing import Any
 from .checkpoint.expand import check_layers, planned_config
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
+from .costs import activation_bytes, gigabytes, weights_bytes
 from .errors import InputError
 from .inspection import Inspection, inspect_config, separability_line
 from .planning.plan import Plan
 from .stages import road
 from .stages.base import TrainingStage
 from .trainers.freezing import freeze
+from .trainers.router_losses import CHECKPOINTING
 
-# Float32 master weights, their gradients, and AdamW's two moments.
-_WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8
+# Tokens of a step on one device for which activations are forecast: 8 blocks of 1,024, the stages' default.
+AT_ONCE = 8 * 1024
 # Bytes of Python, torch, transformers and packed text: VmRSS in /proc/self/status when `train_stage` is about to load
 # the model, here of 50,000 parameters (0.56 GB; Python 3.11, torch 2.13 for CPUs, transformers 5.23, Linux).
 PROCESS = 600_000_000
@@ -29,7 +31,9 @@ class StageCost:
 
     Attributes:
         trained: parameters that train.
-        memory: bytes of weights, gradients and AdamW's moments on one device; activations come on top.
+        memory: bytes of weights, gradients and AdamW's moments on one device.
+        activations: about the bytes of activations and logits of a step of `AT_ONCE` tokens in float32, which come on
+            top; None for an encoder-decoder.
         flops: operations for a token, forward and backward, without attention's share that grows with the sequence.
     """
 
@@ -37,6 +41,7 @@ class StageCost:
     trained: int
     memory: int
     flops: float
+    activations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,21 +72,27 @@ class Forecast:
         if self.separability:
             lines.insert(2, f"separability        {separability_line(self.separability)}")
         total = self.model.total
-        lines.append(f"checkpoint          {_gigabytes(2 * total)} in bfloat16, {_gigabytes(4 * total)} in float32")
+        lines.append(f"checkpoint          {gigabytes(2 * total)} in bfloat16, {gigabytes(4 * total)} in float32")
         lines.append(f"active for a token  {self.model.active:,}")
         lines.append("")
         hours = " hours" if tokens and tflops else ""
-        lines.append(f"{'stage':<30}{'trains':>16}{'memory':>12}{'GFLOP/token':>14}{hours:>10}")
+        lines.append(f"{'stage':<30}{'trains':>16}{'memory':>12}{'activations':>13}{'GFLOP/token':>14}{hours:>10}")
         for stage in self.stages:
-            line = f"{stage.name:<30}{stage.trained:>16,}{_gigabytes(stage.memory):>12}{stage.flops / 1e9:>14.2f}"
+            on_top = "-" if stage.activations is None else gigabytes(stage.activations)
+            line = f"{stage.name:<30}{stage.trained:>16,}{gigabytes(stage.memory):>12}{on_top:>13}"
+            line += f"{stage.flops / 1e9:>14.2f}"
             if tokens and tflops:
                 line += f"{stage.flops * tokens / (tflops * 1e12) / 3600:>10,.1f}"
             lines.append(line)
-        lines.append(f"{'the process itself':<30}{'':>16}{_gigabytes(PROCESS):>12}")
+        lines.append(f"{'the process itself':<30}{'':>16}{gigabytes(PROCESS):>12}")
         lines.append("")
         lines.append(
-            "memory: float32 weights, gradients and AdamW on one device, without activations; sharding (FSDP, ZeRO-3) "
-            "divides it; each process takes its own part of the host's memory besides"
+            "memory: float32 weights, gradients and AdamW on one device; sharding (FSDP, ZeRO-3) divides it; each "
+            "process takes its own part of the host's memory besides"
+        )
+        lines.append(
+            f"activations: about, with the logits, for {AT_ONCE:,} tokens at once in float32 (8 blocks of 1,024); bf16 "
+            f"and {CHECKPOINTING} make the layers' share smaller, fewer blocks at once all of it"
         )
         if hours:
             lines.append(
@@ -111,13 +122,16 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
     met = found.active - looked_up
     stages = []
+    on_top = None if config.is_encoder_decoder else activation_bytes(network, AT_ONCE)
     for stage in road(config.model_type):
         if isinstance(stage, TrainingStage):
             trainable = freeze(network, stage.trains).trainable
             fewer = _other_experts(network) if stage.one_expert_runs else 0
             both = _met_and_trained(network) if not stage.trains.everything else met - fewer
-            stages.append(_cost(stage.name, trainable, found.total, met - fewer, both))
-    stages.append(_cost("full fine-tuning of the base", found.base, found.base, *[found.base - looked_up] * 2))
+            stages.append(_cost(stage.name, trainable, found.total, met - fewer, both, on_top))
+    on_top = None if config.is_encoder_decoder else activation_bytes(network_of(dense), AT_ONCE)
+    whole = found.base - looked_up
+    stages.append(_cost("full fine-tuning of the base", found.base, found.base, whole, whole, on_top))
     return Forecast(found, stages, plan.separability)
 
 
@@ -138,10 +152,7 @@ def _other_experts(network: Any) -> int:
     )
 
 
-def _cost(name: str, trained: int, total: int, met: float, met_and_trained: float) -> StageCost:
-    memory = _WEIGHT * total + (_GRADIENT + _MOMENTS) * trained
-    return StageCost(name, trained, memory, 4.0 * met + 2.0 * met_and_trained)
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
+def _cost(
+    name: str, trained: int, total: int, met: float, met_and_trained: float, activations: int | None
+) -> StageCost:
+    return StageCost(name, trained, weights_bytes(total, trained), 4.0 * met + 2.0 * met_and_trained, activations)

@@ -15,12 +15,13 @@ from huggingface_hub.utils import validate_repo_id
 from . import __version__
 from .card import make_card, scores_of_this
 from .checkpoint.expansion_only import base_of, save_expansion
+from .checkpoint.local import name_in_results, own_name, run_of
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError, first_line
 from .evaluation.report import Evaluation
 from .hub_base import base_on_hub, config_with_base
-from .hub_files import CARD, EVALUATION, RECIPE, is_weights, published_files, refuse_private, run_of
+from .hub_files import CARD, EVALUATION, RECIPE, is_weights, published_files, refuse_private
 from .jsonfile import read_json
 from .load_check import check_code, check_loads_alone
 from .local_paths import without_paths
@@ -116,7 +117,7 @@ def push_to_hub(
             files[EVALUATION] = chosen
         source = folder
         if expansion_only:
-            saved = save_expansion(folder, Path(scratch) / folder.name, base)
+            saved = save_expansion(folder, Path(scratch) / folder.resolve().name, base)
             if saved.changed:
                 say(f"training changed {len(saved.changed)} tensors of the base model, which are published too")
             source = saved.out
@@ -171,12 +172,13 @@ def _evaluation(
     """The evaluation to publish, and this model's name in it. An evaluation that was not given but found is used only
     if it has scores of this model; a run's evaluation has none of the run's first checkpoint."""
     run = run_of(folder)
-    found = [(folder / EVALUATION, [folder.name, repo_id])]
+    ours = [folder.resolve().name, name_in_results(folder), own_name(folder)]
+    found = [(folder / EVALUATION, [*ours, repo_id])]
     if run is not None:
         found.append((run / EVALUATION, [_name_in_run(folder.resolve(), run)]))
     if given is not None:
         own = [name for file, (name, *_) in found[1:] if file.resolve() == Path(given).resolve()]
-        found = [(Path(given), [repo_id, folder.name, *own])]
+        found = [(Path(given), [repo_id, *ours, *own])]
     for file, names in found:
         if not file.is_file() and given is None:
             continue

@@ -10,6 +10,7 @@ from huggingface_hub import get_token
 from safetensors import safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from .checkpoint.local import run_of
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import COMPANIONS, lies_inside
 from .errors import InputError
@@ -71,11 +72,6 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
     near = [folder.resolve().parent, run_of(folder)]
     made_by = {name: there / name for there in near[::-1] for name in PROVENANCE if there and (there / name).is_file()}
     return dict(sorted({**(made_by if near[1] else {}), **found}.items()))
-
-
-def run_of(folder: Path) -> Path | None:
-    """The folder of the run that made this checkpoint; None for a checkpoint outside of it."""
-    return next((parent for parent in folder.resolve().parents[:2] if (parent / "steps.json").is_file()), None)
 
 
 def is_weights(name: str) -> bool:

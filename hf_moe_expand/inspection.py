@@ -121,7 +121,8 @@ class Inspection:
                 if self.mixtures
                 else []
             ),
-            f"classifier layers   {layers_in_words(classifiers, encoder) or 'none'}",
+            f"{'gate layers' if self.prefix_gate else 'classifier layers':<20}"
+            f"{layers_in_words(classifiers, encoder) or 'none'}",
             *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
             *(self._of_gates()),
             f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
@@ -129,10 +130,11 @@ class Inspection:
         ]
         for stage, count in self.trainable.items():
             lines.append(f"trained in {stage:<14}   {count:,} ({100 * count / self.total:.2f} %)")
+        brought = {code for expansion in self.expansions if expansion.pack for code in expansion.new_languages}
         for number, expansion in enumerate(self.expansions, start=1):
-            old, new = (
-                ", ".join(in_words(codes)) or "-" for codes in (expansion.old_languages, expansion.new_languages)
-            )
+            # A pack was made apart: the other packs' languages were none of its old ones.
+            own_old = [code for code in expansion.old_languages if not expansion.pack or code not in brought]
+            old, new = (", ".join(in_words(codes)) or "-" for codes in (own_old, expansion.new_languages))
             lines.append(
                 f"expansion {number}         {_pack(expansion)}{expansion.method} on {expansion.base_model}: "
                 f"old {old}; new {new}"
@@ -211,9 +213,9 @@ def _update_in_words(update: tuple[int, float] | None) -> str:
 
 
 def _gate_in_words(gate: dict[str, Any]) -> str:
-    reach = "for their own layers" if gate["reach"] == "layer" else "for the later layers too"
+    reach = "for the later layers too" if gate.get("reach") == "later" else "for their own layers"
     return (
-        f"the classifiers judge the text so far, {reach}: decay {gate['decay']:g} a token, evidence of a token at most "
+        f"they judge the text so far, {reach}: decay {gate['decay']:g} a token, evidence of a token at most "
         f"{gate['bound']:g} nats"
     )
 

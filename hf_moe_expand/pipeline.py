@@ -4,10 +4,11 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from .checkpoint.local import pack_and_name
 from .checkpoint.promises import check_architecture
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import base_config_at_hand, load_base_config, resolve_checkpoint
@@ -18,6 +19,7 @@ from .errors import InputError, at
 from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
 from .local_paths import without_paths
+from .lock import FolderLock
 from .modeling import stack_sizes
 from .recipe import Recipe
 from .recipe_paths import unset_variable
@@ -123,7 +125,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.rounds if expansion.graft is not None]
-    packs = [] if recipe.join is None else recipe.join.packs
+    packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
     models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
     for step in steps_of(recipe)[0]:
         with at("output"):
@@ -170,8 +172,11 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     state = launched()
     if not state.is_main_process:
         say = _say_nothing
-    checks = _checked(recipe)
     root = Path(recipe.output)
+    lock = FolderLock(root, "runs this recipe or another one there")
+    if state.is_main_process:
+        lock.refuse_if_held()
+    checks = _checked(recipe)
     steps, final = steps_of(recipe)
     record = _Record(root, steps, _start(recipe))
     record.refuse_foreign(recipe.text)
@@ -179,6 +184,19 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     if state.is_main_process:
         check_room(root, peak(checks.written), _WRITTEN)
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
+    with lock.held() if state.is_main_process else nullcontext():
+        _run_steps(recipe, root, steps, record, state, say)
+    if recipe.test:
+        say("bits per byte of held-out text, lower is better:")
+        say(Evaluation.from_json(root / "evaluation.json").markdown())
+    say(f"final checkpoint: {final}")
+    return final
+
+
+def _run_steps(
+    recipe: Recipe, root: Path, steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]
+) -> None:
+    """Runs the steps that are not done."""
     if state.is_main_process:
         _keep_text(recipe, root)
     for number, step in enumerate(steps, start=1):
@@ -203,11 +221,6 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         if state.is_main_process:
             seconds = record.end(step, done)
             say(f"{label}: {done.summary} ({seconds:.0f} s)")
-    if recipe.test:
-        say("bits per byte of held-out text, lower is better:")
-        say(Evaluation.from_json(root / "evaluation.json").markdown())
-    say(f"final checkpoint: {final}")
-    return final
 
 
 class _Record:

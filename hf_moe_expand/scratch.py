@@ -22,8 +22,22 @@ _KINDS = ("partial", "replaced", "grown", "joined")
 _DAY = 24 * 60 * 60
 
 
+def named(path: Path) -> Path:
+    """`path`; the absolute path where its last part is no name (`.`, `..`).
+
+    Raises:
+        InputError: it is the root, which has no name.
+    """
+    if path.name in ("", ".."):
+        path = Path(os.path.abspath(path))
+    if not path.name:
+        raise InputError(f"{path}: is the root of the file system; give a folder in it.")
+    return path
+
+
 def beside(out: Path, kind: str) -> Path:
     """The folder of this process beside `out`; `kind` is `partial`, `replaced`, `grown` or `joined`."""
+    out = named(out)
     return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
 
 
@@ -45,6 +59,7 @@ def remove_leftovers(out: Path) -> None:
 
 def training_of(out: Path) -> Path:
     """The folder of the training checkpoints of `out`."""
+    out = named(out)
     return out.with_name(f"{out.name}.training")
 
 
@@ -57,7 +72,9 @@ def remove_partial_files(path: Path) -> None:
 
 def leftovers(out: Path) -> list[str]:
     """What interrupted commands left beside a checkpoint folder, one sentence each."""
-    found = []
+    if not Path(os.path.abspath(out)).name:
+        return []
+    out, found = named(out), []
     training = training_of(out)
     if is_work_folder(training):
         saved = [path.parent.name.rpartition("-")[2] for path in training.glob("checkpoint-*/trainer_state.json")]
@@ -77,14 +94,29 @@ def work_folder(path: str | os.PathLike) -> Path:
         InputError: `path` exists and is not a work folder, or the folder cannot be made.
     """
     path = Path(path)
-    if os.path.lexists(path) and not is_work_folder(path):
-        raise InputError(f"{path}: exists and is not a work folder of this program; move it away.")
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / MARKER).touch()
+        if not os.path.lexists(path):
+            _make_whole(path)
+        if not is_work_folder(path):
+            raise InputError(f"{path}: exists and is not a work folder of this program; move it away.")
     except OSError as error:
         raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
     return path
+
+
+def _make_whole(path: Path) -> None:
+    """Makes a work folder that is never seen without its marker."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = beside(path, "partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    (partial / MARKER).touch()
+    try:
+        os.rename(partial, path)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial, ignore_errors=True)
+        if not os.path.lexists(path):
+            raise
 
 
 def remove_work_folder(path: str | os.PathLike) -> None:
@@ -124,7 +156,11 @@ def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
     """
     if makes:
         remove_work_folder(path)
-        work_folder(path)
+        try:
+            path.mkdir(parents=True)  # its name says whose it is, with and without the marker
+            (path / MARKER).touch()
+        except OSError as error:
+            raise InputError(f"{path}: the work folder cannot be made ({error.strerror}).") from error
     try:
         yield path
     finally:
@@ -143,6 +179,7 @@ def _all_abandoned(out: Path) -> list[Path]:
 
 def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
     """The folders (or files) of one kind beside `out` whose process runs no more, the latest first."""
+    out = Path(os.path.abspath(out)) if out.name in ("", "..") else out
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
     found = []
     with suppress(OSError):

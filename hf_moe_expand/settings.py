@@ -67,7 +67,11 @@ class JoinSettings:
     """Language packs, which are joined without training."""
 
     packs: Annotated[
-        list[Text], Field(min_length=2, description="folders or hub ids of expansions of `base`, made apart")
+        list[Text],
+        Field(
+            min_length=2,
+            description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack",
+        ),
     ]
     keep_both: Annotated[Flag, Field(description="join packs that add one and the same language, too")] = False
     calibrate: Annotated[

@@ -21,7 +21,7 @@ from .backbone import decoder_ffns
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
-from .expansion_only import load_assembled
+from .expansion_only import carry_packs, load_assembled
 from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_lora_a, lora_expert
 from .prefix_gate import PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
@@ -221,14 +221,17 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 prefix gates say.
 
         Raises:
-            ValueError: the checkpoint does not know a code, or it is a DMoE's.
+            ValueError: the checkpoint does not know a code, or it is a DMoE's. A forward pass inside raises it too if
+                it has another number of sequences than there are codes.
         """
-        before = self.routing_control.classes
-        self.routing_control.classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
+        control = self.routing_control
+        before = control.classes, control.sequences
+        classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
+        control.classes, control.sequences = classes, None if isinstance(languages, str) else len(classes)
         try:
             yield
         finally:
-            self.routing_control.classes = before
+            control.classes, control.sequences = before
 
     def generate(self, inputs: Any = None, *args: Any, languages: Any = None, **kwargs: Any) -> Any:
         """As the backbone's `generate`.
@@ -242,11 +245,32 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         if self.config.prefix_gate is not None:  # type: ignore[attr-defined]
             # The library would compile the forward pass into CUDA graphs, whose outputs the gates may not keep.
             kwargs.setdefault("disable_compile", True)
-        if languages is None:
+        if languages is not None:
+            with self.use_languages(languages):
+                return self.generate(inputs, *args, **kwargs)
+        count = self.routing_control.sequences
+        if count is None:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        check_count(languages, inputs, kwargs)
-        with self.use_languages(languages):
+        check_count(count, inputs, kwargs)
+        self.routing_control.sequences = None  # each sequence has beams
+        try:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.routing_control.sequences = count
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As the backbone's, which `generate_batch` calls.
+
+        Raises:
+            ValueError: inside of `use_languages` and its like: it generates in a thread of its own, which they do not
+                reach.
+        """
+        if self.routing_control.overridden:
+            raise ValueError(
+                "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
+                "and capture_routing around it do not reach: use generate."
+            )
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def use_expansion(self, expansion: int) -> Iterator[None]:
@@ -258,14 +282,17 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         finally:
             self.routing_control.expansion = before
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.
         made = type(self)
         ours = next(cls for cls in made.__mro__ if "_static" in vars(cls))
         made.__name__, made.__module__ = ours.__name__, ours.__module__
         self.config.auto_map = self.auto_map(self.config)  # type: ignore[attr-defined]
         vars(self.config).pop("expansion_base", None)  # type: ignore[attr-defined]  # the whole model is saved
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            carry_packs(self.config, save_directory)  # type: ignore[attr-defined]
+        return result
 
 
 def _expanded_class(cls: Any, config: Any) -> type:

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -16,10 +17,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig
+from transformers.utils import logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 ADDED = "expansion"
 RECORD = "expansion_base.json"
+PACK_FILE = "pack_{}.safetensors"  # beside the weights of a joined model: a language pack as it was
+_LOG = logging.get_logger(__name__)
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -89,3 +93,24 @@ def _check(tensors: dict[str, torch.Tensor], record: dict[str, dict[str, str]], 
 def _sha256(tensor: torch.Tensor) -> str:
     data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data).hexdigest()
+
+
+def carry_packs(config: Any, folder: Any) -> None:
+    """Copies the packs' files from where a joined model was loaded to where it is saved. Warns where they are not to be
+    had: the saved model works, but no pack can be taken out of it."""
+    for number in range(1, 1 + len(getattr(config, "packs", None) or ())):
+        name = PACK_FILE.format(number)
+        target = os.path.join(folder, name)
+        if os.path.isfile(target):
+            continue
+        try:
+            source = cached_file(config.name_or_path, name) if config.name_or_path else None
+        except (OSError, ValueError):
+            source = None
+        if source is None:
+            _LOG.warning(
+                f"{name} is not saved, as it is not where the model was loaded: packs cannot be taken out of the saved "
+                "model. Copy the file from the joined checkpoint."
+            )
+            return
+        shutil.copyfile(source, target)

@@ -24,7 +24,7 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
             "languages: a sentence of an encoder-decoder and its translation have a language each, and its routers and "
             "classifiers judge the tokens of both: leave languages out."
         )
-    codes = [languages] if isinstance(languages, str) else list(languages)
+    codes = codes_of(languages)
     known: dict[str, int] = {}
     for number, expansion in enumerate(config.expansions or [], start=1):
         if number == 1:
@@ -43,7 +43,19 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
     return [None if code is None else known[code] for code in codes]
 
 
-def check_count(languages: Languages, inputs: Any, arguments: dict[str, Any]) -> None:
+def codes_of(languages: Any) -> list[str | None]:
+    """The codes that the user gives.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    codes = [languages] if isinstance(languages, str) else languages
+    if not isinstance(codes, list | tuple) or not all(code is None or isinstance(code, str) for code in codes):
+        raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")
+    return list(codes)
+
+
+def check_count(count: int, inputs: Any, arguments: dict[str, Any]) -> None:
     """Checks that there is a code for each sequence.
 
     Raises:
@@ -51,9 +63,9 @@ def check_count(languages: Languages, inputs: Any, arguments: dict[str, Any]) ->
     """
     given = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
     sequences = next((len(tensor) for tensor in given if tensor is not None), 1)
-    if not isinstance(languages, str) and len(languages) != sequences:
+    if count != sequences:
         raise ValueError(
-            f"languages has {len(languages)} codes, but the batch has {sequences} sequences: give one code for each, "
+            f"languages has {count} codes, but the batch has {sequences} sequences: give one code for each, "
             "or a single text for all."
         )
 
@@ -63,11 +75,12 @@ def with_languages(forward: Callable) -> Callable:
 
     @wraps(forward)
     def forward_with_languages(self: Any, *args: Any, languages: Any = None, **kwargs: Any) -> Any:
-        if languages is None:
-            return forward(self, *args, **kwargs)
-        check_count(languages, args[0] if args else None, kwargs)
-        with self.use_languages(languages):
-            return forward(self, *args, **kwargs)
+        if languages is not None:
+            with self.use_languages(languages):
+                return forward_with_languages(self, *args, **kwargs)
+        if self.routing_control.sequences is not None:
+            check_count(self.routing_control.sequences, args[0] if args else None, kwargs)
+        return forward(self, *args, **kwargs)
 
     # accelerate unwinds a forward that it has wrapped along `__wrapped__`, and would unwind this one too.
     del forward_with_languages.__wrapped__  # type: ignore[attr-defined]

@@ -13,17 +13,19 @@ from hub_server import metadata_errors
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, make_card
+from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, make_card
 from hf_moe_expand.card import readable_size, scores_of_this
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.planning.plan import PrefixGate
 
 PLANS = {
     "layer-moe": Plan("layer-moe", [3, 3, 2], [0], old=["en", "zh"], new=["el", "hu"]),
     "uniform": Plan("uniform", [3, 3, 3], old=["en"], new=["el"]),
     "classified": Plan("uniform", [3, 3, 3], [0, 1], old=["en"], new=["el"]),
+    "gated": Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=["el"], prefix_gate=PrefixGate(0.9, 2.0)),
     "mola": Plan("mola", [2, 3, 4], old=["en"], new=["el"]),
     "random": Plan("random", [2, 1, 5], old=["en"], new=["el"]),
     "moe-lpr": Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]),
@@ -89,14 +91,20 @@ def test_every_method_has_a_valid_card(saved, name):
     assert metadata_errors(text) == []
     assert ModelCard(text).data.to_dict() == card.data.to_dict()
     assert not re.search(r"[{}]{2}(?!MoE-LPR|LLM)|{%|None|Undefined", text.replace("}},", "").replace("{{MoE", ""))
-    known = {"uniform": "moe-lpr", "moe-lpr": "moe-lpr", "dmoe": "dmoe", "my-groups": "dmoe"}
+    known = {"dmoe": "dmoe", "my-groups": "dmoe"} | dict.fromkeys(
+        ("uniform", "moe-lpr", "classified", "gated"), "moe-lpr"
+    )
     method = known.get(name, "layer-moe")
     assert method in card.data.tags
     assert ("2408.11396" in text) == (method != "dmoe")
     assert ("`my-rule`" in text) == (name == "my-rule")
-    assert ("2505.22582" in text) == (method == "layer-moe")
+    assert ("2505.22582" in text) == (method == "layer-moe" or name in ("classified", "gated"))
+    assert ("[LayerMoE]" in text) == (method == "layer-moe")
     assert ("fewer where" in text) == (name == "layer-moe")
     assert ("routing classifier" in text and "costs one FFN" in text) == (name in ("layer-moe", "classified"))
+    assert ("prefix gates judge the text so far" in text) == (name == "gated")
+    if name == "gated":
+        assert "classifier" not in text.split("## Citation")[0]
     assert "No evaluation was recorded" in text
     assert "Not at all yet." in text
 
@@ -204,6 +212,44 @@ def test_every_method_that_was_used_is_cited(checkpoint, stage, papers):
     edit(checkpoint, stages=[STAGE, stage])
     text = str(make_card(checkpoint))
     assert set(re.findall(r"^@\w+\{(\w+),", text, re.M)) == {"zhang2025lessbutbetter", "zhou2024moelpr", *papers}
+    assert text.count("```") % 2 == 0
+
+
+def test_self_distillation_is_told_in_words(checkpoint):
+    edit(checkpoint, stages=[{**STAGE, "stage": "review", "settings": {"distillation_coef": 0.5}}])
+    assert "Self-distillation, with weight 0.5, kept the base's predictions" in str(make_card(checkpoint))
+    edit(checkpoint, stages=[{**STAGE, "stage": "review", "settings": {"distillation_coef": 0.0}}])
+    assert "istillation" not in str(make_card(checkpoint)).replace("distillation_coef", "")
+
+
+@pytest.mark.parametrize(
+    "name", ["two\nlines", "[x](javascript:alert(1))", "a | b | c", "<img src=x>", "`x`", "x\n\n## Results\n\nbest"]
+)
+def test_names_add_no_markup_to_the_card(saved, tmp_path, name, evaluation):
+    """Of a pack, a base, a stage and a model in the evaluation."""
+    parts = []
+    for number, code in enumerate(("el", "hu")):
+        plan = Plan("moe-lpr", [2, 2, 2], old=["en", "zh"], new=[code])
+        expand_checkpoint(saved / "tiny", tmp_path / code, plan, seed=number)
+        parts.append(tmp_path / code)
+    joined = tmp_path / "tiny-el"
+    join_expansions(parts, joined)
+    plain = str(make_card(joined, evaluation=evaluation))
+    fields = json.loads((joined / "config.json").read_text())
+    fields["expansions"][0] |= {"pack": name, "base_model": name, "method": "moe-lpr"}
+    fields["expansions"][0]["stages"] = [{**STAGE, "stage": name, "tokens": {name: 3}, "documents": {name: 1}}]
+    (joined / "config.json").write_text(json.dumps(fields))
+    scores = json.loads(evaluation.read_text())
+    scores["models"] = {name: scores["models"]["tiny"], "tiny-el": scores["models"]["tiny-el"]}
+    scores.pop("mean_bits_per_byte")
+    evaluation.write_text(json.dumps(scores))
+    text = str(make_card(joined, evaluation=evaluation))
+    assert re.findall(r"^#+ .*", text, re.M)[:4] == re.findall(r"^#+ .*", plain, re.M)[:4]
+    body = text.split("## Citation")[0]
+    assert "](javascript" not in body
+    assert "<img" not in body
+    tables = [line for line in body.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in tables} <= {3, 4, 5, 7}
     assert text.count("```") % 2 == 0
 
 

@@ -8,6 +8,7 @@ import torch
 from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, tiny_config, tiny_dense
 
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import perplexity
 from hf_moe_expand.evaluation.perplexity import LanguageScore, TextStream, evaluate_model, text_stream
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.models import longest_block
@@ -199,3 +200,24 @@ def test_the_picture_is_drawn(tmp_path):
 
 def test_the_longest_block_is_found_under_any_name():
     assert [longest_block(tiny_config(name)) for name in ("qwen2", "gpt2", "mpt", "bloom")] == [64, 64, 64, None]
+
+
+def test_logits_come_in_pieces_of_a_bounded_size(monkeypatch):
+    model, tokenizer = tiny_dense("qwen2"), byte_tokenizer()
+    stream = text_stream(["a text of some length"] * 9, tokenizer)
+    whole = torch.cat([nats.flatten() for nats in perplexity.target_nats(model, stream, 16, 4)])
+    ((inputs, targets),) = stream.windows(16, 100)
+    logits = model(inputs).logits.log_softmax(-1)
+    slow = -logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(targets < 0, 0)
+    torch.testing.assert_close(whole.float(), slow.flatten(), rtol=1e-4, atol=1e-5)
+    rows = []
+    model.register_forward_pre_hook(lambda *given: rows.append(len(given[-1]["input_ids"])), with_kwargs=True)
+    monkeypatch.setattr(perplexity, "_TOKENS", 5)
+    monkeypatch.setattr(perplexity, "_LOGITS", 2 * 16 * 257)
+    pieces = torch.cat([nats.flatten() for nats in perplexity.target_nats(model, stream, 16, 4)])
+    assert max(rows) == 2
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(perplexity, "_LOGITS", 1)
+    rows.clear()
+    list(perplexity.target_nats(model, stream, 16, 4))
+    assert set(rows) == {1}

@@ -167,8 +167,9 @@ def test_what_the_command_prints(root, tmp_path):
     assert f"parameters          {found.model.total:,} (" in text
     rows = {line[:30].strip(): line[30:].split() for line in text.splitlines() if len(line.split()) > 4}
     for stage in found.stages:
-        trains, memory, unit, giga, hours = rows[stage.name]
-        assert (trains, unit) == (f"{stage.trained:,}", "GB")
+        trains, memory, unit, on_top, of_activations, giga, hours = rows[stage.name]
+        assert (trains, unit, of_activations) == (f"{stage.trained:,}", "GB", "GB")
+        assert float(on_top) == pytest.approx(stage.activations / 1e9, abs=0.051)
         assert float(memory) == pytest.approx(stage.memory / 1e9, abs=0.051)
         assert float(giga) == pytest.approx(stage.flops / 1e9, abs=0.0051)
         assert float(hours) == pytest.approx(stage.flops * 6e9 / 50e12 / 3600, abs=0.051)

@@ -14,18 +14,19 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
 ROOMS = (
     ("_auto_classes", "errors"),
     ("",),
-    ("auto_class", "disk", "extra", "hub_access", "layer_names", "scratch"),
+    ("auto_class", "disk", "extra", "hub_access", "layer_names", "lock", "scratch"),
     ("jsonfile", "languages", "local_paths", "recipe_paths", "records", "schema", "yamlfile"),
     ("anchors", "recipes", "results", "run_record", "settings"),
     ("modeling",),
     ("planning",),
     ("data",),
     ("checkpoint",),
-    ("models", "distributed"),
+    ("models", "distributed", "costs"),
     ("trainers",),
     ("evaluation", "self_written"),
     ("analysis", "baselines"),
     ("stages",),
+    ("asking",),
     ("inspection", "recipe"),
     ("forecast", "steps"),
     ("pipeline",),
@@ -33,6 +34,7 @@ ROOMS = (
     ("card", "report"),
     ("backbones", "demo", "hub", "settings_page"),
     ("cli", "model_cards"),
+    ("__main__",),
 )
 
 

@@ -1,6 +1,8 @@
 """Language packs: joined without training, and taken out again."""
 
 import json
+import logging
+import re
 import shutil
 from itertools import pairwise
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, join_expansions, leave_out_pack
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
+from hf_moe_expand.checkpoint.local import name_in_results, own_name
 from hf_moe_expand.checkpoint.packs import joined_rows
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
@@ -222,7 +225,8 @@ def test_updates_and_ffns_meet(packs, base, tmp_path):
             torch.testing.assert_close(said[row], expected, rtol=1e-4, atol=1e-5)
     leave_out_pack(tmp_path / "out", tmp_path / "one", "el")
     same_files(tmp_path / "one", lora)
-    assert "pack qwen-fr" in invoke("inspect", tmp_path / "out")
+    said = invoke("inspect", tmp_path / "out")
+    assert re.search(r"expansion 2 +pack qwen-fr: mola on base: old en; new fr\n", said)
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)
 
@@ -365,3 +369,67 @@ def test_taking_out_refuses_what_it_cannot(packs, tmp_path):
     with pytest.raises(InputError, match=r"pack_2\.safetensors: is missing"):
         leave_out_pack(tmp_path / "two", tmp_path / "out", "el")
     assert LayerMoEForCausalLM.from_pretrained(tmp_path / "two") is not None
+
+
+def test_a_run_names_its_pack_and_a_name_may_be_given(packs, tmp_path):
+    """Both runs end in a folder `review`."""
+    for code in ("el", "hu"):
+        run = tmp_path / "runs" / f"qwen-{code}"
+        shutil.copytree(packs[code], run / "review")
+        (run / "steps.json").write_text("{}")
+    el, hu = (tmp_path / "runs" / f"qwen-{code}" / "review" for code in ("el", "hu"))
+    assert join_expansions([el, hu], tmp_path / "out").packs == ["qwen-el", "qwen-hu"]
+    assert "# qwen-el\n" in invoke("card", el)
+    assert join_expansions([f"greek={el}", hu], tmp_path / "named").packs == ["greek", "qwen-hu"]
+    invoke("shrink", tmp_path / "named", tmp_path / "one", "--without", "greek")
+    same_files(tmp_path / "one", hu)
+    said = invoke("join", tmp_path / "cli", el, hu, "--name", "greek", "--name", "Hungarian 1")
+    assert "pack 2  Hungarian 1: hu" in said
+    assert "pack greek" in invoke("inspect", tmp_path / "cli")
+    for arguments, wrong in (
+        (["--name", "greek"], "1 names were given for 2 packs"),
+        (["--name", "a", "--name", "a"], "a: two packs have this name"),
+        (["--name", "a\nb", "--name", "c"], "no name of a pack"),
+    ):
+        with pytest.raises(InputError, match=wrong):
+            invoke("join", tmp_path / "no", el, hu, *arguments)
+    with pytest.raises(InputError, match="joins packs already, which keep their names"):
+        join_expansions([f"both={tmp_path / 'out'}", packs["tr"]], tmp_path / "no")
+    shutil.move(tmp_path / "named", tmp_path / "a=b")
+    assert join_expansions([tmp_path / "a=b", packs["tr"]], tmp_path / "three").packs[0] == "greek"
+
+
+def test_results_name_a_runs_checkpoints_by_run_and_stage(packs, tmp_path):
+    run = tmp_path / "qwen-el"
+    shutil.copytree(packs["el"], run / "2" / "review")
+    (run / "steps.json").write_text("{}")
+    assert name_in_results(run / "2" / "review") == "qwen-el/2/review"
+    assert own_name(run / "2" / "review") == "qwen-el"
+    assert name_in_results(packs["el"]) == own_name(packs["el"]) == "qwen-el"
+    assert name_in_results("me/qwen") == own_name("me/qwen") == "me/qwen"
+
+
+def test_a_saved_model_keeps_its_packs(packs, tmp_path, caplog):
+    join_expansions([packs["el"], packs["hu"]], tmp_path / "two")
+    model = load(tmp_path / "two")
+    model.save_pretrained(tmp_path / "saved")
+    kept = [f"pack_{number}.safetensors" for number in (1, 2)]
+    for name in kept:
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    shutil.copy(packs["el"] / "tokenizer.json", tmp_path / "saved")
+    leave_out_pack(tmp_path / "saved", tmp_path / "one", "hu")
+    assert (
+        load_file(tmp_path / "one" / "model.safetensors").keys() == load_file(packs["el"] / "model.safetensors").keys()
+    )
+    for name in kept:
+        (tmp_path / "two" / name).unlink()
+    assert "cannot be taken out" not in caplog.text
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    model.save_pretrained(tmp_path / "without")
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "packs cannot be taken out" in caplog.text
+    load(tmp_path / "without")
+    code = "import sys; from transformers import AutoModelForCausalLM as A\n"
+    code += "A.from_pretrained(sys.argv[1], trust_remote_code=True).save_pretrained(sys.argv[2])"
+    run_fresh(code, str(tmp_path / "saved"), str(tmp_path / "fresh"))
+    assert all((tmp_path / "fresh" / name).is_file() for name in kept)

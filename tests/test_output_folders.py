@@ -297,3 +297,12 @@ def test_a_refused_command_removes_what_dead_processes_left(tmp_path):
     with pytest.raises(InputError, match="exists already"):
         check_output(out, overwrite=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *theirs])
+
+
+def test_files_have_the_mode_of_new_files(tmp_path):
+    with new_folder(tmp_path / "out") as partial:
+        fill(partial, "config.json", "model.safetensors")
+        (partial / "model.safetensors").chmod(0o600)
+    (tmp_path / "any").touch()
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(("config.json", "model.safetensors"), (tmp_path / "any").stat().st_mode & 0o777)

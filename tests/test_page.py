@@ -24,6 +24,7 @@ from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.local_paths import without_paths
+from hf_moe_expand.planning.plan import PrefixGate
 from hf_moe_expand.report import page as page_module
 from hf_moe_expand.report.charts import allocation_chart, change_chart, heat_map, line_chart
 from hf_moe_expand.report.drawing import COLOURS, Change, Line, with_means
@@ -424,6 +425,18 @@ def test_an_access_token_in_the_recipe_is_refused(run):
     (run / "recipe.yaml").write_text(f"base: org/tiny  # hf_{'a' * 30}\n")
     with pytest.raises(InputError, match="holds an access token"):
         make_page(run)
+
+
+@pytest.mark.parametrize(("gate", "judge"), [(None, "lassifier"), (PrefixGate(0.9, 2.0), "refix gate")])
+def test_the_plan_calls_gates_gates(tmp_path, gate, judge):
+    run = tmp_path / "run"
+    run.mkdir()
+    write_json(run / "steps.json", {})
+    Plan("moe-lpr", [2, 2, 2], [0, 1], old=OLD, new=NEW, prefix_gate=gate).save(run / "plan.json")
+    text = make_page(run)
+    section = text.split('<section id="plan">')[1].split("</section>")[0]
+    assert section.count(judge) == 3
+    assert ("lassifier" in section) == (gate is None)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

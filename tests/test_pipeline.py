@@ -155,7 +155,7 @@ def test_p7_an_interrupted_run_goes_on_and_ends_the_same(recipe, root, monkeypat
     assert begun["attempts"] == 1
     assert begun["seconds"] > 0
     other = changed(broken, post_pretrain=changed(broken.post_pretrain, balance_coef=0.5))
-    with pytest.raises(InputError, match="an interrupted run with other settings"):
+    with pytest.raises(InputError, match=r"an interrupted run with other balance_coef \(then 0.01, now 0.5\)"):
         run_recipe(other, lambda line: None)
     resumed = []
     train = Trainer.train

@@ -152,7 +152,9 @@ def test_the_word_holds_inside_the_call_alone():
         (["en", "xx"], "does not know 'xx'; it knows en, el"),
         (["en"], "languages has 1 codes, but the batch has 2 sequences"),
         (["en", "el", "el"], "languages has 3 codes, but the batch has 2 sequences"),
-        ([], "languages has 0 codes"),
+        ([], "languages is empty"),
+        (7, "languages is 7: give a code"),
+        ([7, "en"], "give a code, or a list"),
     ],
 )
 def test_wrong_languages_are_refused(languages, said):
@@ -202,3 +204,31 @@ def test_the_forward_pass_keeps_its_signature_for_the_library(tmp_path):
     assert torch.equal(again(**text(2), languages="en").logits, model(**text(2), languages="en").logits)
     with pytest.raises(ValueError, match="not used by the model"):
         model.generate(**text(1), language="en", **OPTIONS)
+
+
+def test_around_forward_passes_the_codes_are_counted_as_inside():
+    """Repeated by division, they would label two texts that are packed into one row, or half of a larger batch."""
+    _, model = expanded("qwen2")
+    packed = {"input_ids": text(1, 12)["input_ids"], "position_ids": torch.arange(12).remainder(6).unsqueeze(0)}
+    with model.use_languages(["en", "el"]):
+        for batch, count in ((packed, 1), (text(4), 4), (text(3), 3)):
+            with pytest.raises(ValueError, match=f"has 2 codes, but the batch has {count} sequences"):
+                model(**batch)
+            with pytest.raises(ValueError, match=f"has 2 codes, but the batch has {count} sequences"):
+                model.generate(batch["input_ids"], **OPTIONS)
+        said = model(**text(2)).logits
+        found = model.generate(**text(2), **OPTIONS, num_beams=3)
+        with pytest.raises(ValueError, match="has 2 codes"):
+            model(**text(4))  # after a search with beams too
+        with model.use_languages("en"):
+            model(**text(3))
+    assert torch.equal(said, model(**text(2), languages=["en", "el"]).logits)
+    assert torch.equal(found, model.generate(**text(2), languages=["en", "el"], **OPTIONS, num_beams=3))
+
+
+def test_continuous_batching_refuses_what_its_thread_does_not_see():
+    _, model = expanded("qwen2")
+    overrides = (model.use_languages("en"), model.use_expert(0), model.use_expansion(0), model.capture_routing())
+    for override in overrides:
+        with override, pytest.raises(ValueError, match="a thread of its own"):
+            model.generate_batch([[1, 2, 3]])

@@ -231,3 +231,11 @@ def test_configurations_are_arguments_of_a_command_line():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(InputError, match=message):
         parsed(*arguments)
+
+
+def test_training_leaves_the_cache_on(root, tmp_path):
+    config = PostPretrainConfig(tmp_path / "out", **QUICK)
+    model, _ = trained(root, "one", PostPretrainTrainer, config, Dataset.from_list([{"text": t} for t in texts("el")]))
+    assert model.config.use_cache is True
+    model.save_pretrained(tmp_path / "saved")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.use_cache is True

@@ -89,10 +89,31 @@ def check_values(config: Any, folder: Path) -> None:
     if isinstance(config, ExpandedConfig):
         if config.backbone_model_type is None:
             raise InputError(f"{folder}: config.json does not say which backbone was expanded (backbone_model_type).")
-        layers = len(config.num_experts_per_layer or [])
-        for counts in getattr(config, "earlier_experts_per_layer", None) or []:
-            if len(counts) != layers:
-                raise _wrong(folder, "earlier_experts_per_layer", counts, f"a count for each of {layers} layers")
+        _check_counts(config, folder)
+
+
+def _check_counts(config: Any, folder: Path) -> None:
+    """Refuses counts of earlier expansions that do not fit one another, the last ones or the history."""
+    last, earlier = config.num_experts_per_layer or [], getattr(config, "earlier_experts_per_layer", None) or []
+    recorded, before = len(History.of(config)), [1] * len(last)
+    for counts in [*earlier, last]:
+        if len(counts) != len(last):
+            raise _wrong(folder, "earlier_experts_per_layer", counts, f"a count for each of {len(last)} layers")
+        if any(count < least for count, least in zip(counts, before, strict=True)):
+            raise _wrong(folder, "earlier_experts_per_layer", earlier, "counts that grow up to num_experts_per_layer")
+        before = counts
+    if earlier and recorded and len(earlier) != recorded - 1:
+        raise _wrong(
+            folder, "earlier_experts_per_layer", earlier, f"the counts before the last of {recorded} expansions"
+        )
+    packs = getattr(config, "packs", None) or []
+    if packs and not recorded:
+        raise _wrong(folder, "packs", packs, "left out, where config.json records no expansion")
+    if sum(packs) > len(earlier) + 1:
+        raise _wrong(folder, "packs", packs, f"numbers of expansions, of which there are {len(earlier) + 1}")
+    updates = getattr(config, "updates_of_packs", None)
+    if updates is not None and len(updates) != len(packs):
+        raise _wrong(folder, "updates_of_packs", updates, f"an entry for each of {len(packs)} packs")
 
 
 def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
@@ -113,6 +134,17 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_update(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and len(value) == 2
+        and _is_count(value[0])
+        and isinstance(value[1], int | float)
+        and not isinstance(value[1], bool)
+        and value[1] > 0
+    )
+
+
 def _is_stage(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -127,6 +159,7 @@ _OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "earlier_experts_per_layer": (_list_of(_list_of(_is_count)), "a list of counts for each earlier expansion"),
     "classifier_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
     "packs": (_list_of(_is_count), "a list of numbers of expansions"),
+    "updates_of_packs": (_list_of(_is_update), "a list with rank and alpha, or null, for each pack"),
     "prefix_gate": (lambda value: isinstance(value, dict), "an object with decay, bound and reach"),
     "gate_languages": (_list_of(_list_of(_is_text)), "a list of languages for each class"),
     "router_top_k": (_is_count, "a whole number of at least 1"),

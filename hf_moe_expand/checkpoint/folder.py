@@ -10,9 +10,10 @@ from tqdm.auto import tqdm
 from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 
+from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..modeling import ExpandedConfig, model_class
-from .source import COMPANIONS
+from .source import COMPANIONS, lies_inside
 from .tokenizer_class import keep_tokenizer_class
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, new_folder, write_weights
 
@@ -45,7 +46,8 @@ def write_checkpoint(
             static = model_class(config)
             config.architectures = [static.__name__]
             config.auto_map = static.auto_map(config)
-            vars(config).pop("expansion_base", None)  # the whole model is written
+            for name in ("expansion_base", "custom_pipelines"):  # the whole model is written, and no other code
+                vars(config).pop(name, None)
             custom_object_save(static, partial)
         else:
             for name in _CODE_OF_THE_BASE:
@@ -64,15 +66,33 @@ def write_checkpoint(
 
 def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPANIONS) -> None:
     """Copies tokenizer, generation config and chat template, without references to code (`auto_map`): loading a
-    checkpoint of this package runs no other code."""
+    checkpoint of this package runs no other code.
+
+    Raises:
+        InputError: one of them is not a file, or a link that leads out of the folder.
+    """
     for pattern in patterns:
         for file in source.glob(pattern):
+            check_companion(source, file)
             destination = target / file.relative_to(source)
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, destination)
             if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
                 fields = read_json(file, "a JSON file")
                 write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
+
+
+def check_companion(folder: Path, file: Path) -> None:
+    """Refuses a link out of a checkpoint's folder, which could lead a file of the user's into what is published, and a
+    folder, pipe or device, whose reading may never end.
+
+    Raises:
+        InputError: the message names the file.
+    """
+    if not lies_inside(folder, file):
+        raise InputError(f"{file}: is a link that leads out of the folder; put the file itself there.")
+    if not file.is_file():
+        raise InputError(f"{file}: is not a file; a checkpoint's parts are files.")
 
 
 def _counted(tensor: OutputTensor, bar: Any) -> OutputTensor:

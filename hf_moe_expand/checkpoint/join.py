@@ -15,9 +15,11 @@ from ..modeling import LayerMoEConfig, count_layers
 from ..records import ExpansionRecord, History, StageRecord
 from .folder import write_checkpoint
 from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates
+from .local import pack_and_name
 from .pack_checks import check_packs
-from .packs import PACK_FILE, ROUTING, Pack, own_pack, packs_inside, routing_of
-from .reader import TORCH_DTYPES
+from .pack_file import PACK_FILE, ROUTING, check_pack_name
+from .packs import Pack, own_pack, packs_inside, routing_of
+from .reader import TORCH_DTYPES, is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
@@ -77,7 +79,7 @@ def join_expansions(
 
     Args:
         packs: folders or hub ids of expanded checkpoints, whole or with only the tensors that the expansion added. A
-            joined model counts as its packs.
+            joined model counts as its packs. `NAME=FOLDER` names a pack; else the folder of its run does, or its own.
         out: folder to write; appears whole or not at all.
         keep_both: join packs that add one and the same language, which then has two classes: the later one counts.
         scales: factor of each pack's router (`calibrate_join` finds them); 1 by default.
@@ -121,17 +123,19 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
         raise InputError("A join needs two or more packs.")
     found: list[Pack] = []
     for given in packs:
-        stored = StoredModel(given)
+        place, name = pack_and_name(given)
+        stored = StoredModel(place)
         check_output(out, overwrite, stored.folder)
         if not isinstance(stored.config, LayerMoEConfig):
             kind = stored.config.model_type
             why = "nothing of a DMoE's base is frozen" if kind == "dmoe" else "it is not an expanded checkpoint"
             raise InputError(f"{given}: is a {kind} checkpoint, which is no language pack: {why}.")
         if stored.config.packs:
+            if str(given) != place:
+                raise InputError(f"{given}: joins packs already, which keep their names: give it without a name.")
             found += _packs_of_joined(stored)
         else:
-            # The name is published: a local folder's path is not.
-            name = Path(given).resolve().name if Path(given).is_dir() else str(given)
+            check_pack_name(name)  # it is published: a local folder's path is not
             found.append(own_pack(name, stored))
     return found
 
@@ -278,4 +282,8 @@ def _routing_outputs(
     if gates is not None and layer in gates.rows:
         made |= gate_tensors(gates, layer, dtype)
     for inner, rows in made.items():
+        if not is_finite(rows):
+            raise InputError(
+                f"{keys[layer, inner]}: the joined values are not finite in {dtype}: a factor is too large."
+            )
         yield OutputTensor(keys[layer, inner], dtype, tuple(rows.shape), lambda rows=rows: [tensor_bytes(rows)])  # type: ignore[misc]

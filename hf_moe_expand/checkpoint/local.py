@@ -12,6 +12,8 @@ from ..jsonfile import read_json
 from ..scratch import leftovers, restore
 
 MOST_LAYERS = 4096  # no model comes near it; building a longer list of modules would take for ever
+# Ends of the names of files that are read from a checkpoint.
+_READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".spm", ".bpe", ".py")
 # The model types of expanded checkpoints.
 EXPANDED = ("layer_moe", "dmoe")
 
@@ -20,8 +22,10 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     """The folder of a checkpoint on this machine; None for a hub id.
 
     Raises:
-        InputError: `name` is neither a checkpoint folder nor a hub id.
+        InputError: `name` is neither a checkpoint folder nor a hub id; or a part of the checkpoint is no file.
     """
+    if not str(name):
+        raise InputError("The name of a model is empty: give a folder or hub id.")
     folder = Path(name)
     try:
         restore(folder)
@@ -35,6 +39,7 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
             if unconverted := sorted(folder.glob("*.gguf")):
                 raise _not_converted(unconverted[0])
             raise InputError(f"{folder}: not a checkpoint: it has no config.json. Give a model's folder or hub id.")
+        _check_files(folder)
         return folder
     if there:
         if folder.suffix == ".gguf":
@@ -45,6 +50,45 @@ def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Pa
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     return None
+
+
+def run_of(folder: Path) -> Path | None:
+    """The folder of the run that made this checkpoint; None for a checkpoint outside of it."""
+    return next((parent for parent in folder.resolve().parents[:2] if (parent / "steps.json").is_file()), None)
+
+
+def own_name(name: str | os.PathLike) -> str:
+    """The name of a model for cards and packs, without this machine's folders: that of its run's folder, since a run
+    names its checkpoints by their stages; else that of its own folder; or its hub id."""
+    folder = Path(name)
+    return (run_of(folder) or folder.resolve()).name if folder.is_dir() else str(name)
+
+
+def name_in_results(name: str | os.PathLike) -> str:
+    """The name of a model in tables of results: in a run `RUN/STAGE`, else that of its folder; or its hub id."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return str(name)
+    run = run_of(folder)
+    return folder.resolve().relative_to(run.parent).as_posix() if run else folder.resolve().name
+
+
+def pack_and_name(given: str | os.PathLike) -> tuple[str, str]:
+    """A pack's folder or hub id, and its name: in `NAME=PACK` the one that stands there, else `own_name`."""
+    text = str(given)
+    name, equals, place = text.partition("=")
+    if equals and name and place and not Path(text).is_dir():
+        return place, name
+    return text, own_name(text)
+
+
+def _check_files(folder: Path) -> None:
+    """Refuses a folder in which something else stands where a file is read: reading a pipe would never end."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(_READ) and not entry.is_file():
+                kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
+                raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
 
 
 def stored_layers(name: str | os.PathLike) -> int | None:
@@ -71,7 +115,7 @@ def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None
     Raises:
         InputError: it is one of these.
     """
-    left = leftovers(Path(name))
+    left = leftovers(Path(name)) if str(name) else []
     if left and not Path(name).exists():
         raise InputError(f"{name}: no such folder. {' '.join(left)}")
     folder = local_checkpoint(name, revision)

@@ -3,15 +3,8 @@
 from collections.abc import Sequence
 
 from ..errors import InputError
-from .packs import Pack
+from .packs import MAY_DIFFER, Pack
 from .stored import StoredModel
-
-# Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
-_MAY_DIFFER = (
-    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages",
-    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "updates_of_packs",
-    "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
-)  # fmt: skip
 
 
 def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) -> None:
@@ -56,7 +49,7 @@ def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) 
                     "both (--keep-both)."
                 )
     for name in {pack.name for pack in packs if names.count(pack.name) > 1}:
-        raise InputError(f"{name}: two packs have this name, by which they are told apart: rename a folder.")
+        raise InputError(f"{name}: two packs have this name, by which they are told apart: name one, NAME=FOLDER.")
     for pack in others if bytes_too else ():
         _check_base(first, pack)
 
@@ -79,7 +72,7 @@ def _check_config(first: Pack, pack: Pack) -> None:
         (one, a), (other, b) = judging.items()
         raise InputError(f"prefix_gate is {one} in {a}, but {other} in {b}: their classifiers judge in different ways.")
     ours, theirs = first.config.to_dict(), pack.config.to_dict()
-    for name in sorted((set(ours) | set(theirs)) - set(_MAY_DIFFER)):
+    for name in sorted((set(ours) | set(theirs)) - set(MAY_DIFFER)):
         if ours.get(name) != theirs.get(name):
             raise InputError(
                 f"{name} is {ours.get(name)!r} in {first.name}, but {theirs.get(name)!r} in {pack.name}: they were not "

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,15 +19,21 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..errors import InputError
-from ..modeling import LayerMoEConfig, count_layers
+from ..modeling import count_layers
 from ..modeling.configuration_layer_moe import joins_packs
 from ..records import History
+from .pack_file import PACK_FILE, ROUTING, check_rows, own_text, read_pack_file
 from .reader import TORCH_DTYPES
-from .source import load_expanded_config
-from .stored import Place, StoredModel, places
+from .stored import Place, StoredModel, network_of, places
 
-PACK_FILE = "pack_{}.safetensors"
-ROUTING = ("router.weight", "classifier.weight", "classifier.bias")
+# Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
+MAY_DIFFER = (
+    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages",
+    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "updates_of_packs",
+    "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
+)  # fmt: skip
+# Those that training the joined model may change besides.
+_MAY_CHANGE_LATER = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -109,23 +114,26 @@ class Pack:
 
 
 def own_pack(name: str, stored: StoredModel) -> Pack:
-    """A checkpoint that is one pack."""
+    """A checkpoint that is one pack.
+
+    Raises:
+        InputError: a router or classifier holds values that no training makes.
+    """
     routing = {}
     for key, place in places(stored.network).items():
         if place.inner in ROUTING:
             routing[place.layer, place.inner] = stored.reader.tensor(stored.home(key))
-    text = (stored.folder / "config.json").read_text("utf-8")
-    fields = json.loads(text)
-    if fields.pop("expansion_base", None):  # the joined model is whole, as is a pack that is taken out of it
-        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-    return Pack(name, stored.config, text, stored, routing, [0] * count_layers(stored.config))
+            check_rows(stored.folder, stored.home(key), routing[place.layer, place.inner])
+    text = (stored.folder / "config.json").read_text("utf-8-sig")
+    return Pack(name, stored.config, own_text(text, stored.config), stored, routing, [0] * count_layers(stored.config))
 
 
 def packs_inside(stored: StoredModel) -> list[Pack]:
     """The packs of a joined checkpoint, in order.
 
     Raises:
-        InputError: it joins no packs, or the file of a pack is missing or broken.
+        InputError: it joins no packs, or the file of a pack is missing or broken, or its record does not fit the
+            tensors.
     """
     sizes = getattr(stored.config, "packs", None)
     if not sizes:
@@ -136,10 +144,45 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
     for number, end in enumerate(accumulate(sizes), start=1):
         start = end - sizes[number - 1]
         before = [history[start - 1][layer] - 1 if start else 0 for layer in range(layers)]
-        found.append(_read_pack(stored, number, before))
-        if [a - b for a, b in zip(history[end - 1], before, strict=True)] != found[-1].config.num_experts_per_layer:
-            raise InputError(f"{stored.folder / PACK_FILE.format(number)}: does not fit config.json's counts.")
+        file = stored.folder / PACK_FILE.format(number)
+        kept = read_pack_file(file)
+        own = [a - b for a, b in zip(history[end - 1], before, strict=True)]
+        if own != kept.config.num_experts_per_layer or sizes[number - 1] != len(History.of(kept.config)):
+            raise InputError(f"{file}: does not fit config.json's counts.")
+        pack = Pack(kept.name, kept.config, kept.text, stored, kept.routing, before, kept.scale)
+        _check_record(pack, file)
+        found.append(pack)
     return found
+
+
+def _check_record(pack: Pack, file: Path) -> None:
+    """Refuses a kept pack whose configuration describes other tensors than the joined checkpoint holds, or another
+    computation."""
+    stored, network = pack.stored, network_of(pack.config)
+    ours, theirs = stored.config.to_dict(), pack.config.to_dict()
+    for name in sorted((set(ours) | set(theirs)) - set(MAY_DIFFER) - set(_MAY_CHANGE_LATER)):
+        if ours.get(name) != theirs.get(name):
+            raise InputError(
+                f"{file}: says {name} is {theirs.get(name)!r:.60}, but config.json says {ours.get(name)!r:.60}: it is "
+                "not the record of a pack of this model."
+            )
+    shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    own = places(network)
+    held = {(layer, f"experts.{number}.{rest}"): stored.shapes[key] for layer, number, rest, key in pack.experts}
+    for key, place in own.items():
+        if place.inner in ROUTING:
+            found = None if (rows := pack.routing.get((place.layer, place.inner))) is None else tuple(rows.shape)
+        elif place.expert:
+            found = held.get((place.layer, place.inner))
+        else:
+            found = stored.shapes.get(pack.base.get(place.dense or "", ""), shapes[key])
+        if found != shapes[key]:
+            said = "none" if found is None else f"one of shape {list(found)}"
+            raise InputError(f"{file}: its record asks for {key!r} of shape {list(shapes[key])}, but there is {said}.")
+    known = {(place.layer, place.inner) for place in own.values()}
+    if unknown := sorted(set(pack.routing) - known):
+        layer, inner = unknown[0]
+        raise InputError(f"{file}: holds {inner!r} of layer {layer}, which its record does not name.")
 
 
 def stages_after_join(folder: Path, config: Any) -> int:
@@ -154,27 +197,6 @@ def stages_after_join(folder: Path, config: Any) -> int:
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: cannot be read ({error}).") from None
     return len(History.of(config).last.stages) - len(own.last.stages)
-
-
-def _read_pack(stored: StoredModel, number: int, before: Sequence[int]) -> Pack:
-    file = stored.folder / PACK_FILE.format(number)
-    if not file.is_file():
-        raise InputError(f"{file}: is missing; it holds the pack's routers, without which no pack can be taken out.")
-    try:
-        with safe_open(file, "pt") as opened:
-            facts = json.loads(opened.metadata()["pack"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
-        name, text, scale = str(facts["name"]), str(facts["config"]), float(facts["scale"])
-        routing = {(int(key.split(".", 1)[0]), key.split(".", 1)[1]): tensor for key, tensor in tensors.items()}
-        json.loads(text)
-    except Exception as error:
-        raise InputError(f"{file}: cannot be read ({error}).") from None
-    with TemporaryDirectory() as scratch:
-        (Path(scratch) / "config.json").write_text(text, "utf-8")
-        config: Any = load_expanded_config(Path(scratch))
-    if not isinstance(config, LayerMoEConfig):
-        raise InputError(f"{file}: holds no LayerMoE configuration.")
-    return Pack(name, config, text, stored, routing, before, scale)
 
 
 def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_size: int) -> torch.Tensor:

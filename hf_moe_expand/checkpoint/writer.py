@@ -18,7 +18,7 @@ from safetensors.torch import save as save_safetensors
 
 from ..errors import InputError, first_line, is_full_disk
 from ..modeling.expansion_only import RECORD
-from ..scratch import beside, remove_leftovers
+from ..scratch import beside, named, remove_leftovers
 from .reader import ITEM_BITS
 from .source import CODE, COMPANIONS
 
@@ -131,15 +131,15 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
         InputError: `out` exists (without `overwrite`), is one of the inputs, holds one or lies in one, cannot be
             written, or is a folder with other files than a checkpoint's (the message names the first one).
     """
-    out = Path(out)
     try:
+        out = named(Path(out))
         remove_leftovers(out)
         check_apart(out, *inputs)
         if os.path.lexists(out):
             _check_replaceable(out, overwrite)
         check_place(out)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        raise _unwritable(out, error) from error
+        raise _unwritable(Path(out), error) from error
     return out
 
 
@@ -226,7 +226,9 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         raise _unwritable(out, error) from error
     try:
         yield partial
-        if out.exists():
+        _give_usual_modes(partial)
+        if os.path.lexists(out):  # perhaps since a moment ago, by another process
+            _check_replaceable(out, overwrite)
             os.rename(out, replaced)
         os.rename(partial, out)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -240,6 +242,17 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
                 f"{out}: the disk is full; at least {needed:,} bytes are needed. The partial output was removed."
             ) from error
         raise
+
+
+def _give_usual_modes(folder: Path) -> None:
+    """Gives files that a library made for their owner alone the mode that any new file has."""
+    probe = folder / ".mode"
+    probe.touch()
+    usual = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(usual)
 
 
 def _unwritable(out: Path, error: Exception) -> InputError:

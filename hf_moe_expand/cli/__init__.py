@@ -12,6 +12,7 @@ from ..errors import InputError, is_full_disk
 # In the order of `--help`.
 from . import (  # noqa: F401
     analyze,
+    asking,
     backbones,
     curriculum,
     evaluate,

@@ -117,6 +117,42 @@ def analyze_separability(
     print(f"wrote {out}")
 
 
+@analyze_app.command("fertility")
+def analyze_fertility(
+    base: Model,
+    data: Data,
+    characters: Annotated[
+        int, typer.Option(help="Characters to read of each language, in whole documents.")
+    ] = 1_000_000,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers as well.")] = None,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Measure into how many tokens the tokenizer splits each language: a word, a character, a byte.
+
+    The last column compares with the language that takes the fewest. A language of several times as many costs as many
+    times the training, the memory of a context and the time of an answer. Loads no weights.
+
+    Example: hf-moe-expand analyze fertility Qwen/Qwen2.5-0.5B --data en=en.jsonl --data el=el.jsonl
+    """
+    if out is not None:
+        check_file(out, overwrite)
+    check_checkpoints(base, revision=revision)
+    sources = text_sources(data)
+    for source in sources.values():
+        source.files()
+    from ..analysis.fertility import measure_fertility
+    from ..checkpoint.source import resolve_checkpoint
+    from ..models import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_checkpoint(base, revision, weights=False), base)
+    result = measure_fertility(tokenizer, {code: source.documents() for code, source in sources.items()}, characters)
+    print_table(*result.rows())
+    if out is not None:
+        result.to_json(out)
+        print(f"wrote {out}")
+
+
 @analyze_app.command("deviation")
 def analyze_deviation(
     base: Model,

@@ -1,5 +1,6 @@
 """The verb that tells which models can be expanded."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ def backbones(
     from ..errors import InputError
 
     if model is None:
+        print("trying each architecture on a tiny twin: about a minute ...", file=sys.stderr, flush=True)
         print_or_write(backbones_page(), out, overwrite)
         return
     if out is not None:

@@ -82,8 +82,10 @@ def evaluate_models(
 
 
 def model_label(name: str, taken: Collection[str]) -> str:
-    """The name of a model in results: its folder's name, or its hub id."""
-    label = Path(name).name if Path(name).is_dir() else name
+    """The name of a model in results: its folder's name, in a run `RUN/STAGE`, or its hub id."""
+    from ..checkpoint.local import name_in_results
+
+    label = name_in_results(name)
     if label in taken:
         raise InputError(f"{name}: two models are called {label!r}; rename a folder.")
     return label

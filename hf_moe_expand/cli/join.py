@@ -16,8 +16,15 @@ def join(
     out: OutFolder,
     packs: Annotated[
         list[str],
-        typer.Argument(metavar="PACK...", help="Expanded checkpoints of one base, whole or with the added tensors."),
+        typer.Argument(
+            metavar="PACK...",
+            help="Expanded checkpoints of one base, whole or with the added tensors; NAME=PACK gives a name.",
+        ),
     ],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a pack, one for each PACK in order; by default that of its run's or own folder."),
+    ] = None,
     keep_both: Annotated[
         bool, typer.Option("--keep-both", help="Join packs that add one and the same language, too.")
     ] = False,
@@ -41,13 +48,23 @@ def join(
     gates send every text to its pack, or home: without them most of a pack's gain is lost. `shrink --without PACK`
     takes a pack out again.
 
+    A pack has the name of its run's folder (`run`), else of its own; `--without` and the card use it.
+
     Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu --calibrate en=en.jsonl --calibrate el=el.jsonl
     --calibrate hu=hu.jsonl
     """
-    for name, given in (("--tokens", tokens), ("--factors", factors or None), ("--anchors", anchors)):
+    for option, given in (("--tokens", tokens), ("--factors", factors or None), ("--anchors", anchors)):
         if given is not None and not calibrate:
-            raise InputError(f"{name} belongs to --calibrate, which is not given.")
-    check_checkpoints(*packs, expanded=True)
+            raise InputError(f"{option} belongs to --calibrate, which is not given.")
+    if name:
+        if len(name) != len(packs):
+            raise InputError(
+                f"--name: {len(name)} names were given for {len(packs)} packs; give one for each, in order."
+            )
+        packs = [f"{one}={pack}" for one, pack in zip(name, packs, strict=True)]
+    from ..checkpoint.local import pack_and_name
+
+    check_checkpoints(*(pack_and_name(pack)[0] for pack in packs), expanded=True)
     if not calibrate:
         from ..checkpoint.join import join_expansions
 

@@ -19,6 +19,9 @@ from ..errors import InputError, at
 from ..models import longest_block
 from ..settings import EvaluationSettings
 
+# The most logits of a forward pass: 1.1 GB in float32. Tokens whose logits are turned into float32 at a time.
+_LOGITS = 1 << 28
+_TOKENS = 256
 _DOCUMENTS = 512  # documents tokenised at once
 
 
@@ -180,12 +183,21 @@ def language_stream(
 
 @torch.no_grad()
 def target_nats(model: Any, stream: TextStream, block_size: int, batch_size: int) -> Iterator[torch.Tensor]:
-    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch; 0 where not scored."""
+    """Each target's negative log-probability, `[batch, block_size]` float64 for each batch; 0 where not scored. A batch
+    has at most `batch_size` windows, fewer where the logits of more would not fit `_LOGITS`."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    batch_size = min(batch_size, max(1, _LOGITS // (block_size * vocabulary)))
     for inputs, targets in stream.windows(block_size, batch_size):
         # Padding is at the end, where causal attention keeps it from every scored token.
-        logits = model(input_ids=inputs.to(model.device), use_cache=False).logits.float()
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.to(model.device).flatten(), reduction="none")
-        yield nats.view(targets.shape).cpu().double()
+        logits_BSV = model(input_ids=inputs.to(model.device), use_cache=False).logits
+        yield _nats_in_pieces(logits_BSV.flatten(0, 1), targets.to(model.device).flatten()).view(targets.shape)
+
+
+def _nats_in_pieces(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    """`[T]` float64, on the CPU. In float32, and as a log-softmax, the logits of some tokens at a time take memory."""
+    pieces = zip(logits_TV.split(_TOKENS), targets_T.split(_TOKENS), strict=True)
+    nats = [F.cross_entropy(piece.float(), targets, reduction="none") for piece, targets in pieces]
+    return torch.cat(nats).cpu().double()
 
 
 def score_stream(model: Any, stream: TextStream, block_size: int, batch_size: int) -> LanguageScore:

@@ -189,7 +189,8 @@ def _plan(part: _Part) -> dict[str, Any] | None:
         else [plan.name_of(layer), str(count), "yes" if layer in plan.classifier_layers else ""]
         for layer, count in enumerate(plan.experts_per_layer)
     ]
-    header = ["layer", "experts", "classifier", *([label] if measure else [])]
+    judge = "prefix gate" if plan.prefix_gate else "classifier"
+    header = ["layer", "experts", judge, *([label] if measure else [])]
     apart = _separability(part.folder, plan)
     if apart:
         header += apart["header"]
@@ -198,6 +199,7 @@ def _plan(part: _Part) -> dict[str, Any] | None:
         "title": part.title,
         "method": method_title(plan.method),
         "plan": plan,
+        "judge": judge,
         "measure": label if measure else None,
         "figure": Markup(
             allocation_chart(

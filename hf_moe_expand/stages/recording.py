@@ -1,5 +1,8 @@
 """RecordingTrainer: a Trainer that stops when training is over or diverges, and records the training."""
 
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +12,9 @@ from ..data.packing import PackedText
 from ..errors import DivergedError
 from ..records import StageRecord, without_folders
 from .seen import SeenText
+
+# Seconds to the first word of progress, and between later ones in a log.
+_FIRST, _LATER = 10, 600
 
 
 class _SaysWhatBegins(TrainerCallback):
@@ -31,6 +37,43 @@ class _SaysWhatBegins(TrainerCallback):
             print(f"resumes at step {state.global_step} of {state.max_steps}")
 
 
+class _SaysHowFar(TrainerCallback):
+    """Says within half a minute, and at least every ten minutes, how far a training is: steps, tokens a second of this
+    attempt, and the time that is left. Where a progress bar shows the steps, it says so once."""
+
+    def __init__(self, trainer: "RecordingTrainer", clock: Callable[[], float] = time.monotonic) -> None:
+        self.trainer, self.clock = trainer, clock
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.begun, self.first, self.said = self.clock(), state.global_step, 0.0
+        self.wait: float = _FIRST
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        now = self.clock() - self.begun
+        # The first step is slower than the others: one alone says little, unless nothing else comes for long.
+        if not state.is_world_process_zero or now - self.said < self.wait or state.global_step >= state.max_steps:
+            return
+        done = state.global_step - self.first
+        blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
+        speed = done * blocks * (size or 1) / now
+        left = (state.max_steps - state.global_step) * now / done
+        print(
+            f"step {state.global_step:,} of {state.max_steps:,}, {speed:,.0f} {'tokens' if size else 'rows'} a second, "
+            f"about {_duration(left)} left",
+            flush=True,
+        )
+        self.said = now
+        self.wait = _LATER if args.disable_tqdm or os.environ.get("TQDM_DISABLE") else float("inf")
+
+
+def _duration(seconds: float) -> str:
+    """A time in words, such as `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
+
+
 class RecordingTrainer(Trainer):
     """`transformers.Trainer` for the stages.
 
@@ -47,9 +90,12 @@ class RecordingTrainer(Trainer):
     settings: dict[str, Any] | None = None
     record: StageRecord | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        before = getattr(getattr(model, "config", None), "use_cache", None)
+        super().__init__(model, *args, **kwargs)
+        self._use_cache_before = before  # the library sets it to false, and a saved model would generate slowly
         self.add_callback(_SaysWhatBegins(self))
+        self.add_callback(_SaysHowFar(self))
         self.add_callback(SeenText())
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -91,7 +137,11 @@ class RecordingTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, and sets `record` if the arguments are a stage's configuration."""
-        result = super().train(*args, **kwargs)
+        try:
+            result = super().train(*args, **kwargs)
+        finally:
+            if self._use_cache_before is not None:
+                self.accelerator.unwrap_model(self.model).config.use_cache = self._use_cache_before
         self.seen.gather(self, self._languages())
         if self.settings is not None:
             documents, tokens = (self.packed.documents, self.packed.tokens) if self.packed is not None else ({}, {})

@@ -11,6 +11,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
+from ..lock import FolderLock
 from ..scratch import is_work_folder, remove_work_folder, training_of, work_folder
 
 STARTED_WITH = "started_with.json"
@@ -34,6 +35,7 @@ class TrainingFolder:
         self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int
     ) -> None:
         self.path = training_of(out)
+        self._lock = FolderLock(self.path, f"trains {out.name}")
         self.started_with = beginning(model, settings, data, seed)
         inputs = [model, *(file for text in data.values() for file in text.files())]
         here = self.path.resolve()
@@ -49,6 +51,14 @@ class TrainingFolder:
                 "end: move it, or give another output."
             )
 
+    def refuse_if_at_work(self) -> None:
+        """Refuses while another process trains the same output.
+
+        Raises:
+            InputError: the message names the process.
+        """
+        self._lock.refuse_if_held()
+
     def resume(self) -> str | None:
         """The last complete training checkpoint of an interrupted run with the same inputs; None without one.
 
@@ -62,29 +72,41 @@ class TrainingFolder:
             return None
         before = read_json(record, "the record of a training run")
         if changed := [name for name in self.started_with if before.get(name) != self.started_with[name]]:
+            named = [name for name in changed if name != "settings"]
+            if "settings" in changed:
+                named += _changes(before.get("settings"), self.started_with["settings"])
             raise InputError(
-                f"{self.path}: holds an interrupted run with other {', '.join(changed)}. Delete the folder to start "
+                f"{self.path}: holds an interrupted run with other {', '.join(named)}. Delete the folder to start "
                 "from the beginning, or undo the change to resume."
             )
         return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2])))
 
     @contextmanager
     def begun(self, writes: bool) -> Iterator[None]:
-        """Makes the folder and its record; on the rank that `writes`. An error inside of it removes the folder again
-        where no training checkpoint was saved, from which to go on."""
+        """Makes the folder and its record, and locks it until `remove` or the end of the process; on the rank that
+        `writes`. An error inside of it removes the folder again where no training checkpoint was saved, from which to
+        go on.
+
+        Raises:
+            InputError: another process trains the same output.
+        """
         if writes:
             work_folder(self.path)
-            write_json(self.path / STARTED_WITH, self.started_with)
+            self._lock.acquire()
         try:
+            if writes:
+                write_json(self.path / STARTED_WITH, self.started_with)
             yield
         except BaseException:
             if writes and not any(self.path.glob("checkpoint-*")):
                 self.remove()
+            self._lock.release()
             raise
 
     def remove(self) -> None:
         """Removes the folder."""
         remove_work_folder(self.path)
+        self._lock.release()
 
 
 def remove_training(out: Path) -> None:
@@ -99,6 +121,17 @@ def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, Languag
     sources = {code: [text.source, *text.digests()] for code, text in data.items()}
     found = {"model": CheckpointReader(folder).fingerprint(), "settings": settings, "seed": seed, "data": sources}
     return json.loads(json.dumps(found))
+
+
+def _changes(before: Any, now: Any, name: str = "") -> list[str]:
+    """The settings that changed, each with its value before and now."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        return [
+            text for key in keys for text in _changes(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+        ]
+    was, is_ = (json.dumps(value, ensure_ascii=False) for value in (before, now))
+    return [f"{name or 'settings'} (then {was:.60}, now {is_:.60})"]
 
 
 def _is_json(path: Path) -> bool:

@@ -85,6 +85,8 @@ def train_stage(
     settings = recorded | ({} if curriculum is None else {"curriculum": curriculum.to_dict()})
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
+    if config.process_index == 0:
+        work.refuse_if_at_work()
     resume = work.resume()
     written = sum(info.nbytes for info in CheckpointReader(folder).tensors.values())
     saves, each = (

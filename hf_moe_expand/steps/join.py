@@ -7,6 +7,7 @@ from typing import Any
 
 from ..analysis.calibration import OF_CALIBRATION, check_calibrated, first_tokens, join_calibrated
 from ..checkpoint.join import join_expansions, joined_config, load_packs
+from ..checkpoint.local import pack_and_name
 from ..checkpoint.pack_checks import check_packs, same_bytes
 from ..checkpoint.packs import Pack
 from ..checkpoint.reader import CheckpointReader
@@ -47,7 +48,7 @@ class JoinPacks(Step):
         return [*self.round.old, *self.round.new]
 
     def inputs(self) -> dict[str, Any]:
-        folders = map(resolve_checkpoint, self._settings.packs)
+        folders = [resolve_checkpoint(pack_and_name(pack)[0]) for pack in self._settings.packs]
         found = {"join": plain(self._settings), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
         return found | ({"texts": self.round.contents(self._given)} if self._settings.calibrate else {})
 
@@ -142,7 +143,8 @@ class JoinPacks(Step):
 
 
 def _is_whole_folder(pack: str) -> bool:
-    return Path(pack).is_dir() and not (Path(pack) / RECORD).is_file()
+    place = Path(pack_and_name(pack)[0])
+    return place.is_dir() and not (place / RECORD).is_file()
 
 
 def _in_words(packs: Sequence[str], experts_per_layer: Sequence[int]) -> str:

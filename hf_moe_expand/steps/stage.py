@@ -9,13 +9,22 @@ from typing import Any
 from accelerate import PartialState
 
 from ..checkpoint.graft import graft_delta
-from ..checkpoint.source import load_config
+from ..checkpoint.source import load_config, resolve_checkpoint
+from ..costs import (
+    activation_bytes,
+    device_memory,
+    gigabytes,
+    tokens_at_hand,
+    training_flops,
+    training_speed,
+    weights_bytes,
+)
 from ..data.mixing import review_documents
 from ..data.sources import LanguageText
 from ..disk import Written, saved_at_once, training_checkpoint
 from ..errors import InputError, at
 from ..evaluation.validation import validation_sources
-from ..models import longest_block
+from ..models import load_tokenizer, longest_block
 from ..recipe_paths import unset_variable
 from ..records import History
 from ..schema import plain
@@ -23,11 +32,20 @@ from ..self_written import SelfWrittenText
 from ..stages.base import Situation, Stage, TrainingStage
 from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
+from ..trainers.freezing import freeze
+from ..trainers.router_losses import CHECKPOINTING
 from .base import Checks, Done, Round, Step, check_pairs, contents
 
 # The training arguments on which the size of the training checkpoints depends.
 _OF_SAVING = (
     "save_strategy", "save_steps", "save_total_limit", "max_steps", "num_train_epochs", "optim", "distributed_config",
+)  # fmt: skip
+
+# Steps that are done again without much loss.
+_FEW_STEPS = 100
+# Those on which memory and time depend.
+_OF_COSTS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
 )  # fmt: skip
 
 
@@ -85,6 +103,65 @@ class TrainStep(StageStep):
         self._check_held_out_pairs(checks)
         if not checks.offline and getattr(self.settings, "old_documents", None) is not None:
             self._check_documents(checks)
+        if checks.network is not None and not checks.config.is_encoder_decoder:
+            self._estimate(checks)
+
+    def _estimate(self, checks: Checks) -> None:
+        """Says the memory, steps and hours of the stage, and the tokens of each language; estimates."""
+        training = self.settings.training
+        given = {name: training[name] for name in _OF_COSTS if name in training}
+        config: Any = self.settings.model_copy(update={"training": given}).config(self.output, checks.recipe.seed)
+        half = bool(training.get("bf16") or training.get("fp16"))
+        at_once = config.per_device_train_batch_size * config.block_size
+        trained = freeze(checks.network, self.stage.trained(config)[1]).trainable
+        total = sum(parameter.numel() for parameter in checks.network.parameters())
+        fixed = weights_bytes(total, trained)
+        moving = activation_bytes(checks.network, at_once, half, bool(training.get(CHECKPOINTING)))
+        here = device_memory()
+        if not training.get("distributed_config") and not training.get("deepspeed"):
+            room = f" of {gigabytes(here)} here" if here else ""
+            said = (
+                f"{self.name}: memory about {gigabytes(fixed + moving)}{room}: {gigabytes(fixed)} of weights, "
+                f"gradients and AdamW, {gigabytes(moving)} of activations and logits of {at_once:,} tokens at once"
+            )
+            if here and fixed + moving > here:
+                said += (
+                    "; lower per_device_train_batch_size (gradient_accumulation_steps makes up for it), or set "
+                    f"{CHECKPOINTING}"
+                )
+            checks.found.append(said)
+        self._estimate_time(checks, config, half)
+
+    def _estimate_time(self, checks: Checks, config: Any, half: bool) -> None:
+        of_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.block_size
+        tokens: dict[str, int | None] = {}
+        if not checks.offline:
+            tokenizer = load_tokenizer(
+                resolve_checkpoint(checks.recipe.base, checks.recipe.revision), checks.recipe.base
+            )
+            for code, source in self._data().items():
+                if isinstance(source, SelfWrittenText):
+                    tokens[code] = source.tokens_to_come
+                else:
+                    tokens[code] = tokens_at_hand(source, tokenizer)
+        if self.settings.training.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
+            checks.found.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
+        known = [count for count in tokens.values() if count is not None]
+        wanted = config.max_steps * of_step if config.max_steps > 0 else None
+        limited = getattr(self.settings, "old_documents", None) is not None  # takes some documents of each language
+        if wanted is None and known and len(known) == len(tokens) and not limited:
+            wanted = int(sum(known) * config.num_train_epochs)
+        words = []
+        if wanted:
+            words.append(f"about {max(wanted // of_step, 1):,} steps of {of_step:,} tokens on one device")
+            flops = training_flops(checks.network, self.stage.one_expert_runs)
+            hours = wanted * flops / training_speed(half) / 3600
+            words.append(f"very roughly {hours:,.1f} hours here" if hours >= 0.1 else "minutes here")
+        if known:
+            by_language = ", ".join(f"{code} {count:,}" for code, count in tokens.items() if count is not None)
+            words.append(f"tokens at hand, about: {by_language}")
+        if words:
+            checks.found.append(f"{self.name}: {'; '.join(words)}")
 
     def _check_held_out_pairs(self, checks: Checks) -> None:
         """Refuses held-out text of an encoder-decoder that is no sentence pairs of its languages."""

@@ -1,0 +1,169 @@
+"""The verbs that let a model write: `generate` and `chat`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InputError
+from .apps import app
+from .common import check_checkpoints, check_file, codes
+from .options import Model, Overwrite, Revision, Seed
+
+if TYPE_CHECKING:
+    from ..asking import Asked
+
+Tokens = Annotated[int, typer.Option("--max-new-tokens", help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(help="Divisor of the logits; 0 takes the most probable token each time.")]
+TopP = Annotated[float, typer.Option(help="Draw among the tokens with this share of the probability.")]
+System = Annotated[str | None, typer.Option(help="System message of the chat.")]
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        "--base", help="Model to ask beside: a folder, a hub id, or `inside`, the base inside the model (expert 0)."
+    ),
+]
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT...]", help="Prompts; by default the lines of the input.")
+    ] = None,
+    languages: Annotated[
+        str, typer.Option(help="Language of each prompt, e.g. el,en, or one for all, where you know it.")
+    ] = "",
+    chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's message in the chat template.")] = False,
+    system: System = None,
+    base: Beside = None,
+    max_new_tokens: Tokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    revision: Revision = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the answers as well.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Let a model continue prompts, or answer them; with --base, another model beside it.
+
+    With --languages, an old language gets the base's own output, a new one all experts of its expansion.
+
+    Example: hf-moe-expand generate qwen-el-2 "Η Ελλάδα είναι" "Greece is" --languages el,en --base Qwen/Qwen2.5-0.5B
+    """
+    if out is not None:
+        check_file(out, overwrite)
+    check_checkpoints(model, revision=revision)
+    if base not in (None, "inside"):
+        check_checkpoints(str(base))
+    asked = list(prompts or [])
+    if not asked:
+        if sys.stdin.isatty():
+            raise InputError("There is no prompt: give one as an argument, or lines on the input.")
+        asked = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    named = codes(languages)
+    from ..asking import Answering, Asked, ask
+
+    how = Answering(max_new_tokens, temperature, top_p, seed, chat, system)
+    spoken: Any = named[0] if len(named) == 1 else named or None
+    loaded = Asked.load(model, revision)
+    found = ask([loaded, *([base] if base else [])], asked, how, spoken)
+    for number, prompt in enumerate(asked):
+        print(f"{prompt}")
+        width = max(map(len, found))
+        for name, answers in found.items():
+            cut = "" if answers[number].ended else " ..."
+            said = answers[number].text.strip().replace("\n", "\n    ") + cut
+            print(f"  {name + ':':<{width + 1}} {said}" if len(found) > 1 else f"  {said}")
+    if out is not None:
+        from ..jsonfile import write_json
+
+        write_json(out, {
+            "prompts": asked, "languages": spoken, "how": vars(how),
+            "answers": {name: [vars(answer) for answer in answers] for name, answers in found.items()},
+        })  # fmt: skip
+        print(f"wrote {out}")
+
+
+@app.command()
+def chat(
+    model: Model,
+    language: Annotated[
+        str | None, typer.Option("--languages", help="Language of the conversation, where you know it, e.g. el.")
+    ] = None,
+    system: System = None,
+    base: Beside = None,
+    max_new_tokens: Tokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    revision: Revision = None,
+) -> None:
+    """Talk with a model in its chat template, line by line; with --base, with another model beside it.
+
+    /new begins a new conversation, /languages el names its language, /exit or the end of the input ends it.
+
+    Example: hf-moe-expand chat qwen-el-chat --languages el --base inside
+    """
+    check_checkpoints(model, revision=revision)
+    if base not in (None, "inside"):
+        check_checkpoints(str(base))
+    from ..asking import Answering, Asked
+
+    how = Answering(max_new_tokens, temperature, top_p, seed, True, system)
+    first = Asked.load(model, revision)
+    models = [first]
+    if base is not None:
+        models.append(first.base_inside() if base == "inside" else Asked.load(base))
+    for one in models:
+        if not one.has_template:
+            raise InputError(
+                f"{one.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text with "
+                "`generate`, or take over a chat model's tokenizer (`graft`)."
+            )
+    _talk(models, how, language)
+
+
+def _talk(models: "list[Asked]", how: Any, language: str | None) -> None:
+    """Reads lines and lets each model reply, in a conversation of its own."""
+    from transformers import TextStreamer
+
+    talks: list[list[dict[str, str]]] = [[] for _ in models]
+    while (line := _read()) is not None:
+        command, _, rest = line.partition(" ")
+        if command in ("/exit", "/quit"):
+            return
+        if command == "/new":
+            talks = [[] for _ in models]
+        elif command == "/languages":
+            language = rest.strip() or None
+        elif line:
+            for one, talk in zip(models, talks, strict=True):
+                talk.append({"role": "user", "content": line})
+                if len(models) > 1:
+                    print(f"{one.name}:")
+                streamer = TextStreamer(one.tokenizer, skip_prompt=True, skip_special_tokens=True)
+                try:
+                    said = one.reply(talk, how, language, streamer)
+                except InputError as error:  # a language that it does not know, or a conversation that is too long
+                    talk.pop()
+                    if not sys.stdin.isatty():
+                        raise
+                    print(f"error: {error}", file=sys.stderr)
+                    continue
+                talk.append({"role": "assistant", "content": said.text})
+
+
+def _read() -> str | None:
+    """The next line of the input; None at its end."""
+    if sys.stdin.isatty():
+        try:
+            return input("> ").strip()
+        except EOFError:
+            print()
+            return None
+    line = sys.stdin.readline()
+    if line:
+        print(f"> {line.strip()}")
+    return line.strip() if line else None

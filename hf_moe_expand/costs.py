@@ -1,0 +1,125 @@
+"""What a training costs: memory of its activations and logits, arithmetic, and the tokens of a text; estimates."""
+
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from .data.sources import LanguageText
+from .modeling import decoder_ffns
+from .modeling.expanded_ffn import ExpandedFFN
+
+# Float32 master weights, their gradients, and AdamW's two moments.
+WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
+# Elements that a layer keeps for the backward pass, for each token: of the hidden size, the same for each active
+# expert, and of an active expert's inner size. Fitted to what torch saves for Llama's layers (tests/test_costs.py).
+_HIDDEN, _HIDDEN_EXPERT, _INNER = 6.0, 2.0, 4.5
+# The logits, their log-softmax and their gradient, in float32.
+_LOGITS = 3
+# The share of float32's bytes under mixed precision.
+_HALF = 0.55
+# The share of a matrix product's speed that a training reaches.
+_EFFICIENCY = 0.4
+_SAMPLE = 1 << 20
+
+
+def weights_bytes(total: int, trained: int) -> int:
+    """Bytes of float32 weights, and of gradients and AdamW's moments of those that train."""
+    return WEIGHT * total + (GRADIENT + MOMENTS) * trained
+
+
+def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointing: bool = False) -> int:
+    """Bytes of the activations and logits of a decoder's training step, at the end of its forward pass.
+
+    Args:
+        network: the model, dense or expanded; on the meta device too.
+        tokens: tokens of a step on one device, padding counted.
+        half: mixed precision.
+        checkpointing: gradient checkpointing, which keeps each layer's input and one layer's activations.
+    """
+    hidden = network.config.hidden_size
+    layers = []
+    for ffn in decoder_ffns(network):
+        block: Any = ffn.module
+        expanded = isinstance(block, ExpandedFFN)
+        one = block.experts[0] if expanded else block
+        active = block.top_k if expanded else 1
+        # Two thirds of the inner size for an FFN that is not gated, which keeps fewer tensors.
+        inner = sum(parameter.numel() for parameter in one.parameters()) / (3 * hidden)
+        layers.append((_HIDDEN + active * _HIDDEN_EXPERT) * hidden + active * _INNER * inner)
+    kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
+    vocabulary = network.get_input_embeddings().weight.shape[0]
+    return int(tokens * 4 * (kept * (_HALF if half else 1.0) + _LOGITS * vocabulary))
+
+
+def training_flops(network: Any, one_expert_runs: bool = False) -> float:
+    """Operations for a token, forward and backward, of the parameters that are set to train, without attention's share
+    that grows with the sequence: 2 for each active weight in the forward pass, 2 for the gradient of the activations,
+    and 2 for the gradient of each active weight that trains, under even routing."""
+    tied = bool(getattr(network.config, "tie_word_embeddings", False))
+    looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
+    met = float(sum(parameter.numel() for parameter in network.parameters()) - looked_up)
+    trained = float(sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad))
+    for ffn in network.expanded_ffns().values() if hasattr(network, "expanded_ffns") else ():
+        experts = list(ffn.experts)
+        active = 1 if one_expert_runs else min(ffn.top_k, len(experts))
+        idle = 1 - active / len(experts)
+        met -= idle * sum(parameter.numel() for parameter in ffn.experts.parameters())
+        trained -= idle * sum(p.numel() for p in ffn.experts.parameters() if p.requires_grad)
+    return 4.0 * met + 2.0 * max(trained, 0.0)
+
+
+def device_memory() -> int | None:
+    """Bytes of memory of the device that trains here: the GPU's, else the machine's; None where it is not known."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def training_speed(half: bool = False) -> float:
+    """Operations a second of a training on this machine's device: 40 % of those of a matrix product, which is timed."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 4096 if device == "cuda" else 768
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if half else torch.float32)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        product = matrix @ matrix
+        float(product[0, 0])  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    return _EFFICIENCY * 2 * size**3 / min(seconds)
+
+
+def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
+    """About how many tokens a language's local text has, from the first megabyte of each file; None for text on the hub
+    and for parquet files."""
+    files = [Path(file) for file in source.files()]
+    if not files or any(file.suffix not in (".jsonl", ".txt") for file in files):
+        return None
+    total = 0.0
+    for file in files:
+        with open(file, "rb") as opened:
+            begun = opened.read(_SAMPLE)
+        size = file.stat().st_size
+        whole = begun if len(begun) == size else begun[: begun.rfind(b"\n") + 1]
+        if not whole:
+            return None
+        with TemporaryDirectory() as folder:
+            sample = Path(folder) / file.name
+            sample.write_bytes(whole)
+            texts = list(LanguageText(source.language, str(sample)).documents())
+        if texts:
+            ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            total += sum(map(len, ids)) * size / len(whole)
+    return int(total)
+
+
+def gigabytes(size: float) -> str:
+    """A number of bytes in GB."""
+    return f"{size / 1e9:,.1f} GB"
