@@ -125,12 +125,13 @@ def fitted(
         classes: the class of each language of `texts`; by default those of the model's history.
     """
     known = History.of(model.config).classes if classes is None else classes
-    own = {code: [*shipped_sentences(code), *text] for code, text in texts.items()}  # everyday text of each language
-    given = {**own, **anchors}
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    wanted = {code: settings.tokens if code in texts else settings.anchor_tokens for code in given}
-    examples = gate_examples(given, tokenizer, wanted, block)
+    examples = gate_examples(texts, tokenizer, dict.fromkeys(texts, settings.tokens), block)
+    examples |= gate_examples(anchors, tokenizer, dict.fromkeys(anchors, settings.anchor_tokens), block)
+    for code in texts:  # everyday text of each language beside its own, as anchors are
+        if own := {code: lines for lines in [shipped_sentences(code)] if lines}:
+            examples[code] += gate_examples(own, tokenizer, {code: settings.anchor_tokens}, block)[code]
     rule = None if settings.state_free else PrefixRule(settings.decay, settings.bound)
-    numbers = {code: known.get(code, 0) if code in texts else 0 for code in given}
+    numbers = {code: known.get(code, 0) if code in texts else 0 for code in examples}
     with torch.no_grad():
         return fit_rows(model, examples, numbers, list(anchors), rule=rule, unseen_share=settings.unseen_share)

@@ -8,7 +8,7 @@ simplified, and Portuguese (`pt`) has sentences of Portugal and of Brazil.
 from collections.abc import Collection
 from importlib.resources import files
 
-from ..languages import check_language_code
+from ..languages import UNDETERMINED, check_language_code
 
 # CLDR's distance of two languages: 1 from nb to no and 4 from prs to fa, but 8 from bs to hr and 12 from da to no.
 _SAME = 5
@@ -39,8 +39,10 @@ def shipped_anchors(leave_out: Collection[str] = ()) -> dict[str, list[str]]:
 
 def shipped_sentences(language: str) -> list[str]:
     """The package's own sentences in a language, under any of its codes; none if it has none."""
-    every, others = shipped_anchors(), shipped_anchors(leave_out=[language])
-    return [line for code, lines in every.items() if code not in others for line in lines]
+    if language == UNDETERMINED:
+        return []
+    others = shipped_anchors(leave_out=[language])
+    return [line for code, lines in shipped_anchors().items() if code not in others for line in lines]
 
 
 def _is_same(code: str, other: str) -> bool:
