@@ -128,9 +128,10 @@ def fitted(
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
     examples = gate_examples(texts, tokenizer, dict.fromkeys(texts, settings.tokens), block)
     examples |= gate_examples(anchors, tokenizer, dict.fromkeys(anchors, settings.anchor_tokens), block)
-    for code in texts:  # everyday text of each language beside its own, as anchors are
-        if own := {code: lines for lines in [shipped_sentences(code)] if lines}:
-            examples[code] += gate_examples(own, tokenizer, {code: settings.anchor_tokens}, block)[code]
+    for code in texts:
+        if lines := shipped_sentences(code):  # everyday text beside its own, as anchors are
+            everyday = gate_examples({code: lines}, tokenizer, {code: settings.anchor_tokens}, block)
+            examples[code] += everyday[code]
     rule = None if settings.state_free else PrefixRule(settings.decay, settings.bound)
     numbers = {code: known.get(code, 0) if code in texts else 0 for code in examples}
     with torch.no_grad():
