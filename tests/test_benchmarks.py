@@ -75,15 +75,16 @@ def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
 def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
     module = script("expert_speed")
     rows = run(module, capsys, tmp_path, "--hidden 32 --experts 4 --tokens 1 16")
-    keys = [(row["hidden"], row["experts"], row["tokens"], row["dtype"], row["pass"]) for row in rows]
-    assert keys == [("32", "4", *rest) for rest in product(("1", "16"), module.DTYPES, module.PASSES)]
+    keys = [(row["hidden"], row["experts"], row["dtype"], row["tokens"], row["pass"]) for row in rows]
+    assert keys == [("32", "4", *rest) for rest in product(module.DTYPES, ("1", "16"), module.PASSES)]
     for row in rows:
         assert float(row["dense ms"]) > 0
-        assert float(row["ExpandedFFN"]) > 0
+        assert float(row["default"]) > 0
         for name in ("Mixtral eager", "Mixtral grouped_mm"):
             assert (row[name] == "–") == (row["pass"] in ("expert 0 frozen", "old tokens"))
         assert (row["loop"] == "–") == (row["pass"] == "old tokens")
-        assert row["ExpandedFFN eager"] != "–"
+        assert row["eager"] != "–"
+        assert (row["grouped_mm"] == "–") == (not hasattr(torch.nn.functional, "grouped_mm"))
         assert (row["Mixtral batched_mm"] == "–") == (row["tokens"] == "16" or row["Mixtral eager"] == "–")
 
 
@@ -92,7 +93,7 @@ def test_expert_speed_compares_the_same_function(script, mode):
     module = script("expert_speed")
     dense, found = module.build(32, 3, mode, "cpu", seed=0)
     x = module.draw_tokens(20, 32, 3, mode, "cpu", seed=0)
-    ours = found["ExpandedFFN"]
+    ours = found["default"]
     expected, gradients = [], {}
     for token in x[0]:
         chosen = token[:3].float().topk(2)
@@ -120,9 +121,10 @@ TINY = "--hidden 32 --vocabulary 64 --layers 3"
 
 def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
     module = script("train_step")
-    rows = run(module, capsys, tmp_path, f"{TINY} --batch 2 --block 16")
-    assert [row["step"] for row in rows] == ["full fine-tuning of the base", "post-pretrain", "review"]
-    base, post_pretrain, review = rows
+    rows = run(module, capsys, tmp_path, f"{TINY} --batch 2 --block 16 --ways default eager")
+    names = [module.BASE, *(f"{stage}{way}" for stage in ("post-pretrain", "review") for way in ("", ", eager"))]
+    assert [row["step"] for row in rows] == names
+    base, post_pretrain, _, review, _ = rows
     assert base["trained"] == base["parameters"]
     expert, routers, classifiers = 3 * 32 * 64, 3 * 3 * 32, 2 * 32
     assert post_pretrain["trained"] == f"{3 * 2 * expert + routers:,}"
@@ -133,19 +135,32 @@ def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
     assert float(review["FLOPs"]) < float(post_pretrain["FLOPs"])  # no gradients of weights
     options = SimpleNamespace(hidden=32, vocabulary=64, layers=3, experts=3, seed=0)
     ids = torch.arange(24).view(2, 12)
-    dense, expanded = (module.make_model(case, options)(ids).logits for case in (module.BASE, "review"))
-    torch.testing.assert_close(expanded, dense)
+    cases = [module.Case(module.BASE), module.Case("review"), module.Case("review", "grouped_mm")]
+    dense, *expanded = (module.make_model(case, options)(ids).logits for case in cases)
+    for other in expanded:
+        torch.testing.assert_close(other, dense)
 
 
 def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
     module = script("generate")
-    rows = run(module, capsys, tmp_path, f"{TINY} --prompt 4 --tokens 3 --dtype fp32 --batch 1 3")
-    names = [module.BASE, module.WIDE, module.EXPANDED, module.NEW, module.OLD, module.WORD]
-    assert [(row["batch"], row["model"]) for row in rows] == list(product(("1", "3"), names))
+    size = f"{TINY} --prompt 4 --tokens 3 --dtype fp32 --batch 1 3 --cache dynamic static"
+    rows = run(module, capsys, tmp_path, size)
+    names = list(module.ROWS)
+    cases = product(("dynamic", "static"), ("1", "3"), names)
+    assert [(row["cache"], row["batch"], row["model"]) for row in rows] == list(cases)
     assert all(float(row["tokens/s"].replace(",", "")) > 0 and float(row["speed"]) > 0 for row in rows)
     assert {row["of limit"] for row in rows if row["model"] == module.WIDE} == {"1.00"}
     options = SimpleNamespace(
-        hidden=32, vocabulary=64, layers=3, experts=3, classifiers=2, seed=0, prompt=4, dtype="fp32", device="cpu"
+        hidden=32,
+        vocabulary=64,
+        layers=3,
+        experts=3,
+        classifiers=2,
+        seed=0,
+        prompt=4,
+        dtype="fp32",
+        device="cpu",
+        rows=names,
     )
     models, prompts = module.make_models(options), module.make_prompts(options, 3)
     seen = dict.fromkeys(names, 0)
@@ -158,6 +173,8 @@ def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
         assert torch.equal(said[name], said[module.BASE]), name
     assert seen[module.OLD] == seen[module.WORD] == 0
     assert 0 < seen[module.NEW] == seen[module.EXPANDED]
+    static = module.generation(module.EXPANDED, models[module.EXPANDED], prompts, 8, "static")()
+    assert torch.equal(static, said[module.BASE])
     module.check_agreement(models, prompts, 1e-5)
     with torch.no_grad():
         models[module.OLD].expanded_ffns()[0].experts[1].up_proj.weight.add_(1)
