@@ -24,7 +24,7 @@ import argparse
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,17 +235,27 @@ def _set_classifier(found: Mapping[str, Any], classifier: nn.Module | None) -> N
         found[name].classifier = classifier
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options_parser = parser(__doc__, repeats=7)
-    options_parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024, 2048])
-    options_parser.add_argument("--experts", type=int, nargs="+", default=[2, 4, 8])
-    options_parser.add_argument("--tokens", type=int, nargs="+", help="(1 16 64 4096, with cuda also 32768)")
-    options_parser.add_argument("--dtypes", choices=list(DTYPES), nargs="+", default=list(DTYPES))
-    options = options_parser.parse_args(arguments)
+def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
+    """Yields each row once it is measured."""
     tokens = options.tokens or [1, 16, 64, 4096] + [32768] * (options.device == "cuda")
-    cases = list(product(options.hidden, options.experts, options.dtypes))
-    rows = [row for h, n, mode in tqdm(cases, unit="case") for row in measure(options, h, n, tokens, mode)]
-    report("Expanded FFN", HEAD, rows, options)
+    for hidden, experts, mode in tqdm(list(product(options.hidden, options.experts, options.dtypes)), unit="case"):
+        for row in measure(options, hidden, experts, tokens, mode):
+            yield [row]
+
+
+def options_parser() -> argparse.ArgumentParser:
+    """The script's options."""
+    found = parser(__doc__, repeats=7)
+    found.add_argument("--hidden", type=int, nargs="+", default=[512, 1024, 2048])
+    found.add_argument("--experts", type=int, nargs="+", default=[2, 4, 8])
+    found.add_argument("--tokens", type=int, nargs="+", help="(1 16 64 4096, with cuda also 32768)")
+    found.add_argument("--dtypes", choices=list(DTYPES), nargs="+", default=list(DTYPES))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = options_parser().parse_args(arguments)
+    report("Expanded FFN", HEAD, list(chain.from_iterable(rows(options))), options)
 
 
 if __name__ == "__main__":

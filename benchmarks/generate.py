@@ -12,7 +12,7 @@ language (`languages=`). `--cache static` generates with a static cache, on a GP
 import argparse
 import copy
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def check_agreement(models: dict[str, Any], prompts: torch.Tensor, tolerance: fl
             raise RuntimeError(f"{name}: logits differ from the base's by {error:.1e} of their largest value.")
 
 
-def rows(options: argparse.Namespace) -> Iterator[list[str]]:
+def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
     """Yields the rows, those of a cache and a batch size together."""
     models = make_models(options)
     for cache, batch in product(options.cache, options.batch):
@@ -98,10 +98,12 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
         check_agreement(models, prompts, TOLERANCE[options.dtype])
         calls = {name: generation(name, model, prompts, options.tokens, cache) for name, model in models.items()}
         times = time_in_turn(calls, options.repeats, options.device)
+        found = []
         for name in models:
             speed = batch * options.tokens / min(times[name])
             shares = [f"{ratio(times, limit, name):.2f}" for limit in (BASE, WIDE)]
-            yield [cache, str(batch), name, f"{speed:,.0f}", *shares]
+            found.append([cache, str(batch), name, f"{speed:,.0f}", *shares])
+        yield found
 
 
 def title(options: argparse.Namespace) -> str:
@@ -127,7 +129,7 @@ def options_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = options_parser().parse_args(arguments)
-    report(title(options), HEAD, list(rows(options)), options)
+    report(title(options), HEAD, list(chain.from_iterable(rows(options))), options)
 
 
 if __name__ == "__main__":

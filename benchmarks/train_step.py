@@ -24,6 +24,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -135,7 +136,7 @@ def peak_bytes(case: Case, options: argparse.Namespace) -> int:
     return resident_bytes(peak=True) - imports
 
 
-def rows(options: argparse.Namespace) -> Iterator[list[str]]:
+def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
     """Yields the row of each case once its last round is over."""
     cases = [Case(BASE), *(Case(stage, way) for stage in STAGES for way in options.ways)]
     on_cpu = options.device == "cpu"
@@ -152,7 +153,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
             if not on_cpu:
                 memory[case] = torch.cuda.max_memory_allocated()
             if turn + 1 == options.repeats:
-                yield [
+                row = [
                     str(case),
                     f"{sum(p.numel() for p in model.parameters()):,}",
                     f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,}",
@@ -162,6 +163,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
                     f"{memory[case] / 2**20:,.0f}",
                     f"{memory[case] / memory[cases[0]]:.2f}",
                 ]
+                yield [row]
             del model
 
 
@@ -186,7 +188,7 @@ def options_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> None:
     options = options_parser().parse_args(arguments)
-    report(title(options), HEAD, list(rows(options)), options)
+    report(title(options), HEAD, list(chain.from_iterable(rows(options))), options)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib
 import mmap
+import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -121,10 +122,9 @@ TINY = "--hidden 32 --vocabulary 64 --layers 3"
 
 def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
     module = script("train_step")
-    rows = run(module, capsys, tmp_path, f"{TINY} --batch 2 --block 16 --ways default eager")
-    names = [module.BASE, *(f"{stage}{way}" for stage in ("post-pretrain", "review") for way in ("", ", eager"))]
-    assert [row["step"] for row in rows] == names
-    base, post_pretrain, _, review, _ = rows
+    rows = run(module, capsys, tmp_path, f"{TINY} --batch 2 --block 16")
+    assert [row["step"] for row in rows] == ["full fine-tuning of the base", "post-pretrain", "review"]
+    base, post_pretrain, review = rows
     assert base["trained"] == base["parameters"]
     expert, routers, classifiers = 3 * 32 * 64, 3 * 3 * 32, 2 * 32
     assert post_pretrain["trained"] == f"{3 * 2 * expert + routers:,}"
@@ -211,3 +211,92 @@ def test_expand_io_finds_a_difference(script, tmp_path):
     shutil.rmtree(ours)
     module.copy(other, ours, options, 2)
     module.check_same(ours, other)
+
+
+@pytest.fixture
+def gpu(script, monkeypatch):
+    """benchmarks/gpu.py with tiny models."""
+    module = script("gpu")
+    monkeypatch.setattr(module, "FFN", "--repeats 1 --hidden 32 --experts 2 --tokens 3 --dtypes bf16")
+    monkeypatch.setattr(module.train_step, "in_own_process", lambda *_: 1 << 20)
+    tiny = f"{TINY} --repeats 1"
+    monkeypatch.setattr(module, "TRAIN", [f"{tiny} --batch 2 --block 16 --ways default eager"])
+    monkeypatch.setattr(module, "DECODE", [f"{tiny} --prompt 4 --tokens 3 --batch 1 3 --cache static --rows expanded"])
+    return module
+
+
+TESTS = """
+import pytest
+@pytest.mark.parametrize("n", [1, 2])
+def test_it_is_fast(n): pass
+def test_it_is_right(): assert RIGHT
+@pytest.mark.skip
+def test_it_is_there(): pass
+"""
+
+
+def test_gpu_prints_every_part_on_one_page(gpu, capsys, tmp_path, monkeypatch):
+    (tmp_path / "test_small.py").write_text(TESTS.replace("RIGHT", "True"))
+    monkeypatch.setattr(gpu, "PYTEST", [str(tmp_path / "test_small.py")])
+    page = tmp_path / "page.md"
+    gpu.main(["--device", "cpu", "--out", str(page)])
+    assert page.read_text("utf-8") == capsys.readouterr().out
+    heads = [line for line in page.read_text("utf-8").splitlines() if line.startswith("## ")]
+    assert [head.split(",")[0] for head in heads] == [
+        "## Correctness", "## One expanded FFN", "## Training step", "## Generation"
+    ]  # fmt: skip
+    tables = page.read_text("utf-8").split("## ")[1:]
+    for row in ("it is fast | 2 | 0 | 0", "it is right | 1 | 0 | 0", "it is there | 0 | 0 | 1"):
+        assert f"| {row} |" in tables[0]
+    assert [table.count("\n| ") - 2 for table in tables[1:]] == [4, 5, 2 * 3]
+    names = ["full fine-tuning of the base", *map("".join, product(("post-pretrain", "review"), ("", ", eager")))]
+    assert re.findall(r"^\| ([^|]+) \|", tables[2], re.MULTILINE)[2:] == names
+    assert "used up" not in page.read_text("utf-8")
+    (tmp_path / "test_small.py").write_text(TESTS.replace("RIGHT", "False"))
+    with pytest.raises(SystemExit, match="A part failed"):
+        gpu.main(["--device", "cpu", "--part", "correctness"])
+    assert "| it is right | 0 | 1 | 0 |" in capsys.readouterr().out
+    (tmp_path / "test_small.py").write_text("import time\ndef test_it(): time.sleep(60)")
+    with pytest.raises(SystemExit, match="A part failed"):
+        gpu.main(["--device", "cpu", "--part", "correctness", "--minutes", "0"])
+    assert "RuntimeError: the tests took too long" in capsys.readouterr().out
+
+
+def test_gpu_leaves_a_whole_page_when_its_time_is_up_or_a_part_fails(gpu, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    gpu.main(["--device", "cpu", "--part", "decode", "ffn", "--minutes", "0", "--out", str(page)])
+    generation, ffn = page.read_text("utf-8").split("## ")[1:]
+    for section in (generation, ffn):
+        assert section.rstrip().endswith("The time of this part was used up here.")
+        assert "| " not in section
+    seen = []
+    rows = gpu.expert_speed.rows
+
+    def failing(options):
+        for row in rows(options):
+            yield row
+            seen.append(page.read_text("utf-8"))
+            raise RuntimeError("the loop: the output differs")
+
+    monkeypatch.setattr(gpu.expert_speed, "rows", failing)
+    with pytest.raises(SystemExit, match="A part failed"):
+        gpu.main(["--device", "cpu", "--part", "ffn", "decode", "--out", str(page)])
+    assert seen[0].count("| forward |") == 1  # written before the next row
+    assert page.read_text("utf-8").startswith(seen[0].rstrip())
+    assert "RuntimeError: the loop: the output differs" in page.read_text("utf-8")
+    assert "| static | 3 | expanded |" in page.read_text("utf-8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_without_a_gpu_says_so_in_one_line(gpu, capsys, tmp_path):
+    with pytest.raises(SystemExit, match=r"^No GPU: .* nothing written\.$"):
+        gpu.main(["--out", str(tmp_path / "page.md")])
+    assert not capsys.readouterr().out
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_the_options_of_make_gpu_are_those_of_the_scripts(script):
+    gpu = script("gpu")
+    for module, lines in ((gpu.expert_speed, [gpu.FFN]), (gpu.train_step, gpu.TRAIN), (gpu.generate, gpu.DECODE)):
+        for line in lines:
+            module.options_parser().parse_args([*line.split(), "--device", "cuda"])
