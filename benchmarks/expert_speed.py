@@ -203,7 +203,7 @@ def _measure(
     def row(kind: str, reference: nn.Module, names: list[str], passing: Callable[..., Any], *extra: Any) -> list[str]:
         cases = {"dense": passing(reference, x, mode, *extra)}
         cases |= {name: passing(found[name], x, mode, *extra) for name in names}
-        times = time_in_turn(cases, options.repeats, options.device)
+        times = time_in_turn(cases, options.repeats, options.device, options.clock)
         figures = [f"{ratio(times, name, 'dense'):.2f}" if name in names else "–" for name in COLUMNS]
         return [str(hidden), str(experts), str(tokens), mode, kind, f"{1000 * min(times['dense']):.3f}", *figures]
 

@@ -97,7 +97,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
         prompts = make_prompts(options, batch)
         check_agreement(models, prompts, TOLERANCE[options.dtype])
         calls = {name: generation(name, model, prompts, options.tokens, cache) for name, model in models.items()}
-        times = time_in_turn(calls, options.repeats, options.device)
+        times = time_in_turn(calls, options.repeats, options.device, options.clock)
         found = []
         for name in models:
             speed = batch * options.tokens / min(times[name])

@@ -26,13 +26,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
 from datasets import Dataset
 from models import add_model_options, dense_config, dense_model, uniform_plan
-from timing import in_own_process, parser, ratio, report, reset_peak, resident_bytes, synchronize
+from timing import CLOCKS, in_own_process, parser, ratio, report, reset_peak, resident_bytes, synchronize
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -61,17 +60,17 @@ class Case:
 class StepTimer(TrainerCallback):
     """Measures the seconds of the fastest step but the first, which allocates the optimizer's state."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.start, self.seconds = device, 0.0, math.inf
+    def __init__(self, device: str, clock: str) -> None:
+        self.device, self.clock, self.start, self.seconds = device, CLOCKS[clock], 0.0, math.inf
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         synchronize(self.device)
-        self.start = perf_counter()
+        self.start = self.clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         synchronize(self.device)
         if state.global_step > 1:
-            self.seconds = min(self.seconds, perf_counter() - self.start)
+            self.seconds = min(self.seconds, self.clock() - self.start)
 
 
 def make_model(case: Case, options: argparse.Namespace) -> Any:
@@ -91,7 +90,7 @@ def train(case: Case, model: Any, options: argparse.Namespace) -> float:
     rows = options.batch * options.steps
     ids = torch.randint(1, options.vocabulary, (rows, options.block), generator=generator)
     languages = torch.randint(0, 2, (rows, 1), generator=generator).expand(ids.shape)
-    timer = StepTimer(options.device)
+    timer = StepTimer(options.device, options.clock)
     # The trainers print to stdout, where this script prints only its table.
     with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         arguments = TrainingArguments(

@@ -62,7 +62,7 @@ def test_a_short_case_is_repeated_after_calls_that_do_not_count(script, monkeypa
     timing = script("timing")
     ran = []
     monkeypatch.setattr(timing, "MIN_SECONDS", 0.02)
-    monkeypatch.setattr(timing, "_seconds", lambda call, calls, device: ran.append(calls) or 0.005 * calls)
+    monkeypatch.setattr(timing, "_seconds", lambda call, calls, *_: ran.append(calls) or 0.005 * calls)
     times = timing.time_in_turn({"a": lambda: None}, repeats=2)
     assert ran == [1, 1, 2, 4, 2, 4]  # half of them do not count
     assert times == {"a": [0.005, 0.005]}

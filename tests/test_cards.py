@@ -96,7 +96,8 @@ def test_every_method_has_a_valid_card(saved, name):
     assert ("`my-rule`" in text) == (name == "my-rule")
     assert ("2505.22582" in text) == (method == "layer-moe")
     assert ("fewer where" in text) == (name == "layer-moe")
-    assert ("routing classifier" in text and "gets the output of expert 0 alone" in text) == (name in ("layer-moe", "classified"))
+    classified = "routing classifier" in text and "the output of expert 0 alone" in text
+    assert classified == (name in ("layer-moe", "classified"))
     assert "No evaluation was recorded" in text
     assert "Not at all yet." in text
 
