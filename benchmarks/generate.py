@@ -93,6 +93,7 @@ def check_agreement(models: dict[str, Any], prompts: torch.Tensor, tolerance: fl
 def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
     """Yields the rows, those of a cache and a batch size together."""
     models = make_models(options)
+    torch.compiler.reset()  # a static cache is compiled on a GPU, and there is a limit of compilations
     for cache, batch in product(options.cache, options.batch):
         prompts = make_prompts(options, batch)
         check_agreement(models, prompts, TOLERANCE[options.dtype])
