@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo demo-real test study study-quick oldest floor vllm lint format clean
+.PHONY: demo demo-real test gpu study study-quick oldest floor vllm lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
@@ -20,7 +20,12 @@ demo-real: $(VENV)/.installed
 test: $(VENV)/.installed-dev lint
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "wide or not wide"
 
-# Runs the suite with the oldest transformers that passes it, the lower bound in pyproject.toml.
+# Measures one GPU in at most eight minutes, and prints docs/speed_gpu.md. In an environment of your own:
+# python benchmarks/gpu.py --out docs/speed_gpu.md
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py --out docs/speed_gpu.md
+
+# Runs the suite with the lower bounds of torch and transformers in pyproject.toml.
 oldest: $(VENV)-oldest/.installed
 	$(VENV)-oldest/bin/python -m pytest -q -n 2 --dist loadfile
 
@@ -79,8 +84,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 $(VENV)-oldest/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-oldest
-	grep -v '^transformers=' constraints.txt > $(VENV)-oldest/constraints.txt
-	sed -n 's/.*"\(transformers\)>=\(.*\)".*/\1==\2/p' pyproject.toml >> $(VENV)-oldest/constraints.txt
+	grep -v '^\(torch\|transformers\)=' constraints.txt > $(VENV)-oldest/constraints.txt
+	sed -n 's/.*"\(torch\|transformers\)>=\(.*\)".*/\1==\2.*/p' pyproject.toml >> $(VENV)-oldest/constraints.txt
 	$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt torch
 	$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
 	touch $@

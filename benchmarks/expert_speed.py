@@ -10,20 +10,21 @@ A gated FFN of `2.75 h` (rounded to 64) is expanded; 2 experts a token, evenly d
 - `old tokens`: `forward` behind a classifier that classifies every token as old.
 
 `dense ms` is one dense FFN of the width of 2 experts, hence of equal active FLOPs; in `old tokens`, of one. The other
-columns are multiples of it: ours, as it chooses by default, and with `experts_implementation="eager"`, which runs each
-expert as a module; Mixtral's block of transformers with its `eager`, `grouped_mm` and `batched_mm` experts (the last
-while it copies no more weights than there are experts); a plain loop (masks, `torch.where`, `index_add_`), as in
-research code. They share routing and equal weights, and the run stops if their outputs or gradients disagree.
-`autocast` is bfloat16 autocast over float32 weights, which transformers' grouped_mm ignores: it computes in float32.
+columns are multiples of it: ours, as it chooses by default, with `experts_implementation="eager"` (one expert after the
+other) and with `"grouped_mm"` (all experts in grouped products); Mixtral's block of transformers with its `eager`,
+`grouped_mm` and `batched_mm` experts (the last while it copies no more weights than there are experts); a plain loop
+(masks, `torch.where`, `index_add_`), as in research code. They share routing and equal weights, and the run stops if
+their outputs or gradients disagree. `autocast` is bfloat16 autocast over float32 weights, which transformers'
+grouped_mm ignores: it computes in float32.
 
 Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 100000000000 on a CPU, or allocation dominates the times.
 """
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,14 +39,18 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
+from hf_moe_expand.modeling.grouped_experts import can_group
 from hf_moe_expand.modeling.routing import Classifier
 from hf_moe_expand.modeling.routing_control import RoutingControl
 
 TOP_K = 2
-OURS, EAGER, LOOP = "ExpandedFFN", "ExpandedFFN eager", "loop"
+# Columns, and our `experts_implementation` in the first three.
+WAYS = {"default": None, "eager": "eager", "grouped_mm": "grouped_mm"}
+OURS, LOOP = "default", "loop"
 BATCHED = "Mixtral batched_mm"
 MIXTRAL = {"Mixtral eager": "eager", "Mixtral grouped_mm": "grouped_mm", BATCHED: "batched_mm"}
-COLUMNS = (OURS, EAGER, *MIXTRAL, LOOP)
+COLUMNS = (*WAYS, *MIXTRAL, LOOP)
+HEAD = ["hidden", "experts", "tokens", "dtype", "pass", "dense ms", *COLUMNS]
 PASSES = ("forward", "forward+backward", "expert 0 frozen", "old tokens")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
 # Largest difference, as a share of the largest value.
@@ -84,17 +89,20 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
     """The dense FFN with equal active FLOPs, and all implementations of the same expanded FFN."""
     torch.manual_seed(seed)
     size, dtype = ffn_size(hidden), DTYPES[mode]
-    ours = ExpandedFFN(
-        gated_ffn(hidden, size), hidden, experts, TOP_K, 0, False, RoutingControl(), config=_implementation(None)
-    )
-    with torch.no_grad():
-        for parameter in ours.experts.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        ours.router.weight.copy_(torch.eye(experts, hidden))
-    eager = copy.copy(ours.to(device, dtype))  # the same experts and router
-    eager.model_config = _implementation("eager")
-    found = {OURS: ours, EAGER: eager}
-    shared = None
+    with torch.device(device):
+        ours = ExpandedFFN(
+            gated_ffn(hidden, size), hidden, experts, TOP_K, 0, False, RoutingControl(), config=_implementation(None)
+        ).to(dtype)
+        dense = gated_ffn(hidden, TOP_K * size).to(dtype)
+        with torch.no_grad():
+            for parameter in ours.experts.parameters():
+                nn.init.normal_(parameter, std=0.02)
+            ours.router.weight.copy_(torch.eye(experts, hidden))
+    found: dict[str, nn.Module] = {}
+    for name, implementation in WAYS.items():
+        found[name] = copy.copy(ours)  # the same experts and router
+        found[name].model_config = _implementation(implementation)
+    shared = _stacked(ours)
     for name, implementation in MIXTRAL.items():
         config = MixtralConfig(
             hidden_size=hidden,
@@ -106,11 +114,10 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
         with torch.device("meta"):
             block = MixtralSparseMoeBlock(config)
         block.gate.weight = ours.router.weight
-        shared = shared or _stacked(ours)
         block.experts.gate_up_proj, block.experts.down_proj = shared
         found[name] = block
     found[LOOP] = LoopFFN(ours.router.weight, ours.experts)
-    return gated_ffn(hidden, TOP_K * size).to(device, dtype), found
+    return dense, found
 
 
 def _implementation(name: str | None) -> Any:
@@ -171,51 +178,84 @@ def check_agreement(found: dict[str, torch.Tensor], what: str, tolerance: float)
             raise RuntimeError(f"{name}: {what} differs from {OURS}'s by {error:.1e} of its largest value.")
 
 
-def measure(options: argparse.Namespace, hidden: int, experts: int, tokens: int, mode: str) -> Iterator[list[str]]:
-    """Yields one row for each pass."""
+def measure(
+    options: argparse.Namespace, hidden: int, experts: int, all_tokens: Sequence[int], mode: str
+) -> Iterator[list[str]]:
+    """Yields one row for each number of tokens and pass."""
     dense, found = build(hidden, experts, mode, options.device, options.seed)
+    for tokens in all_tokens:
+        yield from _measure(options, dense, found, (hidden, experts, tokens, mode))
+
+
+def _measure(
+    options: argparse.Namespace, dense: nn.Module, found: dict[str, nn.Module], case: tuple[int, int, int, str]
+) -> Iterator[list[str]]:
+    hidden, experts, tokens, mode = case
     x = draw_tokens(tokens, hidden, experts, mode, options.device, options.seed)
-    ours: Any = found[OURS]
+    ours: Any = found[OURS]  # whose experts all of WAYS have
+    _set_classifier(found, None)
+    ours.experts.requires_grad_(True)
+    columns = [name for name in found if name != BATCHED or tokens * TOP_K <= experts]
+    with _precision(mode, x):
+        if not can_group(ours.form, ours.experts, x):
+            columns.remove("grouped_mm")  # which would run as eager
 
     def row(kind: str, reference: nn.Module, names: list[str], passing: Callable[..., Any], *extra: Any) -> list[str]:
         cases = {"dense": passing(reference, x, mode, *extra)}
         cases |= {name: passing(found[name], x, mode, *extra) for name in names}
-        times = time_in_turn(cases, options.repeats, options.device)
+        times = time_in_turn(cases, options.repeats, options.device, options.clock)
         figures = [f"{ratio(times, name, 'dense'):.2f}" if name in names else "–" for name in COLUMNS]
         return [str(hidden), str(experts), str(tokens), mode, kind, f"{1000 * min(times['dense']):.3f}", *figures]
 
-    if tokens * TOP_K > experts:
-        del found[BATCHED]
-    outputs = {name: forward_pass(module, x, mode)() for name, module in found.items()}
+    outputs = {name: forward_pass(found[name], x, mode)() for name in columns}
     check_agreement(outputs, "the output", TOLERANCE[mode])
-    yield row("forward", dense, list(found), forward_pass)
-    gradients = {name: training_pass(module, x, mode, options.seed)()[1] for name, module in found.items()}
+    yield row("forward", dense, columns, forward_pass)
+    gradients = {name: training_pass(found[name], x, mode, options.seed)()[1] for name in columns}
     check_agreement(gradients, "the input's gradient", TOLERANCE[mode])
     del outputs, gradients
-    yield row("forward+backward", dense, list(found), training_pass, options.seed)
+    yield row("forward+backward", dense, columns, training_pass, options.seed)
     ours.experts[0].requires_grad_(False)
+    ways = [name for name in WAYS if name in columns]
     # Mixtral's experts are one parameter, of which no part can be frozen.
-    yield row("expert 0 frozen", dense, [OURS, EAGER, LOOP], training_pass, options.seed)
-    ours.classifier = Classifier(hidden, 2).to(x)
+    yield row("expert 0 frozen", dense, [*ways, LOOP], training_pass, options.seed)
+    classifier = Classifier(hidden, 2).to(x)
     with torch.no_grad():
-        ours.classifier.weight.zero_()[0, experts] = 1
-    if not torch.equal(forward_pass(ours, x, mode)(), forward_pass(ours.experts[0], x, mode)()):
-        raise RuntimeError(f"{OURS}: an old token's output is not that of expert 0.")
-    yield row("old tokens", ours.experts[0], [OURS, EAGER], forward_pass)
+        classifier.weight.zero_()[0, experts] = 1
+    _set_classifier(found, classifier)
+    alone, home = forward_pass(ours.experts[0], x, mode)(), forward_pass(ours, x, mode)()
+    check_agreement({OURS: home, "expert 0": alone}, "an old token's output", TOLERANCE[mode])
+    if (experts <= TOP_K or options.device == "cpu") and not torch.equal(home, alone):
+        raise RuntimeError(f"{OURS}: an old token's output is not that of expert 0 bit for bit.")
+    yield row("old tokens", ours.experts[0], ways, forward_pass)
+
+
+def _set_classifier(found: Mapping[str, Any], classifier: nn.Module | None) -> None:
+    for name in WAYS:  # copies, which share one dictionary of modules
+        vars(found[name]).pop("classifier", None)
+        found[name].classifier = classifier
+
+
+def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
+    """Yields each row once it is measured."""
+    tokens = options.tokens or [1, 16, 64, 4096] + [32768] * (options.device == "cuda")
+    for hidden, experts, mode in tqdm(list(product(options.hidden, options.experts, options.dtypes)), unit="case"):
+        for row in measure(options, hidden, experts, tokens, mode):
+            yield [row]
+
+
+def options_parser() -> argparse.ArgumentParser:
+    """The script's options."""
+    found = parser(__doc__, repeats=7)
+    found.add_argument("--hidden", type=int, nargs="+", default=[512, 1024, 2048])
+    found.add_argument("--experts", type=int, nargs="+", default=[2, 4, 8])
+    found.add_argument("--tokens", type=int, nargs="+", help="(1 16 64 4096, with cuda also 32768)")
+    found.add_argument("--dtypes", choices=list(DTYPES), nargs="+", default=list(DTYPES))
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options_parser = parser(__doc__, repeats=7)
-    options_parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024, 2048])
-    options_parser.add_argument("--experts", type=int, nargs="+", default=[2, 4, 8])
-    options_parser.add_argument("--tokens", type=int, nargs="+", help="(1 16 64 4096, with cuda also 32768)")
-    options_parser.add_argument("--dtypes", choices=list(DTYPES), nargs="+", default=list(DTYPES))
-    options = options_parser.parse_args(arguments)
-    tokens = options.tokens or [1, 16, 64, 4096] + [32768] * (options.device == "cuda")
-    cases = list(product(options.hidden, options.experts, tokens, options.dtypes))
-    rows = [row for case in tqdm(cases, unit="case") for row in measure(options, *case)]
-    head = ["hidden", "experts", "tokens", "dtype", "pass", "dense ms", *COLUMNS]
-    report("Expanded FFN", head, rows, options)
+    options = options_parser().parse_args(arguments)
+    report("Expanded FFN", HEAD, list(chain.from_iterable(rows(options))), options)
 
 
 if __name__ == "__main__":

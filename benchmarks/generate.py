@@ -3,14 +3,16 @@
     python benchmarks/generate.py --out generate.md
 
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
-"classifiers" are in the last third of the layers (or in `--classifiers` layers); the row names the class that they give
-every token; the last row is told the language (`languages=`). The second row is a dense model with as many active
-FLOPs: `of limit` is the share of its speed that a row reaches.
+The second row is a dense model with as many active FLOPs: `of limit` is the share of its speed that a row reaches.
+"eager" and "grouped_mm" are the expansion with this `experts_implementation`. "classifiers" are in the last third of
+the layers (or in `--classifiers` layers); the row names the class that they give every token; the last row is told the
+language (`languages=`). `--cache static` generates with a static cache, on a GPU compiled.
 """
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -21,8 +23,11 @@ from torch import nn
 from hf_moe_expand import expand_model
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
+EAGER, GROUPED = "expanded, eager", "expanded, grouped_mm"
 OLD, NEW = "classifiers: old language", "classifiers: new language"
 WORD = "expanded, told an old language"
+ROWS = (BASE, WIDE, EXPANDED, EAGER, GROUPED, NEW, OLD, WORD)
+HEAD = ["cache", "batch", "model", "tokens/s", "speed", "of limit"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -33,10 +38,13 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
     found = {BASE: dense_model(config, options.seed, dtype)}
     found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype)
     classifiers = options.layers // 3 if options.classifiers is None else options.classifiers
-    for name, count in ((EXPANDED, 0), (NEW, classifiers), (OLD, classifiers), (WORD, 0)):
-        plan = uniform_plan(options.layers, options.experts, count)
-        # A copy, whose experts own their memory as those of a loaded checkpoint do.
+    for name in options.rows:
+        if name in found:
+            continue
+        plan = uniform_plan(options.layers, options.experts, classifiers if name in (NEW, OLD) else 0)
+        # A copy, since an expansion in memory shares the base's weights.
         found[name] = copy.deepcopy(expand_model(found[BASE], plan, seed=options.seed))
+        found[name].set_experts_implementation({EAGER: "eager", GROUPED: "grouped_mm"}.get(name))
         for ffn in found[name].expanded_ffns().values():
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)
@@ -57,9 +65,13 @@ def make_prompts(options: argparse.Namespace, batch: int) -> torch.Tensor:
     return torch.randint(1, options.vocabulary, (batch, options.prompt), generator=generator).to(options.device)
 
 
-def generation(name: str, model: Any, prompts: torch.Tensor, tokens: int) -> Callable[[], torch.Tensor]:
+def generation(
+    name: str, model: Any, prompts: torch.Tensor, tokens: int, cache: str = "dynamic"
+) -> Callable[[], torch.Tensor]:
     """A call that returns the prompts, each continued by `tokens` tokens."""
-    options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "use_cache": True}
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "use_cache": True}
+    if cache == "static":
+        options["cache_implementation"] = "static"
     told = {"languages": "en"} if name == WORD else {}
 
     def call() -> torch.Tensor:
@@ -78,37 +90,47 @@ def check_agreement(models: dict[str, Any], prompts: torch.Tensor, tolerance: fl
             raise RuntimeError(f"{name}: logits differ from the base's by {error:.1e} of their largest value.")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options_parser = parser(__doc__, repeats=7)
-    add_model_options(options_parser, hidden=512, vocabulary=8192)
-    options_parser.add_argument("--layers", type=int, default=8, help="decoder layers (%(default)s)")
-    options_parser.add_argument("--classifiers", type=int, help="layers with a classifier (a third)")
-    options_parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="batch sizes (%(default)s)")
-    options_parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt (%(default)s)")
-    options_parser.add_argument("--tokens", type=int, default=64, help="generated tokens (%(default)s)")
-    options_parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="(%(default)s)")
-    options = options_parser.parse_args(arguments)
+def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
+    """Yields the rows, those of a cache and a batch size together."""
     models = make_models(options)
-    rows = []
-    for batch in options.batch:
+    torch.compiler.reset()  # a static cache is compiled on a GPU, and there is a limit of compilations
+    for cache, batch in product(options.cache, options.batch):
         prompts = make_prompts(options, batch)
         check_agreement(models, prompts, TOLERANCE[options.dtype])
-        calls = {name: generation(name, model, prompts, options.tokens) for name, model in models.items()}
-        times = time_in_turn(calls, options.repeats, options.device)
+        calls = {name: generation(name, model, prompts, options.tokens, cache) for name, model in models.items()}
+        times = time_in_turn(calls, options.repeats, options.device, options.clock)
+        found = []
         for name in models:
             speed = batch * options.tokens / min(times[name])
-            rows.append(
-                [
-                    str(batch),
-                    name,
-                    f"{speed:,.0f}",
-                    f"{ratio(times, BASE, name):.2f}",
-                    f"{ratio(times, WIDE, name):.2f}",
-                ]
-            )
-    title = f"Generation, {options.layers} layers of {options.hidden}, {options.experts} experts, {options.dtype}"
-    title = f"{title}, prompt {options.prompt}, {options.tokens} new"
-    report(title, ["batch", "model", "tokens/s", "speed", "of limit"], rows, options)
+            shares = [f"{ratio(times, limit, name):.2f}" for limit in (BASE, WIDE)]
+            found.append([cache, str(batch), name, f"{speed:,.0f}", *shares])
+        yield found
+
+
+def title(options: argparse.Namespace) -> str:
+    """What the table shows."""
+    found = f"Generation, {options.layers} layers of {options.hidden}, {options.experts} experts, {options.dtype}"
+    return f"{found}, prompt {options.prompt}, {options.tokens} new"
+
+
+def options_parser() -> argparse.ArgumentParser:
+    """The script's options."""
+    found = parser(__doc__, repeats=7)
+    add_model_options(found, hidden=512, vocabulary=8192)
+    found.add_argument("--layers", type=int, default=8, help="decoder layers (%(default)s)")
+    found.add_argument("--classifiers", type=int, help="layers with a classifier (a third)")
+    found.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="batch sizes (%(default)s)")
+    found.add_argument("--prompt", type=int, default=32, help="tokens of a prompt (%(default)s)")
+    found.add_argument("--tokens", type=int, default=64, help="generated tokens (%(default)s)")
+    found.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="(%(default)s)")
+    found.add_argument("--cache", choices=["dynamic", "static"], nargs="+", default=["dynamic"], help="(dynamic)")
+    found.add_argument("--rows", choices=ROWS, nargs="+", default=list(ROWS), help="besides the dense models (all)")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = options_parser().parse_args(arguments)
+    report(title(options), HEAD, list(chain.from_iterable(rows(options))), options)
 
 
 if __name__ == "__main__":

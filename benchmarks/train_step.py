@@ -6,25 +6,32 @@ The base has Qwen2's shape and 30 M parameters by default; its expansion has cla
 layers. A step is the whole step of `Trainer`, `PostPretrainTrainer` or `ReviewTrainer`: forward, losses, backward,
 clipping and AdamW, with float32 weights under bfloat16 autocast (`--dtype fp32`: without).
 
+`--ways` adds rows: `default` runs the experts as they choose, `eager` and `grouped_mm` are names of
+`experts_implementation`.
+
 `FLOPs` are those of the matrix products that the step needs, as a multiple of full fine-tuning's: the limit of `time`.
 Frozen weights need no gradient of their own, but the activations above the lowest router do. They are counted in an
 eager step, which runs each expert on its own tokens.
 
-Peak memory is that of the model and two steps in a separate process: resident memory without that of the imports, or
+Peak memory is that of the model and its steps: resident memory of a separate process without that of the imports, or
 with cuda the memory that torch allocated. Linux only.
 """
 
 import argparse
 import contextlib
+import gc
+import math
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from tempfile import TemporaryDirectory
-from time import perf_counter
 from typing import Any
 
 import torch
 from datasets import Dataset
 from models import add_model_options, dense_config, dense_model, uniform_plan
-from timing import in_own_process, parser, ratio, report, reset_peak, resident_bytes, synchronize
+from timing import CLOCKS, in_own_process, parser, ratio, report, reset_peak, resident_bytes, synchronize
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -33,45 +40,63 @@ from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.demo.base import collate_without_languages
 
 BASE = "full fine-tuning of the base"
-TRAINERS = {BASE: Trainer, "post-pretrain": PostPretrainTrainer, "review": ReviewTrainer}
+STAGES = {"post-pretrain": PostPretrainTrainer, "review": ReviewTrainer}
+TRAINERS = {BASE: Trainer, **STAGES}
+WAYS = ("default", "eager", "grouped_mm")
+HEAD = ["step", "parameters", "trained", "ms", "time", "FLOPs", "peak MiB", "memory"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row: a stage, and how its experts run (one of `WAYS`)."""
+
+    stage: str
+    way: str = "default"
+
+    def __str__(self) -> str:
+        return self.stage if self.way == "default" else f"{self.stage}, {self.way}"
 
 
 class StepTimer(TrainerCallback):
-    """Measures the seconds of the last step. The first step allocates the optimizer's state, so run two."""
+    """Measures the seconds of the fastest step but the first, which allocates the optimizer's state."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.start, self.seconds = device, 0.0, 0.0
+    def __init__(self, device: str, clock: str) -> None:
+        self.device, self.clock, self.start, self.seconds = device, CLOCKS[clock], 0.0, math.inf
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         synchronize(self.device)
-        self.start = perf_counter()
+        self.start = self.clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         synchronize(self.device)
-        self.seconds = perf_counter() - self.start
+        if state.global_step > 1:
+            self.seconds = min(self.seconds, self.clock() - self.start)
 
 
-def make_model(case: str, options: argparse.Namespace) -> Any:
+def make_model(case: Case, options: argparse.Namespace) -> Any:
     """The base, or its expansion."""
     dense = dense_model(dense_config(options, options.layers), options.seed)
-    if case == BASE:
+    if case.stage == BASE:
         return dense
     plan = uniform_plan(options.layers, options.experts, options.layers // 3)
-    return expand_model(dense, plan, seed=options.seed)
+    model = expand_model(dense, plan, seed=options.seed)
+    model.set_experts_implementation(None if case.way == "default" else case.way)
+    return model
 
 
-def train(case: str, model: Any, options: argparse.Namespace) -> float:
-    """Runs two steps of a new trainer; returns the seconds of the second."""
+def train(case: Case, model: Any, options: argparse.Namespace) -> float:
+    """Trains with a new trainer; returns the seconds of its fastest step."""
     generator = torch.Generator().manual_seed(options.seed)
-    ids = torch.randint(1, options.vocabulary, (options.batch, options.block), generator=generator)
-    languages = torch.randint(0, 2, (options.batch, 1), generator=generator).expand(ids.shape)
-    timer = StepTimer(options.device)
+    rows = options.batch * options.steps
+    ids = torch.randint(1, options.vocabulary, (rows, options.block), generator=generator)
+    languages = torch.randint(0, 2, (rows, 1), generator=generator).expand(ids.shape)
+    timer = StepTimer(options.device, options.clock)
     # The trainers print to stdout, where this script prints only its table.
     with TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         arguments = TrainingArguments(
             output_dir=folder,
             per_device_train_batch_size=options.batch,
-            max_steps=2,
+            max_steps=options.steps,
             learning_rate=5e-5,
             bf16=options.dtype == "autocast",
             use_cpu=options.device == "cpu",
@@ -81,64 +106,88 @@ def train(case: str, model: Any, options: argparse.Namespace) -> float:
             logging_strategy="no",
             disable_tqdm=True,
         )
-        TRAINERS[case](
+        TRAINERS[case.stage](
             model,
             args=arguments,
             train_dataset=Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()}),
-            data_collator=collate_without_languages if case == BASE else collate_blocks,
+            data_collator=collate_without_languages if case.stage == BASE else collate_blocks,
             callbacks=[timer],
-            **({} if case == BASE else {"language_classes": [0, 1]}),
+            **({} if case.stage == BASE else {"language_classes": [0, 1]}),
         ).train()
     return timer.seconds
 
 
-def count_flops(case: str, model: Any, options: argparse.Namespace) -> int:
-    """FLOPs of the matrix products of two steps."""
+def count_flops(stage: str, options: argparse.Namespace) -> int:
+    """FLOPs of the matrix products of all steps."""
+    case = Case(stage, "eager")
+    model = make_model(case, options)
     with FlopCounterMode(display=False) as counter:
         train(case, model, options)
     return counter.get_total_flops()
 
 
-def peak_bytes(case: str, options: argparse.Namespace) -> int:
-    """Peak memory in bytes of two steps; run it in a process of its own."""
+def peak_bytes(case: Case, options: argparse.Namespace) -> int:
+    """Peak resident memory in bytes of the model and its steps; run it in a process of its own."""
     imports = resident_bytes()
     model = make_model(case, options)
     reset_peak()
     train(case, model, options)
-    return torch.cuda.max_memory_allocated() if options.device == "cuda" else resident_bytes(peak=True) - imports
+    return resident_bytes(peak=True) - imports
+
+
+def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
+    """Yields the row of each case once its last round is over."""
+    cases = [Case(BASE), *(Case(stage, way) for stage in STAGES for way in options.ways)]
+    on_cpu = options.device == "cpu"
+    memory = {case: in_own_process(peak_bytes, case, options) for case in cases if on_cpu}
+    flops = {stage: count_flops(stage, options) for stage in TRAINERS}
+    times: dict[str, list[float]] = {str(case): [] for case in cases}
+    for turn in range(options.repeats):
+        for case in cases:
+            model = make_model(case, options)
+            if not on_cpu:
+                gc.collect()
+                torch.cuda.reset_peak_memory_stats()
+            times[str(case)].append(train(case, model, options))
+            if not on_cpu:
+                memory[case] = torch.cuda.max_memory_allocated()
+            if turn + 1 == options.repeats:
+                row = [
+                    str(case),
+                    f"{sum(p.numel() for p in model.parameters()):,}",
+                    f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,}",
+                    f"{1000 * min(times[str(case)]):.1f}",
+                    f"{ratio(times, str(case), BASE):.2f}",
+                    f"{flops[case.stage] / flops[BASE]:.2f}",
+                    f"{memory[case] / 2**20:,.0f}",
+                    f"{memory[case] / memory[cases[0]]:.2f}",
+                ]
+                yield [row]
+            del model
+
+
+def title(options: argparse.Namespace) -> str:
+    """What the table shows."""
+    shape = f"{options.layers} layers of {options.hidden}, {options.experts} experts"
+    return f"Training step, {shape}, {options.batch} x {options.block} tokens, {options.dtype}"
+
+
+def options_parser() -> argparse.ArgumentParser:
+    """The script's options."""
+    found = parser(__doc__, repeats=7)
+    add_model_options(found, hidden=512, vocabulary=8192)
+    found.add_argument("--layers", type=int, default=8, help="decoder layers (%(default)s)")
+    found.add_argument("--batch", type=int, default=8, help="blocks in a step (%(default)s)")
+    found.add_argument("--block", type=int, default=256, help="tokens in a block (%(default)s)")
+    found.add_argument("--steps", type=int, default=2, help="steps of a trainer; the first is not timed (%(default)s)")
+    found.add_argument("--dtype", choices=["autocast", "fp32"], default="autocast", help="(%(default)s)")
+    found.add_argument("--ways", choices=WAYS, nargs="+", default=["default"], help="(default)")
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options_parser = parser(__doc__, repeats=7)
-    add_model_options(options_parser, hidden=512, vocabulary=8192)
-    options_parser.add_argument("--layers", type=int, default=8, help="decoder layers (%(default)s)")
-    options_parser.add_argument("--batch", type=int, default=8, help="blocks in a step (%(default)s)")
-    options_parser.add_argument("--block", type=int, default=256, help="tokens in a block (%(default)s)")
-    options_parser.add_argument("--dtype", choices=["autocast", "fp32"], default="autocast", help="(%(default)s)")
-    options = options_parser.parse_args(arguments)
-    memory = {case: in_own_process(peak_bytes, case, options) for case in TRAINERS}
-    models = {case: make_model(case, options) for case in TRAINERS}
-    flops = {case: count_flops(case, model, options) for case, model in models.items()}
-    times: dict[str, list[float]] = {case: [] for case in TRAINERS}
-    for _ in range(options.repeats):
-        for case, model in models.items():
-            times[case].append(train(case, model, options))
-    rows = [
-        [
-            case,
-            f"{sum(p.numel() for p in model.parameters()):,}",
-            f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,}",
-            f"{1000 * min(times[case]):.1f}",
-            f"{ratio(times, case, BASE):.2f}",
-            f"{flops[case] / flops[BASE]:.2f}",
-            f"{memory[case] / 2**20:,.0f}",
-            f"{memory[case] / memory[BASE]:.2f}",
-        ]
-        for case, model in models.items()
-    ]
-    head = ["step", "parameters", "trained", "ms", "time", "FLOPs", "peak MiB", "memory"]
-    title = f"Training step, {options.layers} layers of {options.hidden}, {options.experts} experts"
-    report(f"{title}, {options.batch} x {options.block} tokens, {options.dtype}", head, rows, options)
+    options = options_parser().parse_args(arguments)
+    report(title(options), HEAD, list(chain.from_iterable(rows(options))), options)
 
 
 if __name__ == "__main__":

@@ -216,9 +216,9 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
 
         Args:
             languages: a code for each sequence of the batches, None where it is not known; or one code for all. A
-                sequence in a language of the base model gets the base model's output: expert 0 alone runs, in every
-                layer. One in a language of expansion g may use the experts up to expansion g, whatever classifiers and
-                prefix gates say.
+                sequence in a language of the base model gets the base model's output bit for bit, which is expert 0's
+                in every layer. One in a language of expansion g may use the experts up to expansion g, whatever
+                classifiers and prefix gates say.
 
         Raises:
             ValueError: the checkpoint does not know a code, or it is a DMoE's. A forward pass inside raises it too if

@@ -29,7 +29,7 @@ class PlainFFN:
         gated: whether there is a gate.
     """
 
-    kind: type
+    kind: type[Any]
     first: tuple[str, ...]
     last: str
     activation: str

@@ -35,6 +35,13 @@ DATA = Path(os.environ.get("HF_MOE_EXPAND_DATA", HERE.parents[1] / "shared" / "d
 FIGURES = DATA.parent / "reference" / "published_figures.json"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU is at hand (`make gpu` needs one)"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection():
     """Excludes all imported modules from garbage collection: accelerate collects after each training."""
@@ -207,6 +214,8 @@ def fork_ranks(script: str, *arguments: str, count: int = 2) -> None:
                 process.kill()
             raise TimeoutError(f"{script}: the ranks hang.")
 
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # One backbone of each kind of FFN call, of head and of key names; the wide matrix has more. All architectures that are
 # proven stand in test_promises.py.

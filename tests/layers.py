@@ -86,7 +86,7 @@ def assert_is_the_definition(run, experts, x_Th, weights_TK, index_TK, autocast=
     trained = [parameter.requires_grad for parameter in experts.parameters()]
     exact = copy.deepcopy(experts).double()
     x64, weights64 = (one.detach().double().requires_grad_() for one in (x_Th, weights_TK))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(x_Th.device.type, torch.bfloat16, enabled=autocast):
         y_Th = run(experts, x_Th, weights_TK, index_TK)
     expected = slow(exact, x64, weights64, index_TK)
     assert y_Th.shape == expected.shape

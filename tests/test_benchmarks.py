@@ -2,6 +2,7 @@
 
 import importlib
 import mmap
+import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_a_short_case_is_repeated_after_calls_that_do_not_count(script, monkeypa
     timing = script("timing")
     ran = []
     monkeypatch.setattr(timing, "MIN_SECONDS", 0.02)
-    monkeypatch.setattr(timing, "_seconds", lambda call, calls, device: ran.append(calls) or 0.005 * calls)
+    monkeypatch.setattr(timing, "_seconds", lambda call, calls, *_: ran.append(calls) or 0.005 * calls)
     times = timing.time_in_turn({"a": lambda: None}, repeats=2)
     assert ran == [1, 1, 2, 4, 2, 4]  # half of them do not count
     assert times == {"a": [0.005, 0.005]}
@@ -75,15 +76,16 @@ def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
 def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
     module = script("expert_speed")
     rows = run(module, capsys, tmp_path, "--hidden 32 --experts 4 --tokens 1 16")
-    keys = [(row["hidden"], row["experts"], row["tokens"], row["dtype"], row["pass"]) for row in rows]
-    assert keys == [("32", "4", *rest) for rest in product(("1", "16"), module.DTYPES, module.PASSES)]
+    keys = [(row["hidden"], row["experts"], row["dtype"], row["tokens"], row["pass"]) for row in rows]
+    assert keys == [("32", "4", *rest) for rest in product(module.DTYPES, ("1", "16"), module.PASSES)]
     for row in rows:
         assert float(row["dense ms"]) > 0
-        assert float(row["ExpandedFFN"]) > 0
+        assert float(row["default"]) > 0
         for name in ("Mixtral eager", "Mixtral grouped_mm"):
             assert (row[name] == "–") == (row["pass"] in ("expert 0 frozen", "old tokens"))
         assert (row["loop"] == "–") == (row["pass"] == "old tokens")
-        assert row["ExpandedFFN eager"] != "–"
+        assert row["eager"] != "–"
+        assert (row["grouped_mm"] == "–") == (not hasattr(torch.nn.functional, "grouped_mm"))
         assert (row["Mixtral batched_mm"] == "–") == (row["tokens"] == "16" or row["Mixtral eager"] == "–")
 
 
@@ -92,7 +94,7 @@ def test_expert_speed_compares_the_same_function(script, mode):
     module = script("expert_speed")
     dense, found = module.build(32, 3, mode, "cpu", seed=0)
     x = module.draw_tokens(20, 32, 3, mode, "cpu", seed=0)
-    ours = found["ExpandedFFN"]
+    ours = found["default"]
     expected, gradients = [], {}
     for token in x[0]:
         chosen = token[:3].float().topk(2)
@@ -133,19 +135,32 @@ def test_train_step_compares_each_stage_with_the_base(script, capsys, tmp_path):
     assert float(review["FLOPs"]) < float(post_pretrain["FLOPs"])  # no gradients of weights
     options = SimpleNamespace(hidden=32, vocabulary=64, layers=3, experts=3, seed=0)
     ids = torch.arange(24).view(2, 12)
-    dense, expanded = (module.make_model(case, options)(ids).logits for case in (module.BASE, "review"))
-    torch.testing.assert_close(expanded, dense)
+    cases = [module.Case(module.BASE), module.Case("review"), module.Case("review", "grouped_mm")]
+    dense, *expanded = (module.make_model(case, options)(ids).logits for case in cases)
+    for other in expanded:
+        torch.testing.assert_close(other, dense)
 
 
 def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
     module = script("generate")
-    rows = run(module, capsys, tmp_path, f"{TINY} --prompt 4 --tokens 3 --dtype fp32 --batch 1 3")
-    names = [module.BASE, module.WIDE, module.EXPANDED, module.NEW, module.OLD, module.WORD]
-    assert [(row["batch"], row["model"]) for row in rows] == list(product(("1", "3"), names))
+    size = f"{TINY} --prompt 4 --tokens 3 --dtype fp32 --batch 1 3 --cache dynamic static"
+    rows = run(module, capsys, tmp_path, size)
+    names = list(module.ROWS)
+    cases = product(("dynamic", "static"), ("1", "3"), names)
+    assert [(row["cache"], row["batch"], row["model"]) for row in rows] == list(cases)
     assert all(float(row["tokens/s"].replace(",", "")) > 0 and float(row["speed"]) > 0 for row in rows)
     assert {row["of limit"] for row in rows if row["model"] == module.WIDE} == {"1.00"}
     options = SimpleNamespace(
-        hidden=32, vocabulary=64, layers=3, experts=3, classifiers=2, seed=0, prompt=4, dtype="fp32", device="cpu"
+        hidden=32,
+        vocabulary=64,
+        layers=3,
+        experts=3,
+        classifiers=2,
+        seed=0,
+        prompt=4,
+        dtype="fp32",
+        device="cpu",
+        rows=names,
     )
     models, prompts = module.make_models(options), module.make_prompts(options, 3)
     seen = dict.fromkeys(names, 0)
@@ -158,6 +173,8 @@ def test_generate_compares_models_that_say_the_same(script, capsys, tmp_path):
         assert torch.equal(said[name], said[module.BASE]), name
     assert seen[module.OLD] == seen[module.WORD] == 0
     assert 0 < seen[module.NEW] == seen[module.EXPANDED]
+    static = module.generation(module.EXPANDED, models[module.EXPANDED], prompts, 8, "static")()
+    assert torch.equal(static, said[module.BASE])
     module.check_agreement(models, prompts, 1e-5)
     with torch.no_grad():
         models[module.OLD].expanded_ffns()[0].experts[1].up_proj.weight.add_(1)
@@ -194,3 +211,92 @@ def test_expand_io_finds_a_difference(script, tmp_path):
     shutil.rmtree(ours)
     module.copy(other, ours, options, 2)
     module.check_same(ours, other)
+
+
+@pytest.fixture
+def gpu(script, monkeypatch):
+    """benchmarks/gpu.py with tiny models."""
+    module = script("gpu")
+    monkeypatch.setattr(module, "FFN", "--repeats 1 --hidden 32 --experts 2 --tokens 3 --dtypes bf16")
+    monkeypatch.setattr(module.train_step, "in_own_process", lambda *_: 1 << 20)
+    tiny = f"{TINY} --repeats 1"
+    monkeypatch.setattr(module, "TRAIN", [f"{tiny} --batch 2 --block 16 --ways default eager"])
+    monkeypatch.setattr(module, "DECODE", [f"{tiny} --prompt 4 --tokens 3 --batch 1 3 --cache static --rows expanded"])
+    return module
+
+
+TESTS = """
+import pytest
+@pytest.mark.parametrize("n", [1, 2])
+def test_it_is_fast(n): pass
+def test_it_is_right(): assert RIGHT
+@pytest.mark.skip
+def test_it_is_there(): pass
+"""
+
+
+def test_gpu_prints_every_part_on_one_page(gpu, capsys, tmp_path, monkeypatch):
+    (tmp_path / "test_small.py").write_text(TESTS.replace("RIGHT", "True"))
+    monkeypatch.setattr(gpu, "PYTEST", [str(tmp_path / "test_small.py")])
+    page = tmp_path / "page.md"
+    gpu.main(["--device", "cpu", "--out", str(page)])
+    assert page.read_text("utf-8") == capsys.readouterr().out
+    heads = [line for line in page.read_text("utf-8").splitlines() if line.startswith("## ")]
+    assert [head.split(",")[0] for head in heads] == [
+        "## Correctness", "## One expanded FFN", "## Training step", "## Generation"
+    ]  # fmt: skip
+    tables = page.read_text("utf-8").split("## ")[1:]
+    for row in ("it is fast | 2 | 0 | 0", "it is right | 1 | 0 | 0", "it is there | 0 | 0 | 1"):
+        assert f"| {row} |" in tables[0]
+    assert [table.count("\n| ") - 2 for table in tables[1:]] == [4, 5, 2 * 3]
+    names = ["full fine-tuning of the base", *map("".join, product(("post-pretrain", "review"), ("", ", eager")))]
+    assert re.findall(r"^\| ([^|]+) \|", tables[2], re.MULTILINE)[2:] == names
+    assert "used up" not in page.read_text("utf-8")
+    (tmp_path / "test_small.py").write_text(TESTS.replace("RIGHT", "False"))
+    with pytest.raises(SystemExit, match="A part failed"):
+        gpu.main(["--device", "cpu", "--part", "correctness"])
+    assert "| it is right | 0 | 1 | 0 |" in capsys.readouterr().out
+    (tmp_path / "test_small.py").write_text("import time\ndef test_it(): time.sleep(60)")
+    with pytest.raises(SystemExit, match="A part failed"):
+        gpu.main(["--device", "cpu", "--part", "correctness", "--minutes", "0"])
+    assert "RuntimeError: the tests took too long" in capsys.readouterr().out
+
+
+def test_gpu_leaves_a_whole_page_when_its_time_is_up_or_a_part_fails(gpu, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    gpu.main(["--device", "cpu", "--part", "decode", "ffn", "--minutes", "0", "--out", str(page)])
+    generation, ffn = page.read_text("utf-8").split("## ")[1:]
+    for section in (generation, ffn):
+        assert section.rstrip().endswith("The time of this part was used up here.")
+        assert "| " not in section
+    seen = []
+    rows = gpu.expert_speed.rows
+
+    def failing(options):
+        for row in rows(options):
+            yield row
+            seen.append(page.read_text("utf-8"))
+            raise RuntimeError("the loop: the output differs")
+
+    monkeypatch.setattr(gpu.expert_speed, "rows", failing)
+    with pytest.raises(SystemExit, match="A part failed"):
+        gpu.main(["--device", "cpu", "--part", "ffn", "decode", "--out", str(page)])
+    assert seen[0].count("| forward |") == 1  # written before the next row
+    assert page.read_text("utf-8").startswith(seen[0].rstrip())
+    assert "RuntimeError: the loop: the output differs" in page.read_text("utf-8")
+    assert "| static | 3 | expanded |" in page.read_text("utf-8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_without_a_gpu_says_so_in_one_line(gpu, capsys, tmp_path):
+    with pytest.raises(SystemExit, match=r"^No GPU: .* nothing written\.$"):
+        gpu.main(["--out", str(tmp_path / "page.md")])
+    assert not capsys.readouterr().out
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_the_options_of_make_gpu_are_those_of_the_scripts(script):
+    gpu = script("gpu")
+    for module, lines in ((gpu.expert_speed, [gpu.FFN]), (gpu.train_step, gpu.TRAIN), (gpu.generate, gpu.DECODE)):
+        for line in lines:
+            module.options_parser().parse_args([*line.split(), "--device", "cuda"])

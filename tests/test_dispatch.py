@@ -394,11 +394,15 @@ def test_transforms_of_functions_and_copies_go_on():
     layer = build().eval()
     x = torch.randn(1, 4, 16)
     expected = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    try:
+        torch.func.jvp(lambda x: x * x.tolist()[0], (torch.ones(1),), (torch.ones(1),))
+    except RuntimeError:
+        pytest.skip(f"torch {torch.__version__} lets no code read values inside torch.func.jvp")
     _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x))))
     torch.testing.assert_close(dual.tangent, tangent)
-    assert torch.equal(copy.deepcopy(layer)(x), expected)
 
 
 @needs_grouped_mm

@@ -1,6 +1,7 @@
 """One expanded layer against a slow, obvious definition: forward, gradients, top-k, classifier, residual."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,25 @@ def test_tokens_that_all_go_to_expert_0_have_the_dense_output_bit_for_bit():
     layer.control.forced_expert = 0
     x = torch.randn(3, 17, HIDDEN)
     assert torch.equal(layer(x), layer.experts[0](x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ffn", [PlainFFN, ResidualFFN])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(2, 2), (3, 3), (2, 5)])
+@pytest.mark.parametrize("implementation", [None, "eager"])
+def test_with_all_experts_active_an_old_token_has_the_dense_layers_bits_in_a_mixed_batch(
+    num_experts, top_k, ffn, dtype, implementation
+):
+    layer = build(num_experts, top_k, classifier=True, ffn=ffn, dtype=dtype).eval()
+    layer.model_config = SimpleNamespace(_experts_implementation=implementation)
+    x = torch.randn(3, 17, HIDDEN, dtype=dtype)
+    inputs = (x,) if ffn is PlainFFN else (x, torch.randn_like(x))
+    logits = layer.classifier(x.flatten(0, 1)).view(3, 17, 2)
+    is_old = logits[..., 0] > logits[..., 1]
+    assert 5 < is_old.sum() < 46
+    dense, y = layer.experts[0](*inputs), layer(*inputs)
+    assert torch.equal(y[is_old], dense[is_old])
+    assert not torch.isclose(y[~is_old], dense[~is_old], rtol=1e-2).all(-1).any()
 
 
 def test_in_a_mixed_batch_an_old_token_has_expert_0s_output_bit_for_bit():

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import run_fresh, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,7 +41,8 @@ def implementations(monkeypatch):
 
 
 # "batched_mm", which the library sets while it generates, is the default.
-RUNS = {"eager": ("eager", "run_in_turn"), "grouped_mm": ("grouped_mm", "run_grouped")}
+GROUPED = "run_grouped" if hasattr(F, "grouped_mm") else "run_in_turn"  # which torch has since 2.10
+RUNS = {"eager": ("eager", "run_in_turn"), "grouped_mm": ("grouped_mm", GROUPED)}
 RUNS["batched_mm"] = (None, "run_in_turn")
 
 

@@ -250,8 +250,8 @@ def test_a_promise_that_lets_nothing_pass_is_refused(tmp_path, monkeypatch):
     plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
     expand_checkpoint(tmp_path / "base", tmp_path / "one", plan)  # its experts are equal, and so is the text
     settings = GateSettings(tokens=400, anchor_tokens=400, unseen_share=0.001)
+    same = {"en": TEXTS["en"], "el": TEXTS["en"]}
     with pytest.raises(InputError, match=r"no bias keeps unseen_share 0\.001"):
-        same = {"en": TEXTS["en"], "el": TEXTS["en"]}
         fit_gates(tmp_path / "one", tmp_path / "out", same, dict.fromkeys(ANCHORS, TEXTS["en"]), settings)
     assert not (tmp_path / "out").exists()
 

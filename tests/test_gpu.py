@@ -1,0 +1,212 @@
+"""The promises of the expanded layers on a GPU; each test runs on the CPU too, which shows that its code works.
+
+`make gpu` runs the tests marked `gpu`, which skip where there is no GPU.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICES, tiny_dense
+from layers import assert_is_the_definition, build, drawn
+from test_dispatch import EACH_WAY, WAYS
+
+from hf_moe_expand import Plan, expand_model
+from hf_moe_expand.modeling.grouped_experts import has_kernel
+from hf_moe_expand.planning.plan import PrefixGate
+
+FLOATS = [torch.float32, torch.bfloat16]
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest value
+# No mask, so that transformers' own code, which reads values of one on the host, does not run.
+UNMASKED = {"attention_mask": {"full_attention": None}, "use_cache": False}
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", FLOATS)]
+
+
+def models(device, dtype, experts, judge=None, differ=True, **changes):
+    """A dense model and its expansion with classifiers in all layers, unless the user judges; `differ`: the experts are
+    not copies of the base's."""
+    dense = tiny_dense("qwen2", dtype=dtype, **changes)
+    layers = dense.config.num_hidden_layers
+    classified = list(range(layers)) if judge in ("classifier", "gate") else []
+    gate = PrefixGate(0.9, 2.0, "layer") if judge == "gate" else None
+    plan = Plan("layer-moe", [experts] * layers, classified, old=["en"], new=["el"], prefix_gate=gate)
+    model = expand_model(tiny_dense("qwen2", dtype=dtype, **changes), plan).eval()
+    if differ:
+        draw = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for ffn in model.expanded_ffns().values():
+                for parameter in ffn.experts[1:].parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.4)
+    return dense.to(device), model.to(device)
+
+
+def text(device, rows, length, seed=0):
+    return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def send_home(model, is_home_T):
+    """Lets every classifier send these tokens home and no others."""
+    logits_TC = torch.stack([is_home_T, ~is_home_T], -1).float() * 9
+    for ffn in model.expanded_ffns().values():
+        ffn.classifier.register_forward_hook(lambda *_: logits_TC)
+
+
+def assert_close(found, expected, dtype):
+    torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[dtype] * expected.abs().max().item())
+
+
+@contextmanager
+def no_value_read(device):
+    """Lets CUDA raise an error where the host waits for a value."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def as_graph(function, example):
+    """The function itself, on a GPU as a CUDA graph that was captured with the example."""
+    if example.device.type == "cpu":
+        return function
+    given = example.clone()
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            function(given)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = function(given)
+
+    def replay(other):
+        given.copy_(other)
+        graph.replay()
+        return output.clone()
+
+    return replay
+
+
+def tokens_without_a_read(device, dtype, experts):
+    """How many tokens a layer takes without reading a value on the host: above 64 it needs the grouped kernel, unless
+    each token takes all experts."""
+    groups = hasattr(F, "grouped_mm") and has_kernel(torch.empty(1, dtype=dtype, device=device))
+    return 100 if experts <= 2 or device == "cpu" or groups else 64
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("experts", [2, 4])
+def test_right_after_expansion_it_computes_what_the_base_does(device, dtype, experts):
+    dense, model = models(device, dtype, experts, differ=False)
+    for ids in (text(device, 1, 5), text(device, 3, 40)):
+        assert_close(model(ids).logits, dense(ids).logits, dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("judge", ["classifier", "gate", "languages"])
+def test_with_all_experts_a_token_sent_home_gets_the_bases_bits(device, dtype, judge):
+    dense, model = models(device, dtype, 2, judge)
+    for length in (1, 40):
+        ids = text(device, 3, length)
+        said = {"languages": ["en", "el", "en"]} if judge == "languages" else {}
+        if not said:
+            is_home_T = torch.tensor([True, False, True], device=device).repeat_interleave(length)
+            send_home(model, is_home_T)
+        found, base = model(ids, **said).logits, dense(ids).logits
+        assert torch.equal(found[[0, 2]], base[[0, 2]])
+        assert not torch.allclose(found[1], base[1], rtol=0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("judge", ["classifier", "gate"])
+def test_with_more_experts_a_token_sent_home_gets_the_bases_values_to_rounding(device, dtype, judge):
+    dense, model = models(device, dtype, 4, judge)
+    for length in (1, 40):
+        ids = text(device, 3, length)
+        send_home(model, torch.tensor([True, False, True], device=device).repeat_interleave(length))
+        assert_close(model(ids).logits[[0, 2]], dense(ids).logits[[0, 2]], dtype)
+        send_home(model, torch.ones(3 * length, dtype=torch.bool, device=device))
+        found, base = model(ids).logits, dense(ids).logits
+        assert_close(found, base, dtype)
+        if device == "cpu":
+            assert torch.equal(found, base)
+
+
+@torch.no_grad()
+def test_with_more_experts_the_users_word_gives_the_bases_bits(device, dtype):
+    dense, model = models(device, dtype, 4, "languages")
+    for length in (1, 40):
+        ids = text(device, 3, length)
+        base = dense(ids).logits
+        assert torch.equal(model(ids, languages="en").logits, base)
+        assert torch.equal(model(ids, languages=["en", "el", "en"]).logits[[0, 2]], base[[0, 2]])
+
+
+@pytest.mark.parametrize("form", ["gated", "conv1d"])
+@pytest.mark.parametrize("way", EACH_WAY)
+def test_every_way_is_the_definition_with_every_gradient(device, dtype, way, form):
+    for N, T in ((2, 3), (4, 1), (9, 70)):
+        experts = build(form, N, dtype=dtype).experts.to(device)
+        experts[0].requires_grad_(False)
+        given = [one.to(device) for one in drawn(T, 2, N, dtype)]
+        assert_is_the_definition(WAYS[way], experts, *given)
+    assert_is_the_definition(WAYS[way], experts, *(one.to(device) for one in drawn(70, 2, 9)), autocast=True)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("experts", [2, 4])
+def test_the_layer_reads_no_value_on_the_host(device, dtype, experts, mode):
+    layer = getattr(build("gated", experts, dtype=dtype, has_classifier=True).to(device), mode)()
+    layer.experts[0].requires_grad_(False)
+    for tokens in (1, tokens_without_a_read(device, dtype, experts)):
+        x = torch.randn(1, tokens, 16).to(device, dtype).requires_grad_()
+        layer(x).sum().backward()  # libraries may set themselves up the first time
+        with no_value_read(device):
+            y = layer(x)
+            y.sum().backward()
+        assert y.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("experts", [2, 4])
+def test_a_captured_graph_of_a_forward_pass_replays_exactly(device, dtype, experts):
+    _, model = models(device, dtype, experts, "classifier")
+    length = tokens_without_a_read(device, dtype, experts) // 2
+    first, second = (text(device, 2, length, seed) for seed in (0, 1))
+    replay = as_graph(lambda ids: model(ids, **UNMASKED).logits, first)
+    for ids in (first, second):
+        assert torch.equal(replay(ids), model(ids, **UNMASKED).logits)
+    torch.testing.assert_close(model(first, **UNMASKED).logits, model(first).logits)
+
+
+@torch.no_grad()
+def test_compiled_it_is_one_graph(device, dtype):
+    experts = 4 if dtype == torch.bfloat16 else 2
+    _, model = models(device, dtype, experts, "classifier", num_hidden_layers=1)
+    ids = text(device, 2, 40)
+    expected = model(ids, use_cache=False).logits
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager" if device == "cpu" else "inductor", fullgraph=True)
+    assert_close(compiled(ids, use_cache=False).logits, expected, dtype)
+
+
+@torch.no_grad()
+def test_it_generates_with_a_static_cache(device, dtype):
+    """On a GPU transformers compiles it. Each token is the best by a pass without a cache, to rounding."""
+    _, model = models(device, dtype, 4, "classifier", num_hidden_layers=1)
+    prompts = text(device, 2, 7)
+    options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "eos_token_id": None}
+    torch.compiler.reset()
+    found = model.generate(prompts, max_new_tokens=8, cache_implementation="static", **options)
+    assert found.shape == (2, 15)
+    logits = model(found[:, :-1]).logits[:, 6:].float()
+    least = logits.amax(-1) - CLOSE[dtype] * logits.abs().max()
+    assert (logits.gather(-1, found[:, 7:, None]).squeeze(-1) >= least).all()
+    assert (logits >= least.unsqueeze(-1)).sum(-1).float().mean() < 5  # else many tokens would do
