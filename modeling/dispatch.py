@@ -81,7 +81,9 @@ def run_all(
 def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor) -> torch.Tensor:
     y_Th = outputs[0] * weights_TN[:, :1]
     for number, output in enumerate(outputs[1:], start=1):
-        y_Th = torch.addcmul(y_Th, output, weights_TN[:, number : number + 1])
+        weight_T1 = weights_TN[:, number : number + 1]
+        # An expert that a token does not take adds nothing, even if its output overflowed.
+        y_Th = torch.addcmul(y_Th, output.masked_fill(weight_T1 == 0, 0), weight_T1)
     return y_Th.to(outputs[0].dtype)
 
 

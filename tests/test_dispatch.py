@@ -170,6 +170,17 @@ def test_weights_that_sum_to_one_leave_equal_outputs_as_they_are(way, dtype):
         assert torch.equal(found, rows)
 
 
+@pytest.mark.parametrize("way", EACH_WAY)
+def test_an_expert_that_overflows_leaves_the_tokens_of_others_alone(way):
+    experts = build("gated", 2, dtype=torch.float16).experts
+    with torch.no_grad():
+        experts[1].down_proj.weight.fill_(60000.0)
+    x, weights, _ = drawn(9, 2, 2, torch.float16)
+    index = torch.tensor([0, 2]).repeat(9, 1)
+    y = WAYS[way](experts, x, torch.ones_like(weights), index)
+    torch.testing.assert_close(y, experts[0](x), rtol=5e-3, atol=5e-3)
+
+
 # Which way runs
 
 

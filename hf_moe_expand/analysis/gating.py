@@ -1,7 +1,7 @@
 """Fits the gates of an expanded checkpoint: home unless recognised."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
 from ..errors import InputError
 from ..modeling.prefix_gate import PrefixRule
-from ..models import load_for_inference, longest_block
+from ..models import check_decoder, load_for_inference, longest_block, model_name
 from ..records import History, StageRecord
 from ..settings import GateSettings
 from .gate_fit import GateReport, fit_rows
@@ -136,3 +136,25 @@ def fitted(
     numbers = {code: known.get(code, 0) if code in texts else 0 for code in examples}
     with torch.no_grad():
         return fit_rows(model, examples, numbers, list(anchors), rule=rule, unseen_share=settings.unseen_share)
+
+
+def gates_of_base(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[str, Iterable[str]],
+    new: Collection[str],
+    settings: GateSettings | None = None,
+) -> GateReport:
+    """Where gates would send tokens, by a dense base's hidden states, before anything is trained.
+
+    Args:
+        texts: documents of old and new languages.
+        new: the new languages.
+
+    Raises:
+        InputError: see `fit_gates`.
+    """
+    check_decoder(model.config, model_name(model), "gates")
+    classes = {code: int(code in new) for code in texts}
+    anchors = check_languages(classes, texts, None)
+    return fitted(model, tokenizer, texts, anchors, settings or GateSettings(), classes)[1]

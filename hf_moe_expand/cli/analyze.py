@@ -85,6 +85,9 @@ def analyze_separability(
     ] = 100_000,
     block_size: BlockSize = 1024,
     batch_size: BatchSize = 8,
+    gates: Annotated[
+        bool, typer.Option("--gates", help="Fit gates too, and say where they would send tokens (`gates`); minutes.")
+    ] = False,
     figure: Figure = None,
     seed: Seed = 0,
     revision: Revision = None,
@@ -93,6 +96,7 @@ def analyze_separability(
     """Measure how well each layer of a dense or expanded model tells old text from new, by a linear probe.
 
     Prints the balanced accuracy on held-out text (0.5 is chance): of one token, and of 8, 16 and 32 tokens together.
+    With --gates it also says what share of each language's tokens gates would let pass, before anything is trained.
 
     Example: hf-moe-expand analyze separability Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out apart.json
     """
@@ -110,6 +114,10 @@ def analyze_separability(
     )
     result.to_json(out)
     print_table(*result.rows())
+    if gates:
+        from ..analysis.gating import gates_of_base
+
+        print("\n".join(gates_of_base(model, tokenizer, texts, list(new_sources)).lines()))
     if figure is not None:
         from ..report.figures import plot_separability
 
