@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_moe_expand import Plan, expand_checkpoint, hub
+from hf_moe_expand.analysis import gating
 from hf_moe_expand.checkpoint import gguf
 from hf_moe_expand.checkpoint.native_forms import NATIVE_FORMS
 from hf_moe_expand.demo import real
@@ -30,6 +31,7 @@ from hf_moe_expand.modeling import LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
+from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.arguments import check_training_arguments
 from hf_moe_expand.yamlfile import read_yaml
 
@@ -57,6 +59,8 @@ TESTED = {
     ("README.md", "bash"): "test_cli.py::test_every_command_of_the_readme_runs",
     ("README.md", "python"): "test_cli.py::test_the_readmes_python_runs",
     ("README.md", "yaml"): "test_docs.py::test_the_distributed_guide",
+    ("choose.md", "yaml"): "test_docs.py::test_the_guide_to_gates",
+    ("gates.md", "bash"): "test_docs.py::test_the_guide_to_gates",
     ("choose.md", "json"): "test_plan_methods.py::test_the_guides_own_plan_is_a_plan",
     ("delta_moe.md", "bash"): "test_docs.py::test_the_delta_moe_guide",
     ("delta_moe.md", "yaml"): "test_docs.py::test_the_delta_moe_guide",
@@ -503,6 +507,29 @@ def test_the_lifelong_guide(workplace):
     assert "tr (expansion 2)" in said["evaluate qwen-el-2"]
     assert "nearest experts: layer 0: " in said["grow qwen-el-2"]
     assert run_recipe(Recipe.load("lifelong.yaml"), lambda line: None).parts[-2:] == ("2", "review")
+
+
+def test_the_guide_to_gates(workplace, monkeypatch):
+    workplace("gates.md")
+    monkeypatch.setattr(gating, "fit_gates", lambda *args, **options: fitted.append((args, options)) or Said())
+    fitted = []
+    told = commands("gates.md")
+    assert [words[0] for words in told] == ["gates", "inspect"]
+    expanded("qwen-hu-1", [2] * 8, new="hu")
+    assert "wrote" in invoke(*told[0])
+    ((model, out, texts, anchors, settings), _) = fitted[0]
+    assert (model, str(out), sorted(texts), anchors) == ("qwen-hu-1", "qwen-hu-2", ["en", "hu"], None)
+    assert settings == GateSettings()
+    (recommended,) = blocks("choose.md", "yaml")
+    recipe = "base: Qwen/Qwen2.5-0.5B\noutput: runs/x\nold: {en: en.jsonl}\nnew: {hu: hu.jsonl}\n" + recommended
+    Path("recommended.yaml").write_text(recipe)
+    stages = [stage.key for stage, _ in Recipe.load("recommended.yaml").stages()]
+    assert stages == ["post_pretrain", "gates", "review"]
+
+
+class Said:
+    def lines(self):
+        return ["wrote it"]
 
 
 def test_the_guide_to_packs(workplace, monkeypatch):

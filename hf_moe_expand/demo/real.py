@@ -12,10 +12,9 @@ from ..models import load_for_inference
 from ..pipeline import run_recipe
 from ..recipe import Recipe
 from ..report.page import make_page
-from .chat_check import check_chat
 from .smollm2 import MEGABYTES, NAME, make_smollm2
 
-MINUTES = 12
+MINUTES = 7
 GIGABYTES = 3
 PROMPTS = ("Y dijo el rey:", "Había en la ciudad un hombre que", "The king said to his servants,")
 NEW_TOKENS = 24
@@ -33,11 +32,8 @@ post_pretrain:                       # stage 1: the new experts and the routers 
   block_size: 256
   training: {{max_steps: 60, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
              warmup_steps: 3, logging_steps: 10, save_strategy: "no"}}
-gates:                               # what is not recognised as Spanish stays home: English, and all that nobody named
-  {{tokens: 600, anchor_tokens: 150}}
-review:                              # stage 2: English tokens that the routers share keep the base's predictions
+review:                              # stage 2: the routers learn which tokens need the original FFN, on both languages
   block_size: 256
-  distillation_coef: 1
   training: {{max_steps: 20, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
              warmup_steps: 2, logging_steps: 10, save_strategy: "no"}}
 evaluation: {{block_size: 512, batch_size: 2, max_tokens: 3000}}
@@ -75,9 +71,6 @@ def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> No
     page = out / "run" / "report.html"
     write_text(page, make_page(out / "run"))
     print(f"page: {page}")
-    chat = check_chat(base or fetched, final, "en")
-    if chat is not None:
-        print("\n".join(chat.lines()))
     before, after = continuations(base or fetched), continuations(final)
     for prompt in PROMPTS:
         print(f"{prompt}\n  before: {before[prompt]}\n  after:  {after[prompt]}")
