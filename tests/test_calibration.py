@@ -84,7 +84,7 @@ def scored(folder):
 
 @pytest.mark.parametrize(("pack", "low", "high"), [("faint", 2, 8), ("loud", 1 / 16, 1 / 2)])
 def test_a_router_with_other_log_odds_gets_a_factor_that_undoes_most_of_it(packs, tmp_path, pack, low, high):
-    report, found = join_calibrated([packs["el"], packs[pack]], tmp_path / "out", TEXTS, tokens=100)
+    report, found = join_calibrated([packs["el"], packs[pack]], tmp_path / "out", TEXTS, tokens=100, gates=False)
     assert low <= found.factors[1] / found.factors[0] <= high
     assert report.scales == found.factors
     plain = tmp_path / "plain"
@@ -96,14 +96,14 @@ def test_a_router_with_other_log_odds_gets_a_factor_that_undoes_most_of_it(packs
 
 def test_the_factors_are_written_and_nothing_else_remains(packs, tmp_path):
     chosen = [packs["el"], packs["faint"]]
-    _, found = join_calibrated(chosen, tmp_path / "out", TEXTS, tokens=100)
+    _, found = join_calibrated(chosen, tmp_path / "out", TEXTS, tokens=100, gates=False)
     join_expansions(chosen, tmp_path / "same", scales=found.factors)
     for file in (tmp_path / "same").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "same"]
     # A calibrated model that is joined and calibrated again keeps the product.
     again, more = join_calibrated(
-        [tmp_path / "out", packs["hu"]], tmp_path / "three", TEXTS, tokens=100, keep_both=True
+        [tmp_path / "out", packs["hu"]], tmp_path / "three", TEXTS, tokens=100, keep_both=True, gates=False
     )
     assert again.scales[:2] == [a * b for a, b in zip(found.factors, more.factors, strict=False)]
 
@@ -125,10 +125,10 @@ def test_a_loaded_model_stays_as_it_is_and_no_score_gets_worse(packs, tmp_path):
     join_expansions([packs["el"], packs["hu"]], tmp_path / "out")
     model = load(tmp_path / "out")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100)
+    found = calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100, gates=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert sum(found.after.values()) <= sum(found.before.values())
-    assert found == calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100)
+    assert found == calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100, gates=False)
     with pytest.raises(InputError, match="joins no language packs"):
         calibrate_join(load(packs["el"]), byte_tokenizer(), TEXTS)
 
@@ -147,7 +147,7 @@ def test_text_that_it_cannot_use_is_refused_before_anything_is_written(
 ):
     monkeypatch.setattr(calibration, "write_joined", None)
     with pytest.raises(InputError, match=said):
-        join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", texts, tokens=tokens)
+        join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", texts, tokens=tokens, gates=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -156,7 +156,7 @@ def test_a_killed_calibration_leaves_what_the_next_one_removes(packs, tmp_path):
     left.mkdir()
     (sentence,) = leftovers(tmp_path / "out")
     assert "is of a killed process" in sentence
-    join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", TEXTS, tokens=50)
+    join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", TEXTS, tokens=50, gates=False)
     assert not left.exists()
 
 
@@ -164,7 +164,7 @@ def test_the_command(packs, tmp_path):
     for code, texts in TEXTS.items():
         write_texts(tmp_path / f"{code}.jsonl", texts)
     given = [part for code in TEXTS for part in ("--calibrate", f"{code}={tmp_path / code}.jsonl")]
-    said = invoke("join", tmp_path / "out", packs["el"], packs["faint"], *given, "--tokens", 100)
+    said = invoke("join", tmp_path / "out", packs["el"], packs["faint"], *given, "--tokens", 100, "--factors")
     assert re.search(r"calibration        bits per byte 7\.\d+ to 7\.\d+ \(en 8\.\d+ to 8\.\d+, el 6\.", said)
     assert "pack 2  faint: hu (router x 2)" in said
     assert f"wrote {tmp_path / 'out'}\n" in said

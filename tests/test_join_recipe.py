@@ -33,7 +33,12 @@ def fields(home, tmp_path, **changes):
     found = {
         "base": str(home / "base"),
         "output": str(tmp_path / "run"),
-        "join": {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")], "calibrate": True, "tokens": 60},
+        "join": {
+            "packs": [str(home / "qwen-el"), str(home / "qwen-hu")],
+            "calibrate": True,
+            "gates": False,
+            "tokens": 60,
+        },
         "old": {code: texts[code] for code in ("en", "de")},
         "new": {code: texts[code] for code in ("el", "hu")},
         "test": {code: texts[code] for code in ("en", "el", "hu")},
@@ -113,7 +118,7 @@ def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_pa
         ({"graft": {"instruct": "x"}}, "graft: a recipe with `join`"),
         ({"expand": {"expert_kind": "lora"}}, "expand: a recipe with `join`"),
         ({"join": {"packs": ["only-one"]}}, "join.packs"),
-        ({"new": None}, "join.calibrate: finds the factors of the packs' routers on text"),
+        ({"new": None}, "join.calibrate: fits gates, or finds the factors of the packs' routers, on text"),
         ({"old": None}, "old: no old language: the review stage"),
         ({"join": {"packs": ["a", "b"], "tokens": 3}}, "join: tokens is 3: must be at least 16"),
     ],

@@ -10,7 +10,9 @@ from ..yamlfile import read_yaml
 
 # The keys of a recipe before and after those of its stages, so that an unknown key is refused before torch is imported.
 _FIRST = ("new", "analysis", "deviation", "plan", "expand")
-_LAST = ("base", "output", "old", "test", "revision", "seed", "expansions", "join", "self_written", "evaluation")
+_LAST = (
+    "base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written", "evaluation",
+)  # fmt: skip
 _FORMER = ("normal",)  # accepted with a warning
 
 
