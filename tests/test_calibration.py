@@ -125,7 +125,7 @@ def test_a_loaded_model_stays_as_it_is_and_no_score_gets_worse(packs, tmp_path):
     join_expansions([packs["el"], packs["hu"]], tmp_path / "out")
     model = load(tmp_path / "out")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100, gates=False)
+    found = calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert sum(found.after.values()) <= sum(found.before.values())
     assert found == calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100, gates=False)
