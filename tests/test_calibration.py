@@ -128,7 +128,7 @@ def test_a_loaded_model_stays_as_it_is_and_no_score_gets_worse(packs, tmp_path):
     found = calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert sum(found.after.values()) <= sum(found.before.values())
-    assert found == calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100, gates=False)
+    assert found == calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100)
     with pytest.raises(InputError, match="joins no language packs"):
         calibrate_join(load(packs["el"]), byte_tokenizer(), TEXTS)
 
