@@ -332,7 +332,7 @@ def test_two_expansions_one_after_the_other(recipe, root):
     rounds[0] = changed(rounds[0], analysis=recipe.analysis)
     recipe = changed(recipe, new={}, expansions=rounds, output=str(root / "lifelong"))
     found = validate_recipe(recipe)
-    assert sum(line.startswith("expansion ") for line in found) == 2
+    assert sum(line.startswith("expansion ") and " experts, " in line for line in found) == 2
     said = []
     final = run_recipe(recipe, said.append)
     assert final == root / "lifelong" / "2" / "review"

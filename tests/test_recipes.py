@@ -63,7 +63,7 @@ def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
         tiny_config(backbone, **depth).save_pretrained(tmp_path / "base")
     found = validate_recipe(changed(recipe, base=str(tmp_path / "base")), offline=True)
     assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
-    assert sum(line.startswith("expansion ") for line in found) == len(recipe.rounds)
+    assert sum(line.startswith("expansion ") and " experts, " in line for line in found) == len(recipe.rounds)
 
 
 @pytest.mark.parametrize("name", NAMES)
