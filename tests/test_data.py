@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_moe_expand import hub_access
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.data import packing, sources
-from hf_moe_expand.data.mixing import review_documents
+from hf_moe_expand.data.mixing import balanced_tokens, review_documents, small_shares
 from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
 from hf_moe_expand.data.sources import LanguageText, check_languages, names_language
 from hf_moe_expand.errors import InputError
@@ -279,6 +279,30 @@ def test_a_tokenizer_without_an_end_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="no end-of-text token"):
         pack_texts(texts(el=["abc"]), tokenizer, 4, 0)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 99))
+def test_sides_of_a_mix_have_equally_many_tokens(english, greek, turkish, seed):
+    """Each language ends with the document that reaches its share, and the one with least text gives all it has."""
+    made = texts(en=["abcd"] * english, el=["a" * 9] * greek, tr=["ab"] * turkish)  # 5, 10 and 3 tokens with the end
+    packed = pack_texts(made, byte_tokenizer(), 1, seed, sides=[["en"], ["el", "tr"]])
+    of_side = min(5 * english, 2 * 10 * greek, 2 * 3 * turkish)
+    for code, size, share in (("en", 5, of_side), ("el", 10, of_side // 2), ("tr", 3, of_side // 2)):
+        assert packed.documents[code] == max(-(-share // size), 1)
+        assert packed.tokens[code] == size * packed.documents[code]
+    assert len(packed.dataset) == sum(packed.tokens.values())
+
+
+def test_an_empty_side_takes_nothing():
+    assert balanced_tokens({"el": 9}, [[], ["el"]]) == {"el": 9}
+
+
+def test_languages_with_little_text_are_named():
+    assert small_shares({"en": 9, "el": 91}) == {"en": 0.09}
+    assert small_shares({"en": 10, "el": 90}) == {}
+    assert small_shares(dict.fromkeys("abcdefghijkl", 8)) == {}  # twelve equal shares are not little
+    assert list(small_shares(dict.fromkeys("abcdefghijk", 10) | {"z": 4})) == ["z"]
 
 
 def test_review_mixes_one_old_to_two_new_documents():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_moe_expand.stages.recording import _duration, _SaysHowFar
+from hf_moe_expand.stages.recording import _duration, _SaysHowFar, _shares
 
 
 def said(capsys, seconds, disable_tqdm, begin=0, monkeypatch=None):
@@ -51,3 +51,10 @@ def test_a_short_training_says_nothing(capsys):
 )
 def test_durations(seconds, words):
     assert _duration(seconds) == words
+
+
+def test_each_languages_share_is_said_before_a_training():
+    assert _shares({"en": 50, "hu": 50}) == ["tokens: en 50%, hu 50%"]
+    assert _shares({"en": 1, "hu": 24})[1] == (
+        "warning: little of the text is en (4.0%): give more text of it, or less of the others"
+    )

@@ -1,8 +1,27 @@
-"""Computes how many documents of each language go into a mix."""
+"""Computes how much text of each language goes into a mix: tokens, or documents."""
 
 from collections.abc import Mapping, Sequence
 
 from ..errors import InputError
+
+NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
+
+
+def balanced_tokens(available: Mapping[str, int], sides: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Tokens of each language for a mix whose sides have equally many, shared equally by the languages of a side.
+
+    Args:
+        available: tokens of each language; the language with the least text for its share limits the mix.
+        sides: the languages of each side, such as old and new ones.
+    """
+    of_side = min(available[code] * len(side) for side in sides for code in side)
+    return {code: of_side // len(side) for side in sides for code in side}
+
+
+def small_shares(tokens: Mapping[str, int]) -> dict[str, float]:
+    """The share of each language that has less than a tenth of the tokens, and less than half of an equal share."""
+    whole, least = sum(tokens.values()), min(0.1, 0.5 / len(tokens))
+    return {code: count / whole for code, count in tokens.items() if count < least * whole}
 
 
 def review_documents(
@@ -10,7 +29,7 @@ def review_documents(
     old: Sequence[str],
     new: Sequence[str],
     old_documents: int | None = None,
-    new_per_old: float = 2.0,
+    new_per_old: float = NEW_PER_OLD,
     fewer_documents: bool = False,
 ) -> dict[str, int]:
     """Documents of each language for the review stage: `n` of each old one, `new_per_old * n` of each new one (1 : 2).

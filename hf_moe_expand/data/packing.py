@@ -9,6 +9,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
+from .mixing import balanced_tokens
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def pack_texts(
     tokens_per_language: int | None = None,
     languages: Sequence[str] | None = None,
     groups: Sequence[Sequence[str]] | None = None,
+    sides: Sequence[Sequence[str]] | None = None,
 ) -> PackedText:
     """Shuffles, mixes and packs documents into blocks of exactly `block_size` tokens.
 
@@ -101,6 +103,7 @@ def pack_texts(
         tokens_per_language: number of tokens at which to stop taking whole documents.
         languages: the order of the language ids; that of `texts` by default.
         groups: languages that may share a block; all by default.
+        sides: languages whose documents are taken until each side has equally many tokens, as many as the text allows.
 
     Raises:
         InputError: a language has fewer tokens than asked for, or the text of a group is less than one block.
@@ -120,6 +123,10 @@ def pack_texts(
             encoded, total = take_tokens(encoded, tokens_per_language, language)
         encoded_texts[language] = encoded
         tokens[language], counts[language] = total, len(encoded)
+    if sides is not None:
+        for language, wanted in balanced_tokens(tokens, sides).items():
+            encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], wanted, language)
+            counts[language] = len(encoded_texts[language])
     blocks = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]

@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
 
+from ..data.mixing import small_shares
 from ..data.packing import PackedText
 from ..errors import DivergedError
 from ..records import StageRecord, without_folders
@@ -33,6 +34,8 @@ class _SaysWhatBegins(TrainerCallback):
         scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         rate = f"learning rate {args.learning_rate:g} ({scheduler})"
         print(f"{self.trainer.trained_as}: {state.max_steps:,} steps of {of}, {rate}")
+        if self.trainer.packed is not None and getattr(self.trainer, "mix", None) is None:
+            print("\n".join(_shares(self.trainer.packed.tokens)))
         if state.global_step:
             print(f"resumes at step {state.global_step} of {state.max_steps}")
 
@@ -64,6 +67,16 @@ class _SaysHowFar(TrainerCallback):
         )
         self.said = now
         self.wait = _LATER if args.disable_tqdm or os.environ.get("TQDM_DISABLE") else float("inf")
+
+
+def _shares(tokens: Mapping[str, int]) -> list[str]:
+    """Each language's share of the tokens, and a warning that names those with little."""
+    whole = sum(tokens.values())
+    lines = ["tokens: " + ", ".join(f"{code} {count / whole:.0%}" for code, count in tokens.items())]
+    if little := small_shares(tokens):
+        named = ", ".join(f"{code} ({share:.1%})" for code, share in little.items())
+        lines.append(f"warning: little of the text is {named}: give more text of it, or less of the others")
+    return lines
 
 
 def _duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from datasets import Dataset
 
-from ..data.mixing import review_documents
+from ..data.mixing import NEW_PER_OLD, review_documents
 from ..errors import InputError, at
 from ..records import History
 from ..schema import Coefficient, Count, Flag, Positive
@@ -30,10 +30,15 @@ class ReviewConfig(StageConfig):
     }  # fmt: skip
 
     block_size: BlockSize = key(512, "tokens in a block")
-    old_documents: Count | None = key(None, "documents of each old language; by default as many as the text allows")
-    new_per_old: Positive = key(2.0, "new documents for each old document")
+    old_documents: Count | None = key(
+        None,
+        "count documents, as MoE-LPR does: this many of each old language. By default old and new languages have equally "
+        "many tokens, as many as the text allows",
+    )
+    new_per_old: Positive | None = key(None, "count documents: new ones for each old one; 2 by default")
     fewer_documents: Flag = key(
-        False, "where a language has too little text for `old_documents`, take as many as the text allows"
+        False,
+        "count documents: where a language has too little text for `old_documents`, take as many as the text allows",
     )
     balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")
     language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(0.1, "weight of the LPR loss")
@@ -93,10 +98,17 @@ class Review(TrainingStage):
             )
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: ReviewConfig) -> dict[str, Any]:
-        available = {code: len(dataset) for code, dataset in texts.items()}
         old, new = languages_of(model_config)
-        asked = (config.old_documents, config.new_per_old, config.fewer_documents)
+        if not (counts_documents(config) or model_config.is_encoder_decoder):
+            return {"sides": [old, new]}
+        available = {code: len(dataset) for code, dataset in texts.items()}
+        asked = (config.old_documents, config.new_per_old or NEW_PER_OLD, config.fewer_documents)
         return {"documents": review_documents(available, old, new, *asked)}
+
+
+def counts_documents(settings: Any) -> bool:
+    """Whether a review's settings make its mix by documents, not by tokens."""
+    return settings.old_documents is not None or settings.new_per_old is not None or settings.fewer_documents
 
 
 def _check_distillation(settings: Any, two_sides: bool | None) -> None:

@@ -19,7 +19,7 @@ from ..costs import (
     training_speed,
     weights_bytes,
 )
-from ..data.mixing import review_documents
+from ..data.mixing import NEW_PER_OLD, review_documents
 from ..data.sources import LanguageText
 from ..disk import Written, saved_at_once, training_checkpoint
 from ..errors import InputError, at
@@ -184,9 +184,10 @@ class TrainStep(StageStep):
         it takes if the settings allow fewer."""
         review, old, new = self.settings, self.round.old, self.round.new
         wanted = dict.fromkeys(old, review.old_documents)
-        wanted |= dict.fromkeys(new, max(1, round(review.old_documents * review.new_per_old)))
+        each = review.new_per_old or NEW_PER_OLD
+        wanted |= dict.fromkeys(new, max(1, round(review.old_documents * each)))
         available = {code: _count(self.round.sources[code], count) for code, count in wanted.items()}
-        asked = (review.old_documents, review.new_per_old, review.fewer_documents)
+        asked = (review.old_documents, each, review.fewer_documents)
         written = checks.recipe.self_written
         if written is not None and written.documents < review.old_documents and not review.fewer_documents:
             raise InputError(
