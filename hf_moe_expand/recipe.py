@@ -257,6 +257,8 @@ class Recipe(Expansion):
             fill_sources(mapping, kind, str(path), unset_ok)
         fill_stages(mapping, _STAGES, str(path), unset_ok)
         fill_packs(mapping, str(path), unset_ok)
+        if isinstance(mapping.get("evaluation"), dict):
+            fill_sources(mapping["evaluation"], "questions", f"{path}: evaluation", unset_ok)
         if isinstance(mapping.get("expansions"), list):
             _share(mapping, str(path), unset_ok)
         recipe = read(cls, mapping, str(path))

@@ -124,3 +124,10 @@ class EvaluationSettings:
             "default"
         ),
     ] = None
+    questions: Annotated[
+        dict[Text, Text] | None,
+        Field(
+            description="by old language, a file with questions, one a line, that base and result answer in the base's "
+            "chat template; by default ten in English, if English is old; `{}` for none"
+        ),
+    ] = None

@@ -40,6 +40,13 @@ def evaluate(
         str,
         typer.Option(help="Tasks of lm-evaluation-harness with their numbers of examples, e.g. arc_hu@25,m_mmlu_hu@5."),
     ] = "",
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="LANGUAGE=FILE with questions, one a line, or LANGUAGE for ten of ours (en): the first and the last "
+            "model answer them in the chat template; repeat for each language."
+        ),
+    ] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(help="Examples for tasks given without @N; by default each task's own number.")
     ] = None,
@@ -56,8 +63,11 @@ def evaluate(
     sources = text_sources(data or [])
     for source in sources.values():
         source.files()
-    if not sources and not tasks:
-        raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or both.")
+    if not sources and not tasks and not questions:
+        raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or --questions.")
+    asked = _questions(questions or [])
+    if asked and len(models) < 2:
+        raise InputError("--questions compares answers: give the base first and the model made of it last.")
     if not tasks and not (num_fewshot is limit is include_path is None):
         raise InputError("--num-fewshot, --limit and --include-path belong to --tasks, which is not given.")
     if ensemble is not None and not sources:
@@ -71,6 +81,13 @@ def evaluate(
         harness_tasks = HarnessTasks(codes(tasks), num_fewshot, limit, include_path)
     groups = _language_groups(models, list(sources), codes(old), codes(new))
     result = evaluate_models(models, sources, groups, block_size, batch_size, max_tokens, ensemble, harness_tasks)
+    for code, lines in asked.items():
+        from ..evaluation.chat import check_chat
+
+        if (chat := check_chat(models[0], models[-1], code, lines)) is None:
+            raise InputError(f"{models[0]}: its tokenizer has no chat template, so it cannot answer --questions.")
+        result.chats.append(chat)
+        print("\n".join(chat.lines()))
     result.to_json(out)
     print(f"wrote {out}")
 
@@ -127,6 +144,17 @@ def evaluate_translation(
     print_table(*result.rows())
     result.to_json(out)
     print(f"wrote {out}")
+
+
+def _questions(arguments: list[str]) -> dict[str, list[str]]:
+    """The questions of `--questions`, by language."""
+    if not arguments:
+        return {}
+    from ..evaluation.chat import QUESTIONS
+
+    ours = {code: list(QUESTIONS[code]) for code in arguments if code in QUESTIONS}
+    given = text_sources([argument for argument in arguments if argument not in ours])
+    return ours | {code: list(source.documents()) for code, source in given.items()}
 
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:

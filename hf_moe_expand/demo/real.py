@@ -14,7 +14,7 @@ from ..recipe import Recipe
 from ..report.page import make_page
 from .smollm2 import MEGABYTES, NAME, make_smollm2
 
-MINUTES = 7
+MINUTES = 12
 GIGABYTES = 3
 PROMPTS = ("Y dijo el rey:", "Había en la ciudad un hombre que", "The king said to his servants,")
 NEW_TOKENS = 24
@@ -32,8 +32,12 @@ post_pretrain:                       # stage 1: the new experts and the routers 
   block_size: 256
   training: {{max_steps: 60, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
              warmup_steps: 3, logging_steps: 10, save_strategy: "no"}}
-review:                              # stage 2: the routers learn which tokens need the original FFN, on both languages
+gates:                               # what is not recognised as Spanish stays home: English, and all that nobody named
+  {{tokens: 600, anchor_tokens: 150}}
+review:                              # stage 2: English tokens that the gates let pass keep the base's predictions
   block_size: 256
+  distillation_coef: 1
+  classifier_coef: 0                 # the gates are fitted already
   training: {{max_steps: 20, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
              warmup_steps: 2, logging_steps: 10, save_strategy: "no"}}
 evaluation: {{block_size: 512, batch_size: 2, max_tokens: 3000}}

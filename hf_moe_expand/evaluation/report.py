@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..schema import read
+from .chat import ChatCheck
 from .harness import TaskScore
 from .perplexity import LanguageScore
 
@@ -20,6 +21,7 @@ class Evaluation:
         old, new: the languages of the base model, and the other languages.
         expansions: after several expansions, the languages of `new` that each added.
         tasks: `tasks[name][task]`, results on tasks of lm-evaluation-harness.
+        chats: the first and the last model's answers to the same questions, for each language of questions.
     """
 
     old: list[str]
@@ -27,6 +29,7 @@ class Evaluation:
     models: dict[str, dict[str, LanguageScore]] = field(default_factory=dict)
     expansions: list[list[str]] = field(default_factory=list)
     tasks: dict[str, dict[str, TaskScore]] = field(default_factory=dict)
+    chats: list[ChatCheck] = field(default_factory=list)
 
     def mean(self, model: str, languages: Sequence[str], measure: str = "bits_per_byte") -> float | None:
         """Mean of a measure over languages; None without languages."""
@@ -46,6 +49,8 @@ class Evaluation:
             "old": self.old, "new": self.new, "expansions": self.expansions, "models": models,
             "mean_bits_per_byte": means,
             "tasks": {n: {task: asdict(score) for task, score in found.items()} for n, found in self.tasks.items()},
+            "chats": [asdict(chat) for chat in self.chats],
+            "equal_answers": {chat.language: chat.equal for chat in self.chats},
         })  # fmt: skip
 
     @classmethod
@@ -58,7 +63,9 @@ class Evaluation:
         value = read_json(path, "an evaluation")
         if missing := sorted({"old", "new", "models"} - set(value)):
             raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
-        known = {name: value[name] for name in ("old", "new", "models", "expansions", "tasks") if name in value}
+        known = {
+            name: value[name] for name in ("old", "new", "models", "expansions", "tasks", "chats") if name in value
+        }
         return read(cls, known, f"{path}: not an evaluation")
 
     def groups(self) -> list[tuple[str, list[str]]]:

@@ -104,6 +104,7 @@ def make_page(run: str | Path) -> str:
         "summary": _summary(parts, history, root),
         "scores": scores_section(found, history) if found and found.models else None,
         "tasks": found.task_rows() if found and found.tasks else None,
+        "chats": found.chats if found else [],
         "recipe": without_paths(read_text(root / "recipe.yaml")) if _has(root, "recipe.yaml") else None,
         "plans": [plan for part in parts if (plan := _plan(part))],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],

@@ -32,8 +32,8 @@ class ReviewConfig(StageConfig):
     block_size: BlockSize = key(512, "tokens in a block")
     old_documents: Count | None = key(
         None,
-        "count documents, as MoE-LPR does: this many of each old language. By default old and new languages have equally "
-        "many tokens, as many as the text allows",
+        "count documents, as MoE-LPR does: this many of each old language. By default old and new languages have "
+        "equally many tokens, as many as the text allows",
     )
     new_per_old: Positive | None = key(None, "count documents: new ones for each old one; 2 by default")
     fewer_documents: Flag = key(

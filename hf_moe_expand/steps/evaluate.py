@@ -5,12 +5,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.source import languages_by_expansion, resolve_checkpoint
+from ..checkpoint.source import languages_by_expansion, load_config, resolve_checkpoint
+from ..data.sources import LanguageText
 from ..errors import at
+from ..evaluation.chat import QUESTIONS, check_chat
 from ..evaluation.perplexity import language_stream
 from ..evaluation.scoring import score_models
 from ..models import load_tokenizer
 from ..recipe import Recipe
+from ..recipe_paths import unset_variable
 from ..schema import plain
 from .base import Checks, Done, Step, contents
 
@@ -34,11 +37,26 @@ class Evaluate(Step):
         self.output = self.root / "evaluation.json"
 
     def inputs(self) -> dict[str, Any]:
-        return {"evaluation": plain(self.recipe.evaluation), "test": contents(self.recipe.test_sources)}
+        questions = {"questions": contents(files)} if (files := self._files()) else {}
+        return {"evaluation": plain(self.recipe.evaluation), "test": contents(self.recipe.test_sources), **questions}
+
+    def _files(self) -> dict[str, LanguageText]:
+        """The files with questions of the chat check."""
+        return {code: LanguageText(code, file) for code, file in (self.recipe.evaluation.questions or {}).items()}
+
+    def _questions(self) -> dict[str, list[str]]:
+        """The questions of the chat check, by old language."""
+        if self.recipe.evaluation.questions is None:
+            return {code: list(QUESTIONS[code]) for code in self.recipe.old if code in QUESTIONS}
+        return {code: list(file.documents()) for code, file in self._files().items()}
 
     def check(self, checks: Checks) -> None:
         """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it."""
         recipe, most = self.recipe, self.recipe.evaluation.max_tokens
+        for code, file in self._files().items():
+            with at(f"evaluation.questions.{code}"):
+                if not checks.offline or not unset_variable(file.source):
+                    file.check()
         if checks.offline or most is None or checks.config.is_encoder_decoder:
             return
         tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
@@ -64,6 +82,11 @@ class Evaluate(Step):
             models, recipe.test_sources, self._languages(), settings.block_size, settings.batch_size,
             settings.max_tokens,
         )  # fmt: skip
+        first, *_, last = models.values()
+        if len(models) > 1 and not load_config(Path(last[0])).is_encoder_decoder:
+            checks = [check_chat(first[0], last[0], code, asked, first[1]) for code, asked in self._questions().items()]
+            result.chats = [check for check in checks if check is not None]
         result.to_json(self.output)
         gone = f" ({', '.join(set(self.models) - set(kept))}: no longer kept)" if len(kept) < len(self.models) else ""
-        return Done(f"{len(recipe.test)} languages, {len(kept)} models{gone}")
+        chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
+        return Done(f"{len(recipe.test)} languages, {len(kept)} models{gone}{chats}")

@@ -1,0 +1,99 @@
+"""Asks a base and the model made of it the same short questions in an old language, in the base's chat template.
+
+Bits per byte can stay where they were while a chat in an old language breaks: no text of a stage looks like a chat.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..asking import Answering, Asked, ask
+from ..errors import InputError
+from ..modeling.spoken_language import classes_of
+
+QUESTIONS: Mapping[str, Sequence[str]] = {
+    "en": (
+        "What is the capital of France?", "How many days are there in a week?", "Name three fruits.",
+        "What colour is the sky on a clear day?", "What do bees make?", "Which is larger, an elephant or a mouse?",
+        "Write one sentence about the sea.", "What is two plus two?", "Why do we sleep?",
+        "Give me a tip for cooking rice.",
+    ),
+}  # fmt: skip
+_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class ChatCheck:
+    """The answers to questions in one language, most probable token by token.
+
+    Attributes:
+        language: code of the questions' language.
+        base, result: answers of the base, and of the model made of it.
+        told: answers of that model where it is told the language; None if it cannot be.
+    """
+
+    language: str
+    questions: list[str]
+    base: list[str]
+    result: list[str]
+    told: list[str] | None
+
+    @property
+    def equal(self) -> float:
+        """The share of questions that the result answers as the base does, word for word."""
+        return sum(one == other for one, other in zip(self.base, self.result, strict=True)) / len(self.questions)
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """A table: header, and one row for each question."""
+        told = {f"told {self.language}": self.told} if self.told is not None else {}
+        columns = {"question": self.questions, "base": self.base, "result": self.result, **told}
+        return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+    def lines(self) -> list[str]:
+        """The answers below each question, and the share of equal ones."""
+        header, rows = self.rows()
+        width = max(map(len, header[1:])) + 1
+        answers = [
+            line
+            for question, *said in rows
+            for line in (question, *(f"  {n + ':':<{width}} {a}" for n, a in zip(header[1:], said, strict=True)))
+        ]
+        return [*answers, f"chat in {self.language}: {self.equal:.0%} of the answers are the base's own"]
+
+
+def check_chat(
+    base: str, result: str, language: str, questions: Sequence[str], revision: str | None = None
+) -> ChatCheck | None:
+    """Asks both models, one after the other in memory; None if the base has no chat template.
+
+    Args:
+        base, result: folders or hub ids of decoders.
+        language: code of the questions' language.
+        revision: revision of the base.
+
+    Raises:
+        InputError: there is no question, a model cannot be loaded, or its template refuses a message.
+    """
+    if not questions:
+        raise InputError(f"questions: there is no question in {language!r}: give some lines.")
+    how = Answering(max_new_tokens=_TOKENS, chat=True)
+
+    def answers(model: Asked, told: str | None = None) -> list[str]:
+        (found,) = ask([model], questions, how, told).values()
+        return [" ".join(answer.text.split()) for answer in found]
+
+    first = Asked.load(base, revision)
+    if not first.has_template:
+        return None
+    of_base = answers(first)
+    del first  # before the other one is loaded
+    second = Asked.load(result)
+    told = answers(second, language) if _can_be_told(second.model.config, language) else None
+    return ChatCheck(language, list(questions), of_base, answers(second), told)
+
+
+def _can_be_told(config: object, language: str) -> bool:
+    try:
+        classes_of(config, language)
+    except (ValueError, AttributeError):  # an unknown language; a dense model
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""The chat check: a base and the model made of it answer the same questions; the share of equal answers is a number."""
+
+import json
+
+import pytest
+import torch
+from conftest import byte_tokenizer, invoke, save_dense, write_texts
+from transformers import AutoModelForCausalLM
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.evaluation import chat
+from hf_moe_expand.evaluation.chat import QUESTIONS, ChatCheck, check_chat
+from hf_moe_expand.evaluation.report import Evaluation
+from hf_moe_expand.report.page import make_page
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+ASKED = ["What is water?", "Who are you?"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A base with a chat template, an expansion of it whose new experts changed, and a base without a template."""
+    home = tmp_path_factory.mktemp("chat")
+    save_dense(home / "plain")
+    save_dense(home / "base")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(home / "base")
+    expand_checkpoint(home / "base", home / "same", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
+    model = AutoModelForCausalLM.from_pretrained(home / "same")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for part in ffn.experts[1:].parameters():
+                part.normal_(std=0.5)
+    model.save_pretrained(home / "other")
+    tokenizer.save_pretrained(home / "other")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(chat, "_TOKENS", 6)
+
+
+def test_an_expansion_before_training_answers_as_its_base(home):
+    found = check_chat(str(home / "base"), str(home / "same"), "en", ASKED)
+    assert found.base == found.result == found.told
+    assert found.equal == 1.0
+
+
+def test_told_the_language_a_changed_model_answers_as_its_base(home):
+    found = check_chat(str(home / "base"), str(home / "other"), "en", ASKED)
+    assert found.told == found.base != found.result
+    assert found.equal == sum(a == b for a, b in zip(found.base, found.result, strict=True)) / 2 < 1
+
+
+def test_a_model_that_knows_no_language_is_not_told_one(home):
+    assert check_chat(str(home / "base"), str(home / "base"), "en", ASKED).told is None
+    assert check_chat(str(home / "base"), str(home / "other"), "de", ASKED).told is None
+
+
+def test_a_base_without_a_template_cannot_be_asked(home, tmp_path):
+    assert check_chat(str(home / "plain"), str(home / "other"), "en", ASKED) is None
+    with pytest.raises(InputError, match=r"plain: its tokenizer has no chat template, so it cannot answer --questions"):
+        invoke("evaluate", home / "plain", home / "other", "--questions", "en", "--out", tmp_path / "e.json")
+
+
+def test_evaluate_asks_from_a_file_or_the_ten_of_ours(home, tmp_path):
+    write_texts(tmp_path / "asked.jsonl", ASKED)
+    out = tmp_path / "e.json"
+    said = invoke(
+        "evaluate", home / "base", home / "other", "--questions", f"en={tmp_path / 'asked.jsonl'}", "--out", out
+    )
+    kept = json.loads(out.read_text())
+    assert kept["chats"][0]["questions"] == ASKED
+    assert kept["equal_answers"] == {"en": Evaluation.from_json(out).chats[0].equal}
+    assert ASKED[1] in said and "chat in en: 0% of the answers are the base's own" in said
+    invoke("evaluate", home / "base", home / "same", "--questions", "en", "--out", out, "--overwrite")
+    assert Evaluation.from_json(out).chats[0].questions == list(QUESTIONS["en"])
+    assert json.loads(out.read_text())["equal_answers"] == {"en": 1.0}
+    with pytest.raises(InputError, match="'fr' is not LANGUAGE=FILE"):
+        invoke("evaluate", home / "base", home / "same", "--questions", "fr", "--out", tmp_path / "f.json")
+    with pytest.raises(InputError, match="--questions compares answers: give the base first"):
+        invoke("evaluate", home / "base", "--questions", "en", "--out", tmp_path / "f.json")
+
+
+def test_the_page_shows_the_answers_side_by_side(tmp_path):
+    (tmp_path / "run").mkdir()
+    check = ChatCheck("en", ["Who?", "What?"], ["I.", "<b>it</b>"], ["I.", "that"], ["I.", "<b>it</b>"])
+    Evaluation(["en"], ["el"], chats=[check]).to_json(tmp_path / "run" / "evaluation.json")
+    page = make_page(tmp_path / "run")
+    assert "In en, 50 % of the result’s answers are the base’s own" in page
+    assert '<td class="words" data-label="told en">&lt;b&gt;it&lt;/b&gt;</td>' in page
+    assert "<b>it</b>" not in page
