@@ -28,7 +28,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import DivergedError, InputError
 from hf_moe_expand.records import History
 from hf_moe_expand.stages import run
-from hf_moe_expand.stages.config import UNASKED, settings_of
+from hf_moe_expand.stages.config import STATED, settings_of
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 
@@ -203,22 +203,27 @@ def test_without_a_file_a_stage_trains_for_one_epoch(root, tmp_path):
     arguments[-1] = f"el={tmp_path / 'more.jsonl'}"
     said = invoke(*arguments)
     record = History.of(json.loads((tmp_path / "out" / "config.json").read_text())).last.stages[-1]
-    assert record.settings["training"] == dict(UNASKED)
+    assert record.settings["training"] == {
+        "num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 5e-5, "lr_scheduler_type": "cosine"
+    }  # fmt: skip
     assert record.tokens_seen == record.tokens["el"] // 1024 * 1024
     assert f"post-pretrain: {record.steps} steps of 8,192 tokens, learning rate 5e-05 (cosine)" in said
 
 
 @pytest.mark.parametrize(
-    ("keys", "wanted"),
+    ("training", "wanted"),
     [
-        ({}, (1, 5e-5, "cosine")),
-        ({"training": {"max_steps": 2}}, (3.0, 5e-5, "linear")),  # as before
-        ({"curriculum": "curriculum.json"}, (3.0, 5e-5, "cosine")),  # which sets max_steps
+        ({}, (1, 8, 5e-5, "cosine")),
+        ({"logging_steps": 5}, (1, 8, 5e-5, "cosine")),
+        ({"num_train_epochs": 3, "lr_scheduler_type": "linear"}, (3, 8, 5e-5, "linear")),
     ],
 )
-def test_a_stage_that_sets_an_argument_is_left_alone(tmp_path, keys, wanted):
-    made = settings_of(PostPretrainConfig)(**keys).config(tmp_path, 0)
-    assert (made.num_train_epochs, made.learning_rate, made.lr_scheduler_type.value) == wanted
+def test_a_default_changes_only_where_it_is_named(tmp_path, training, wanted):
+    of_yaml = settings_of(PostPretrainConfig)(training=training).config(tmp_path, 0)
+    for made in (of_yaml, PostPretrainConfig(str(tmp_path), **training)):
+        found = made.recorded()["training"]
+        assert made.num_train_epochs == wanted[0]
+        assert tuple(found[name] for name in STATED) == wanted
 
 
 def test_the_callers_configuration_stays_as_it_is(root, data, tmp_path):

@@ -30,7 +30,7 @@ test: {{en: {en_test}, es: {es_test}}}
 plan: {{method: moe-lpr, experts: 2}}   # in each layer the original FFN and one new expert, a copy at first
 post_pretrain:                       # stage 1: the new experts and the routers learn Spanish
   block_size: 256
-  training: {{max_steps: 60, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+  training: {{max_steps: 60, per_device_train_batch_size: 2, learning_rate: 1e-3,
              warmup_steps: 3, logging_steps: 10, save_strategy: "no"}}
 gates:                               # what is not recognised as Spanish stays home: English, and all that nobody named
   {{tokens: 600, anchor_tokens: 150}}
@@ -38,7 +38,7 @@ review:                              # stage 2: English tokens that the gates le
   block_size: 256
   distillation_coef: 1
   classifier_coef: 0                 # the gates are fitted already
-  training: {{max_steps: 20, per_device_train_batch_size: 2, learning_rate: 1e-3, lr_scheduler_type: cosine,
+  training: {{max_steps: 20, per_device_train_batch_size: 2, learning_rate: 1e-3,
              warmup_steps: 2, logging_steps: 10, save_strategy: "no"}}
 evaluation: {{block_size: 512, batch_size: 2, max_tokens: 3000}}
 """

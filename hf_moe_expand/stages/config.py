@@ -16,6 +16,7 @@ import pydantic
 import torch
 from pydantic import Field
 from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
 
 from ..errors import InputError, at
 from ..schema import Count, Declared, Text, Whole, read, settings
@@ -50,8 +51,8 @@ class ValidationSettings:
 class StageConfig(TrainingArguments):
     """Fields common to every training stage.
 
-    Every argument of `TrainingArguments` works. Four have other defaults: `logging_steps` 10, `save_total_limit` 1,
-    `report_to` none, `seed` 0.
+    Every argument of `TrainingArguments` works. Six have other defaults: `num_train_epochs` 1, `lr_scheduler_type`
+    cosine, `logging_steps` 10, `save_total_limit` 1, `report_to` none, `seed` 0.
 
     Raises:
         InputError: a field has another type, is out of range, or contradicts another field.
@@ -62,6 +63,8 @@ class StageConfig(TrainingArguments):
     renamed: ClassVar[Mapping[str, str]] = {}
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, "distributed_config")  # type: ignore[assignment]
 
+    num_train_epochs: float = 1.0
+    lr_scheduler_type: SchedulerType | str = "cosine"
     logging_steps: float = 10
     save_total_limit: int | None = 1
     report_to: None | str | list[str] = "none"  # noqa: RUF036 (HfArgumentParser reads this order alone)
@@ -108,32 +111,28 @@ class StageConfig(TrainingArguments):
         """The stage's settings for its history: its own fields, and the given training arguments."""
         own = {name: getattr(self, name) for name in own_fields(type(self))}
         changed = {name: getattr(self, name) for name, value in self._made.items() if getattr(self, name) != value}
-        training = {**self.given, **changed}  # what was given, and what was set afterwards
+        stated = {name: getattr(self, name) for name in STATED}
+        training = {**stated, **self.given, **changed}  # what was given, and what was set afterwards
         return {name: _json(value) for name, value in own.items()} | {
             "training": {name: _json(value) for name, value in training.items()}
         }
 
 
-# The training arguments of a stage that sets none. Trainer's own defaults would train three epochs.
-UNASKED: Mapping[str, Any] = {
-    "num_train_epochs": 1,
-    "per_device_train_batch_size": 8,
-    "learning_rate": 5e-5,
-    "lr_scheduler_type": "cosine",
-}
+# The training arguments that a history records whether they were given or not.
+STATED = ("num_train_epochs", "per_device_train_batch_size", "learning_rate", "lr_scheduler_type")
 
 
 class StageSettings(Declared):
     """A stage in a recipe or in a file of its own: the fields of its configuration, and under `training` the arguments
-    of `TrainingArguments`. Without any of these, it trains with `UNASKED`."""
+    of `TrainingArguments`."""
 
     config_class: ClassVar[type[StageConfig]]
     renamed: ClassVar[Mapping[str, str]] = {}
 
     training: dict[Text, Any] = Field(
         {},
-        description="arguments of `transformers.TrainingArguments`; a stage without any trains "
-        + ", ".join(f"`{name}: {value}`" for name, value in UNASKED.items()),
+        description="arguments of `transformers.TrainingArguments`; by default "
+        + ", ".join(f"`{name}: {StageConfig.__dataclass_fields__[name].default}`" for name in STATED),
     )
 
     def config(self, output_dir: Any, seed: int, where: str = "") -> StageConfig:
@@ -143,18 +142,12 @@ class StageSettings(Declared):
             InputError: a training argument is unknown, is set by this package, or is refused by the library.
         """
         prefix = f"{where}." if where else ""
-        given = self.arguments()
-        training = check_training_arguments(given, f"{prefix}training")
+        training = check_training_arguments(self.training, f"{prefix}training")
         own = {name: getattr(self, name) for name in own_fields(self.config_class)}
         with at(where):
             config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
-        config.given = given
+        config.given = dict(self.training)
         return config
-
-    def arguments(self) -> dict[str, Any]:
-        """The training arguments: the given ones, or `UNASKED`, where a curriculum has a length of its own."""
-        curriculum = getattr(self, "curriculum", None)
-        return dict(self.training) or {k: v for k, v in UNASKED.items() if not (curriculum and k == "num_train_epochs")}
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:
