@@ -14,7 +14,7 @@ from conftest import invoke, save_dense, tiny_config, write_texts
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages import trained_parts, training_stages
 
 README = Path(__file__).parents[1] / "README.md"
@@ -76,6 +76,10 @@ def test_errors_are_one_line_without_a_traceback(tmp_path, error_of):
     assert error_of("validate", "recipe.yaml") == "error: recipe.yaml: unknown key `bsae`; did you mean `base`?"
 
 
+SMALL = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True, "bf16": False}
+GATES = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.5}  # a tiny model with random weights knows no language
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, help_text):
     """The README's files, with a tiny model in the place of the real one and settings to match."""
@@ -84,60 +88,43 @@ def workplace(tmp_path, monkeypatch, help_text):
     for code in ("en", "el"):
         write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 20)])
         write_texts(tmp_path / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
-    blocks = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    assert [name for name, _ in blocks] == ["stage1.yaml", "stage2.yaml", "recipe.yaml"]
-    for name, text in blocks:
-        settings = yaml.safe_load(text)
-        stages = [settings[key] for key in ("post_pretrain", "review")] if name == "recipe.yaml" else [settings]
-        for stage in stages:
-            stage["block_size"] = 32
-            stage.pop("old_documents", None)
-            stage["training"] |= {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
-            stage["training"]["learning_rate"] = float(stage["training"]["learning_rate"])
-        if name == "recipe.yaml":
-            settings["analysis"] = {"tokens": 300, "block_size": 32}
-            settings["plan"]["similarity_floor"] = 0.01
-        (tmp_path / name).write_text(yaml.safe_dump(settings))
+    ((name, text),) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    assert name == "recipe.yaml"
+    settings = yaml.safe_load(text)
+    for stage in (settings["post_pretrain"], settings["review"]):
+        stage["block_size"] = 32
+        stage["training"] |= SMALL
+        stage["training"]["learning_rate"] = float(stage["training"]["learning_rate"])
+    settings["gates"] = GATES
+    (tmp_path / name).write_text(yaml.safe_dump(settings))
     return tmp_path
 
 
-def test_every_command_of_the_readme_runs(workplace):
-    lines = [
-        line
-        for block in re.findall(r"```bash\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-        for line in block.splitlines()
-    ]
-    lines = [line.replace("accelerate launch $(which hf-moe-expand)", "hf-moe-expand") for line in lines]
-    lines = [line for line in lines if line.startswith("hf-moe-expand")]
-    assert len(lines) == 8
-    extra = {"analyze": ["--tokens", "300", "--block-size", "32"], "plan": ["--similarity-floor", "0.01"]}
-    said = {}
-    for line in lines:
-        words = shlex.split(line)[1:]
-        said[words[0], words[1]] = invoke(*words, *extra.get(words[0], []))
-    assert "experts per layer" in said["plan", "layer-moe"]
-    assert "(total 72)" in said["plan", "layer-moe"]
-    assert "frozen tensors are byte-identical" in said["train", "review"]
-    assert "mean of" not in said["evaluate", "Qwen/Qwen2.5-0.5B"]  # one old and one new language
-    assert "el (new)" in said["evaluate", "Qwen/Qwen2.5-0.5B"]
-    assert "review, 1 steps" in said["inspect", "qwen-el-2"]
-    assert "recipe.yaml: ok" in invoke("validate", "recipe.yaml")
-    assert Recipe.load("recipe.yaml").plan.classifier_layers == 7
+def test_every_command_of_the_readme_runs(workplace, monkeypatch):
+    """The recipe from its check to the list of files that a push uploads; the tiny tokenizer has no chat template."""
+    blocks = re.findall(r"```bash\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("hf-moe-expand")]
+    said = {words[0]: invoke(*words) for line in lines if (words := shlex.split(line)[1:])[0] != "chat"}
+    assert [*said] == ["validate", "run", "report", "push"]
+    assert len(lines) == 5
+    assert "recipe.yaml: ok" in said["validate"]
+    assert "frozen tensors are byte-identical" in said["run"]
+    assert "el (new)" in said["run"]
+    assert (workplace / "runs" / "qwen-el" / "report.html").exists()
+    assert "model.safetensors" in said["push"]
+    assert "review, 1 steps" in invoke("inspect", "runs/qwen-el/review")
+    with pytest.raises(InputError, match="its tokenizer has no chat template"):
+        invoke("chat", "runs/qwen-el/review", "--base", "inside")
 
 
 def test_the_readmes_python_runs(workplace, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    small = {"max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True, "block_size": 32}
     for name in ("PostPretrainConfig", "ReviewConfig"):
         real = getattr(hf_moe_expand, name)
+        small = {**SMALL, "block_size": 32}
         monkeypatch.setattr(hf_moe_expand, name, lambda *out, real=real, **given: real(*out, **{**given, **small}))
-    measure = hf_moe_expand.measure_similarity
-
-    def measured(*arguments, tokens):
-        found = measure(*arguments, tokens=300, block_size=32)
-        return type(found)(**{**vars(found), "similarity": [max(value, 0.01) for value in found.similarity]})
-
-    monkeypatch.setattr(hf_moe_expand, "measure_similarity", measured)
+    fit = hf_moe_expand.fit_gates
+    monkeypatch.setattr(hf_moe_expand, "fit_gates", lambda *given: fit(*given, settings=GateSettings(**GATES)))
     namespace = {}
     for block in blocks:
         exec(block, namespace)

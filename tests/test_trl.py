@@ -416,7 +416,7 @@ def test_the_documents_python_runs(tmp_path, monkeypatch, expanded):
         monkeypatch.setattr(trl, name, lambda folder, real=real, **given: real(folder, **{**given, **small}))
     namespace = {}
     found = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
-    assert len(found) == 5
+    assert len(found) == 6
     for block in found:
         exec(block, namespace)
     merged = AutoModelForCausalLM.from_pretrained("qwen-el-merged").eval()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..evaluation.report import Evaluation
 from ..jsonfile import write_text
 from ..models import load_for_inference
 from ..pipeline import run_recipe
@@ -75,6 +76,8 @@ def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> No
     page = out / "run" / "report.html"
     write_text(page, make_page(out / "run"))
     print(f"page: {page}")
+    for chat in Evaluation.from_json(out / "run" / "evaluation.json").chats:
+        print("\n".join(chat.lines()))
     before, after = continuations(base or fetched), continuations(final)
     for prompt in PROMPTS:
         print(f"{prompt}\n  before: {before[prompt]}\n  after:  {after[prompt]}")

@@ -83,7 +83,7 @@ def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
 
 def _given(settings: Any) -> Mapping[str, Any]:
     """The training arguments that the user gave in settings or a configuration."""
-    return settings.recorded()["training"] if hasattr(settings, "given") else settings.training
+    return settings.chosen() if hasattr(settings, "given") else settings.training
 
 
 def _on_this_machine(settings: Any, situation: Situation) -> Any:

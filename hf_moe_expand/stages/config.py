@@ -107,12 +107,15 @@ class StageConfig(TrainingArguments):
         own = self.recorded()
         return {**super().to_dict(), **{name: own[name] for name in own_fields(type(self))}}
 
-    def recorded(self) -> dict[str, Any]:
-        """The stage's settings for its history: its own fields, and the given training arguments."""
-        own = {name: getattr(self, name) for name in own_fields(type(self))}
+    def chosen(self) -> dict[str, Any]:
+        """The training arguments that were given, or set afterwards."""
         changed = {name: getattr(self, name) for name, value in self._made.items() if getattr(self, name) != value}
-        stated = {name: getattr(self, name) for name in STATED}
-        training = {**stated, **self.given, **changed}  # what was given, and what was set afterwards
+        return {**self.given, **changed}
+
+    def recorded(self) -> dict[str, Any]:
+        """The stage's settings for its history: its own fields, the chosen training arguments and `STATED`."""
+        own = {name: getattr(self, name) for name in own_fields(type(self))}
+        training = {name: getattr(self, name) for name in STATED} | self.chosen()
         return {name: _json(value) for name, value in own.items()} | {
             "training": {name: _json(value) for name, value in training.items()}
         }
