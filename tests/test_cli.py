@@ -119,9 +119,9 @@ def test_every_command_of_the_readme_runs(workplace, monkeypatch):
 
 def test_the_readmes_python_runs(workplace, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    small = {**SMALL, "block_size": 32}
     for name in ("PostPretrainConfig", "ReviewConfig"):
         real = getattr(hf_moe_expand, name)
-        small = {**SMALL, "block_size": 32}
         monkeypatch.setattr(hf_moe_expand, name, lambda *out, real=real, **given: real(*out, **{**given, **small}))
     fit = hf_moe_expand.fit_gates
     monkeypatch.setattr(hf_moe_expand, "fit_gates", lambda *given: fit(*given, settings=GateSettings(**GATES)))
