@@ -14,7 +14,7 @@ from .checkpoint.packs import stages_after_join
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
-from .languages import in_words
+from .languages import TEMPLATE, in_words
 from .layer_names import counts_in_words
 from .layer_names import in_words as layers_in_words
 from .modeling import count_layers, decoder_ffns, stack_sizes
@@ -96,7 +96,7 @@ class Inspection:
             return []
         home, *new = self.gate_languages
         codes = ", ".join(code for of_class in new for code in of_class)
-        said = f"{len(home)} languages stay home, as does what no gate knows; new: {codes}"
+        said = f"{len(home) - (TEMPLATE in home)} languages stay home, as does what no gate knows; new: {codes}"
         lines = [f"fitted gates        {said}"]
         fitted = next((s for e in self.expansions for s in reversed(e.stages) if s.stage == "gates"), None)
         if fitted is not None and fitted.settings:

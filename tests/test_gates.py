@@ -1,6 +1,7 @@
 """Gates of many classes: fitted with anchors, kept to a promise, written, grown, and refused where they would lie."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hf_moe_expand.analysis.gate_fit import PENALTY, softmax_regression
 from hf_moe_expand.analysis.gate_text import LEAST, gate_examples
 from hf_moe_expand.anchors import shipped_anchors, shipped_sentences
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.modeling.routing import Classifier
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.settings import GateSettings
@@ -127,6 +129,31 @@ def test_the_report_says_where_tokens_go(gated):
     assert "unseen languages" in said
     assert "old languages" in said
     assert "of the first 8:" in said
+
+
+def test_a_chat_begins_at_home_and_is_answered_in_its_language(expanded, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(expanded, folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "<|u|>Be kind to all. {{ messages[0]['content'] }}<|a|>Answer: "
+    tokenizer.save_pretrained(folder)
+    made = fit_gates(folder, tmp_path / "out", TEXTS, ANCHORS, SETTINGS)
+    model, tokenizer = load_for_inference(made.out)
+    assert model.config.gate_languages[0][0] == "zxx"
+    assert "9 languages stay home" in "\n".join(inspect_checkpoint(made.out).lines())
+
+    def new(text):
+        "The share of tokens that new experts take: before a message, and after it."
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True, return_tensors="pt")
+        with torch.no_grad(), model.capture_routing() as routing:
+            model(ids["input_ids"])
+        taken = torch.stack([layer.token_classes for layer in routing]).bool().float().mean(0)
+        return taken[:22].mean(), taken[-13:].mean()
+
+    before, after = new("αβγδεζη βαγ δεζ ηζε αβγδ " * 2)
+    assert before == 0 < 0.5 < after
+    before, after = new("aei noun tea ion ate nut in a tin")
+    assert before == after == 0
 
 
 def test_a_stricter_promise_lets_less_pass(expanded, gated, tmp_path):

@@ -11,7 +11,8 @@ languages of expansion g, against class 0, the languages that stay home,
 
 which a prefix gate bounds and adds up along the text (`modeling/prefix_gate.py`). Class 0 holds the languages of the
 base's own text and *anchors*, a little text of many languages that nobody trains on: a text in a language that no row
-knows is then more like one of many than like the few new ones, and goes home.
+knows is then more like one of many than like the few new ones, and goes home. Where there is a chat template, the words
+that it puts before a message have a row of class 0 too, so that every chat begins at home.
 
 The bias keeps a promise: anchors are left out of the fit in turn, a third of them at a time, and on average at most
 `unseen_share` of the tokens of a language that the gate has not seen may go to new experts.
@@ -31,6 +32,7 @@ from tqdm.auto import tqdm
 
 from ..checkpoint.gates import Gates
 from ..errors import InputError
+from ..languages import TEMPLATE
 from ..modeling.prefix_gate import PrefixRule, running_sums
 from .gate_text import Example, held_out
 from .similarity import ffn_inputs, padded_batches
@@ -125,7 +127,8 @@ def fit_rows(
     count = max(classes.values()) + 1
     fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
     scored = {code: held_out(examples[code])[1] for code in order if classes[code]}
-    fit = _Fit(order, [classes[code] for code in order], count, list(anchors), rule, unseen_share)
+    rows = [TEMPLATE, *order] if any(e.has_template for code in order for e in fitted[code]) else order
+    fit = _Fit(rows, [classes.get(code, 0) for code in rows], count, list(anchors), rule, unseen_share)
     tokens = 2 * sum(len(e.ids) for code in order for e in examples[code])
     new = [code for code in order if classes[code]]
     again = {code: fitted[code] if classes[code] else fitted[code][::2] for code in order}
@@ -145,7 +148,7 @@ def fit_rows(
                 held = {code: _Text(scored[code], shown[code].pop(layer)) for code in scored}
                 found[layer] = fit.layer(texts, also, held)
                 bar.update()
-    languages = [[code for code in order if classes[code] == number] for number in range(count)]
+    languages = [[code for code in rows if classes.get(code, 0) == number] for number in range(count)]
     gates = Gates(languages, {layer: (one.weight_Rh, one.bias_R) for layer, one in found.items()}, rule)
     return gates, _report(found, fit, unseen_share)
 
@@ -161,6 +164,14 @@ class _Text:
     def own_T(self) -> torch.Tensor:
         own = [e.start <= place < e.end for e in self.examples for place in range(len(e.ids))]
         return torch.tensor(own, device=self.states_Th.device)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, h]` each: the language's tokens, to the end of the text, and the template's before them."""
+        own = [place >= e.start for e in self.examples for place in range(len(e.ids))]
+        before = [e.has_template and place < e.start for e in self.examples for place in range(len(e.ids))]
+        device = self.states_Th.device
+        return tuple(self.states_Th[torch.tensor(which, device=device)] for which in (own, before))  # type: ignore[return-value]
 
     @property
     def lengths(self) -> list[int]:
@@ -180,7 +191,7 @@ class _OfLayer:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What the fits of all layers share; `classes` are those of the languages in `order`."""
+    """What the fits of all layers share; `classes` are those of the rows in `order`."""
 
     order: list[str]
     classes: list[int]
@@ -197,7 +208,10 @@ class _Fit:
             also: the same, read by an expansion's experts.
             held: new languages' text that is left out of the fit, read by their experts.
         """
-        parts = {code: [text.states_Th[text.own_T] for text in (texts[code], also[code])] for code in texts}
+        halves = {code: [text.parts for text in (texts[code], also[code])] for code in texts}
+        parts = {code: [own for own, _ in of_language] for code, of_language in halves.items()}
+        if TEMPLATE in self.order:
+            parts = {TEMPLATE: [torch.cat([of[n][1] for of in halves.values()]) for n in (0, 1)]} | parts
         folds = [self.anchors[start::FOLDS] for start in range(FOLDS)]
         evidence: dict[str, torch.Tensor] = {}
         nearest: dict[str, str] = {}
@@ -215,7 +229,7 @@ class _Fit:
         def shares(text: _Text) -> dict[int, float]:
             return self._called_new(self._evidence(text, weight, bias, self.classes), text, 0.0)
 
-        home = [code for code, number in zip(self.order, self.classes, strict=True) if not number]
+        home = [code for code, number in zip(self.order, self.classes, strict=True) if not number and code in texts]
         return _OfLayer(
             weight.cpu(), bias.cpu(), unseen,
             {code: shares(texts[code])[0] for code in home if code not in self.anchors},
@@ -373,7 +387,7 @@ def _report(found: Mapping[int, _OfLayer], fit: _Fit, unseen_share: float) -> Ga
         if share > 10 * unseen_share
     }
     doubts = {}
-    for code in fit.order:
+    for code in layers[0].taken_for:
         others = [layer.taken_for[code] for layer in layers]
         most = max(set(others), key=others.count)
         if most != code and others.count(most) > len(others) / 2:

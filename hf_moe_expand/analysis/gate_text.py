@@ -17,7 +17,8 @@ class Example:
     Attributes:
         ids: its tokens.
         start, end: the tokens `ids[start:end]` are the language's own. The first token of a text says nothing of its
-            language, nor do those of a chat template.
+            language. What a chat template puts before a message is the same for all languages, and stays home; what it
+            puts after it follows the message's language, in which the answer begins.
     """
 
     ids: list[int]
@@ -28,6 +29,10 @@ class Example:
     def counted(self) -> int:
         return self.end - self.start
 
+    @property
+    def has_template(self) -> bool:
+        return self.end < len(self.ids)
+
 
 def gate_examples(
     texts: Mapping[str, Iterable[str]], tokenizer: Any, tokens: Mapping[str, int], block: int
@@ -36,7 +41,7 @@ def gate_examples(
 
     All languages are shown in the same forms, so that no gate learns a form in place of a language: half of the tokens
     in single lines, half in texts of `block` tokens, which are lines one after the other. Where the tokenizer has a
-    chat template, every second one stands in it, as a user's message; the template's own words count as no language.
+    chat template, every second one stands in it, as a user's message.
 
     Args:
         tokens: the number of tokens of each language.
