@@ -94,7 +94,8 @@ TESTED = {
     ("planning.md", "json"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("planning.md", "text"): "test_docs.py::test_the_planning_guide_prints_what_it_says",
     ("real_model.md", "bash"): "test_docs.py::test_the_guide_to_a_real_model",
-    ("real_model.md", "yaml"): "test_docs.py::test_the_guide_to_a_real_model",
+    ("gemma.md", "bash"): "test_docs.py::test_the_guide_to_a_real_model",
+    ("gemma.md", "yaml"): "test_docs.py::test_the_guide_to_a_real_model",
     ("recipes.md", "bash"): "test_docs.py::test_the_recipes_guide",
     ("recipes.md", "yaml"): "test_docs.py::test_the_recipes_guide",
     ("serving.md", "bash"): "test_docs.py::test_the_serving_guide",
@@ -261,9 +262,9 @@ def test_the_guide_to_a_real_model(tmp_path, monkeypatch):
     recipe = re.sub(r"max_steps: \d+", "max_steps: 1", real.RECIPE).replace("block_size: 256", "block_size: 32")
     monkeypatch.setattr(real, "RECIPE", recipe.replace("max_tokens: 5000", "max_tokens: 9000"))
     save_dense(tmp_path / "runs" / "bases" / "gemma3", "gemma3_text")  # as study_bases.py makes it
-    (text,) = blocks("real_model.md", "yaml")
+    (text,) = blocks("gemma.md", "yaml")
     Path("gemma.yaml").write_text(yaml.safe_dump(small_file(text)), "utf-8")
-    said = run("real_model.md")
+    said = run("real_model.md") | run("gemma.md")
     assert "after: " in said["demo --real"]
     for folder in ("demo-real/run", "gemma"):
         assert "review, 1 steps" in said[f"inspect runs/{folder}/review"]
