@@ -11,6 +11,7 @@ import torch
 from .data.sources import LanguageText
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
+from .trainers.pieces import PIECE
 
 # Float32 master weights, their gradients, and AdamW's two moments.
 WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
@@ -52,7 +53,8 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
         layers.append((_HIDDEN + active * _HIDDEN_EXPERT) * hidden + active * _INNER * inner)
     kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
     vocabulary = network.get_input_embeddings().weight.shape[0]
-    return int(tokens * 4 * (kept * (_HALF if half else 1.0) + _LOGITS * vocabulary))
+    logits = min(tokens * vocabulary, PIECE)  # a larger batch has them in pieces
+    return int(4 * (tokens * kept * (_HALF if half else 1.0) + _LOGITS * logits))
 
 
 def training_flops(network: Any, one_expert_runs: bool = False) -> float:
