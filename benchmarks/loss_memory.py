@@ -1,4 +1,4 @@
-"""Peak memory and time of a training step by the defaults of its stage, with the loss in pieces and of the whole logits.
+"""Peak memory and time of a training step of a stage, with the loss in pieces and with that of the whole logits.
 
     python benchmarks/loss_memory.py MODEL --stage post-pretrain --batch 8 --block 1024 --ways pieces
 

@@ -11,13 +11,14 @@ import torch
 from .data.sources import LanguageText
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
-from .trainers.pieces import PIECE
 
 # Float32 master weights, their gradients, and AdamW's two moments.
 WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
 # Elements that a layer keeps for the backward pass, for each token: of the hidden size, the same for each active
 # expert, and of an active expert's inner size. Fitted to what torch saves for Llama's layers (tests/test_costs.py).
 _HIDDEN, _HIDDEN_EXPERT, _INNER = 6.0, 2.0, 4.5
+# Logits that a training computes at once, at most: 256 MB in float32 (trainers/pieces.py).
+PIECE = 1 << 26
 # The logits, their log-softmax and their gradient, in float32.
 _LOGITS = 3
 # The share of float32's bytes under mixed precision.

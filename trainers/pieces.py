@@ -1,8 +1,9 @@
 """The next-token loss in pieces of the sequence, so that the logits of a whole batch are never in memory at once.
 
-At 8 x 1,024 tokens and a vocabulary of 49,152 the logits take 1.6 GB in float32, and the loss keeps three times that. Here
-the head runs on some tokens at a time, and again in the backward pass (activation checkpointing). On a GPU,
-`use_liger_kernel: true` does it in one kernel.
+At 8 x 1,024 tokens and a vocabulary of 49,152 the logits take 1.6 GB in float32, and the loss keeps three times that.
+Here the head runs on some tokens at a time, and again in the backward pass (activation checkpointing). Liger's fused
+kernel is for model types that it knows by name, which expanded models are not; TRL's fused head keeps tiles of 4,096
+tokens, which saves nothing at a CPU's sizes; torch's `linear_cross_entropy` came with 2.13.
 
 Shape suffixes: B sequences, S tokens of a sequence, T tokens, H hidden size, V vocabulary.
 """
@@ -17,8 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-# Logits in a piece, at most: 256 MB in float32.
-PIECE = 1 << 26
+from ..checkpoint.local import EXPANDED
+from ..costs import PIECE
+
 _IGNORED = -100
 _PROBED = 8  # tokens
 
@@ -50,12 +52,12 @@ class LogitsInPieces:
         try:
             with torch.no_grad(), found.kept(whole=True) as kept:
                 logits = model(input_ids=ids, use_cache=False).logits
-                again = found.logits(kept[0]) if len(kept) == 1 else None
+                again = found.logits(kept[0]) if len(kept) == 1 else torch.empty(0)
         finally:
             for module in training:
                 module.training = True
-        close = again is not None and again.shape == logits.shape
-        return found if close and torch.allclose(again.float(), logits.float(), rtol=1e-4, atol=1e-4) else None
+        same = again.shape == logits.shape
+        return found if same and torch.allclose(again.float(), logits.float(), rtol=1e-4, atol=1e-4) else None
 
     def size(self) -> int:
         """The most tokens of a piece."""
@@ -114,7 +116,8 @@ class PiecewiseLossMixin:
     models' losses, and models that are split over devices or compiled are left to the Trainer.
     """
 
-    _pieces: LogitsInPieces | None | bool = False  # False until the first batch that is large enough
+    compute_loss_func: Any
+    _pieces: LogitsInPieces | bool | None = False  # False until the first batch that is large enough
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # Before a forward pass is recorded: finding the head takes one of its own.
@@ -150,7 +153,8 @@ class PiecewiseLossMixin:
         if ids.numel() * (config.get_text_config().vocab_size or 0) <= PIECE or self.compute_loss_func is not None:
             return False
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)  # type: ignore[attr-defined]
-        if split or training.use_liger_kernel or training.torch_compile or training.label_smoothing_factor:
+        fused = training.use_liger_kernel and config.model_type not in EXPANDED  # Liger has kernels for dense types
+        if split or fused or training.torch_compile or training.label_smoothing_factor:
             return False
         read = [loss for loss in getattr(self, "router_losses", ()) if loss.needs_outputs]
         return all(loss.in_pieces for loss in read)

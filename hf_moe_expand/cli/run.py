@@ -107,13 +107,16 @@ def recipes_new(
     """
     check_checkpoints(base, revision=revision)
     check_file(out, overwrite)
-    sources = [{code: text.source for code, text in text_sources(given or []).items()} for given in (old, new, test)]
+    given = {
+        key: {code: text.source for code, text in text_sources(arguments or []).items()}
+        for key, arguments in (("old", old), ("new", new), ("test", test))
+    }
     from ..jsonfile import write_text
     from ..pipeline import validate_recipe
     from ..recipe import Recipe
-    from ..recipes.new import new_recipe
+    from ..recommended import new_recipe
 
-    text = new_recipe(base, *sources, output=output, revision=revision, seed=seed)
+    text = new_recipe(base, **given, output=output, revision=revision, seed=seed)
     said = validate_recipe(Recipe.of_text(text, out))
     write_text(out, text)
     for line in said:

@@ -6,11 +6,12 @@ import pytest
 import yaml
 from conftest import invoke, save_dense, write_texts
 
+from hf_moe_expand import recommended
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.recipes import find_recipe, new
-from hf_moe_expand.recipes.new import blocks_a_step, new_recipe, rates_for
+from hf_moe_expand.recipes import find_recipe
+from hf_moe_expand.recommended import blocks_a_step, new_recipe, rates_for
 from hf_moe_expand.settings import GateSettings
 
 
@@ -98,7 +99,7 @@ def test_the_batch_fits_the_memory(base, texts, monkeypatch):
     given = ({"en": str(texts["en"])}, {"hu": "hub:some/text"}, {})
     sizes = []
     for memory in (10**12, 1):
-        monkeypatch.setattr(new, "device_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
         training = Recipe.of_text(new_recipe(str(base), *given), "x").post_pretrain.training
         assert training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] == 16
         sizes.append((training["per_device_train_batch_size"], any("checkpointing" in name for name in training)))
@@ -119,7 +120,7 @@ def test_odd_names_stay_what_they_are(base, tmp_path):
 def test_what_it_refuses(base, texts, tmp_path):
     out = tmp_path / "r.yaml"
     arguments = ["recipes", "new", "--base", str(base), "--out", str(out)]
-    with pytest.raises(InputError, match="--new hu: .*missing.jsonl: no such"):
+    with pytest.raises(InputError, match=r"--new hu: .*missing\.jsonl: no such"):
         invoke(*arguments, "--new", f"hu={tmp_path / 'missing.jsonl'}")
     with pytest.raises(InputError, match="given as an old and as a new language"):
         invoke(*arguments, "--new", f"hu={texts['hu']}", "--old", f"hu={texts['hu']}")
@@ -130,5 +131,5 @@ def test_what_it_refuses(base, texts, tmp_path):
     with pytest.raises(InputError, match="exists already"):
         invoke(*arguments, "--new", f"hu={texts['hu']}")
     small = save_dense(tmp_path / "short", "llama", max_position_embeddings=64)
-    with pytest.raises(InputError, match="takes 64 positions, but this recipe's blocks have 512"):
+    with pytest.raises(InputError, match=r"takes 64 positions, but this recipe's blocks have 512"):
         new_recipe(str(small), {}, {"hu": str(texts["hu"])}, {})

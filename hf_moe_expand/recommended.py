@@ -10,24 +10,24 @@ from typing import Any
 import torch
 import yaml
 
-from ..checkpoint.expand import planned_config
-from ..checkpoint.local import own_name
-from ..checkpoint.promises import check_architecture
-from ..checkpoint.source import load_base_config, resolve_checkpoint
-from ..checkpoint.stored import network_of
-from ..costs import activation_bytes, device_memory, tokens_at_hand, weights_bytes
-from ..data.sources import LanguageText
-from ..errors import InputError, at
-from ..forecast import PROCESS
-from ..languages import UNDETERMINED, check_old_and_new
-from ..modeling import decoder_ffns
-from ..models import load_tokenizer, longest_block
-from ..planning.plan import Plan
-from ..recipe import Recipe
-from ..recipe_paths import filled_in
-from ..stages import stage_of
-from ..trainers.freezing import freeze
-from ..trainers.router_losses import CHECKPOINTING
+from .checkpoint.expand import planned_config
+from .checkpoint.local import own_name
+from .checkpoint.promises import check_architecture
+from .checkpoint.source import load_base_config, resolve_checkpoint
+from .checkpoint.stored import network_of
+from .costs import activation_bytes, device_memory, tokens_at_hand, weights_bytes
+from .data.sources import LanguageText
+from .errors import InputError, at
+from .forecast import PROCESS
+from .languages import UNDETERMINED, check_old_and_new
+from .modeling import decoder_ffns
+from .models import load_tokenizer, longest_block
+from .planning.plan import Plan
+from .recipe import Recipe
+from .recipe_paths import filled_in
+from .stages import stage_of
+from .trainers.freezing import freeze
+from .trainers.router_losses import CHECKPOINTING
 
 # The blocks of the study whose rates these are (docs/recipes.md#learning-rates).
 BLOCK = 512
