@@ -9,6 +9,7 @@ of its forward and backward passes. Linux only.
 
 import contextlib
 import sys
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -60,7 +61,7 @@ def step(way: str, options: Any) -> tuple[int, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     found = parser(__doc__, repeats=1, on_device=False)
-    found.add_argument("model", help="expanded checkpoint")
+    found.add_argument("model", type=Path, help="expanded checkpoint")
     found.add_argument("--stage", choices=list(STAGES), default="post-pretrain", help="(%(default)s)")
     found.add_argument("--batch", type=int, default=8, help="blocks at a time (%(default)s)")
     found.add_argument("--block", type=int, default=1024, help="tokens in a block (%(default)s)")

@@ -3,12 +3,11 @@
 import os
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from .data.sources import LanguageText
+from .data.sources import LanguageText, read_documents
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
 
@@ -107,19 +106,17 @@ def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
         return None
     total = 0.0
     for file in files:
+        size = file.stat().st_size
         with open(file, "rb") as opened:
             begun = opened.read(_SAMPLE)
-        size = file.stat().st_size
-        whole = begun if len(begun) == size else begun[: begun.rfind(b"\n") + 1]
+        whole = len(begun) if len(begun) == size else begun.rfind(b"\n") + 1
         if not whole:
             return None
-        with TemporaryDirectory() as folder:
-            sample = Path(folder) / file.name
-            sample.write_bytes(whole)
-            texts = list(LanguageText(source.language, str(sample)).documents())
+        lines = begun[:whole].count(b"\n") + (whole == size)
+        texts = [row["text"] for row in read_documents(str(file), source.language, lines=lines)]
         if texts:
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            total += sum(map(len, ids)) * size / len(whole)
+            total += sum(map(len, ids)) * size / whole
     return int(total)
 
 

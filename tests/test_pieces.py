@@ -117,17 +117,28 @@ def test_the_definition(small_pieces):
     assert found.next_token_loss(kept[0], nothing, 5) == 0
 
 
-def test_a_head_that_is_not_plain_is_left_alone(small_pieces, tmp_path, widest):
-    """Granite divides its logits: the loss stays the model's own."""
+def test_scaled_logits(tmp_path, monkeypatch, widest):
     scaled = lambda: made("granite", logits_scaling=3.0)  # noqa: E731
-    assert LogitsInPieces.of(scaled()) is None
-    logs = {}
-    train(tmp_path, model=scaled(), logs=logs, stage="post")
-    assert max(widest) == 8  # nothing but what found it
-    assert logs["next_token_loss"] == pytest.approx(scaled()(IDS, labels=IDS).loss.item(), rel=1e-5)
-    with_own_loss = build()
-    with_own_loss.loss_function = lambda **_: torch.tensor(0.0)
-    assert LogitsInPieces.of(with_own_loss) is None
+    compare(tmp_path, scaled, monkeypatch, widest, stage="post", everything=True)
+
+
+def test_other_logits_and_other_losses_are_left_alone(small_pieces, tmp_path, widest):
+    def shifted():
+        model = made("qwen2")
+        bend = torch.linspace(-1, 1, 257)
+
+        def bent(module, args, output):
+            output.logits = output.logits + bend
+
+        model.register_forward_hook(bent)
+        return model
+
+    assert LogitsInPieces.of(shifted()) is None
+    train(tmp_path, model=shifted(), stage="post")
+    assert set(widest) == {8}  # nothing but what found it
+    other = build()
+    other.loss_function = lambda **_: torch.tensor(0.0)
+    assert LogitsInPieces.of(other) is None
 
 
 def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):

@@ -36,12 +36,13 @@ class LogitsInPieces:
         self.head: nn.Linear = model.get_output_embeddings()
         self.vocabulary = self.head.weight.shape[0]
         self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self._scale = 1.0  # Cohere and Granite scale their logits
         self._autocast = autocast
 
     @classmethod
     def of(cls, model: Any, autocast: Callable[[], AbstractContextManager] = nullcontext) -> "LogitsInPieces | None":
-        """The head of `model`; None for a model whose loss or logits are not those of a plain head: it is run on a few
-        tokens to find out."""
+        """The head of `model`; None for a model whose loss is not the library's, or whose logits are not those of a
+        linear head, scaled or capped: it is run on a few tokens to find out."""
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if type(head) is not nn.Linear or getattr(model, "loss_function", None) is not ForCausalLMLoss:
             return None
@@ -56,8 +57,12 @@ class LogitsInPieces:
         finally:
             for module in training:
                 module.training = True
-        same = again.shape == logits.shape
-        return found if same and torch.allclose(again.float(), logits.float(), rtol=1e-4, atol=1e-4) else None
+        if again.shape != logits.shape:
+            return None
+        one, other = again.double(), logits.double()
+        scale = float((one * other).sum() / (one * one).sum().clamp(min=1e-30))
+        found._scale = 1.0 if torch.allclose(one, other, rtol=1e-5, atol=1e-6) else scale
+        return found if torch.allclose(found._scale * one, other, rtol=1e-4, atol=1e-4) else None
 
     def size(self) -> int:
         """The most tokens of a piece."""
@@ -83,6 +88,7 @@ class LogitsInPieces:
         """`[T, V]`, as the model itself computes them."""
         with self._autocast():
             logits_TV = F.linear(hidden_TH, self.head.weight, self.head.bias)
+            logits_TV = logits_TV if self._scale == 1.0 else logits_TV * self._scale
             return logits_TV if self._softcap is None else torch.tanh(logits_TV / self._softcap) * self._softcap
 
     def sum(self, of_logits: Callable[..., torch.Tensor], hidden_TH: torch.Tensor, *others_T: torch.Tensor) -> Any:
