@@ -3,12 +3,11 @@
 import os
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from .data.sources import LanguageText
+from .data.sources import LanguageText, read_documents
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
 
@@ -17,6 +16,8 @@ WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
 # Elements that a layer keeps for the backward pass, for each token: of the hidden size, the same for each active
 # expert, and of an active expert's inner size. Fitted to what torch saves for Llama's layers (tests/test_costs.py).
 _HIDDEN, _HIDDEN_EXPERT, _INNER = 6.0, 2.0, 4.5
+# Logits that a training computes at once, at most: 256 MB in float32 (trainers/pieces.py).
+PIECE = 1 << 26
 # The logits, their log-softmax and their gradient, in float32.
 _LOGITS = 3
 # The share of float32's bytes under mixed precision.
@@ -52,7 +53,8 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
         layers.append((_HIDDEN + active * _HIDDEN_EXPERT) * hidden + active * _INNER * inner)
     kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
     vocabulary = network.get_input_embeddings().weight.shape[0]
-    return int(tokens * 4 * (kept * (_HALF if half else 1.0) + _LOGITS * vocabulary))
+    logits = min(tokens * vocabulary, PIECE)  # a larger batch has them in pieces
+    return int(4 * (tokens * kept * (_HALF if half else 1.0) + _LOGITS * logits))
 
 
 def training_flops(network: Any, one_expert_runs: bool = False) -> float:
@@ -104,19 +106,17 @@ def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
         return None
     total = 0.0
     for file in files:
+        size = file.stat().st_size
         with open(file, "rb") as opened:
             begun = opened.read(_SAMPLE)
-        size = file.stat().st_size
-        whole = begun if len(begun) == size else begun[: begun.rfind(b"\n") + 1]
+        whole = len(begun) if len(begun) == size else begun.rfind(b"\n") + 1
         if not whole:
             return None
-        with TemporaryDirectory() as folder:
-            sample = Path(folder) / file.name
-            sample.write_bytes(whole)
-            texts = list(LanguageText(source.language, str(sample)).documents())
+        lines = begun[:whole].count(b"\n") + (whole == size)
+        texts = [row["text"] for row in read_documents(str(file), source.language, lines=lines)]
         if texts:
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            total += sum(map(len, ids)) * size / len(whole)
+            total += sum(map(len, ids)) * size / whole
     return int(total)
 
 

@@ -4,6 +4,7 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _DIGITS = re.compile(r"\d{100,}")
 
@@ -28,6 +29,17 @@ def at(where: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
+
+
+@contextmanager
+def named_as(temporary: Any, name: Any) -> Iterator[None]:
+    """Inside, an InputError that names a temporary path, which is gone when the user reads it, names another one."""
+    try:
+        yield
+    except InputError as error:
+        if str(temporary) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(temporary), str(name))) from None
 
 
 def is_full_disk(error: BaseException) -> bool:

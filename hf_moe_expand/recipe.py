@@ -17,7 +17,7 @@ from .self_written import SelfWrittenSettings, SelfWrittenText
 from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, JoinSettings
 from .stages import ROAD, road, stage_of
 from .stages.base import Stage
-from .yamlfile import read_yaml
+from .yamlfile import parse_mapping, read_text
 
 Sources = dict[Text, Text]
 # Keys beside which `join` has no meaning: it makes no new experts.
@@ -248,8 +248,17 @@ class Recipe(Expansion):
         Raises:
             InputError: the file is missing or wrong; the message names the key.
         """
-        mapping = read_yaml(path)
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_text(path).replace("\r\n", "\n").replace("\r", "\n")
+        return cls.of_text(text, path, unset_ok)
+
+    @classmethod
+    def of_text(cls, text: str, path: str | Path, unset_ok: bool = False) -> "Recipe":
+        """Reads a recipe from its text; messages call it `path`.
+
+        Raises:
+            InputError: see `load`.
+        """
+        mapping = parse_mapping(text, path)
         for key in ("base", "output"):
             if isinstance(mapping.get(key), str):
                 mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)

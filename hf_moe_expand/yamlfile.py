@@ -114,10 +114,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: the file cannot be read, is not YAML or too large (the message gives the line), or holds no mapping.
     """
-    value = parse_yaml(read_text(path), path)
+    return parse_mapping(read_text(path), path)
+
+
+def parse_mapping(text: str, where: str | Path) -> dict[str, Any]:
+    """As `read_yaml`, from a text; messages call it `where`."""
+    value = parse_yaml(text, where)
     if not isinstance(value, dict):
         found = "nothing" if value is None else type(value).__name__
-        raise InputError(f"{path}: must hold `key: value` lines, found {found}.")
+        raise InputError(f"{where}: must hold `key: value` lines, found {found}.")
     return value
 
 

@@ -222,6 +222,10 @@ class _SeesText:
     """The methods of a cache that change its sequences or tokens, with the evidence beside them."""
 
     seen_text: SeenText
+    _kind: type
+
+    def __reduce__(self) -> tuple:  # a class made in this process has no name by which another one finds it
+        return _blank_cache, (self._kind,), self.__dict__
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -250,8 +254,13 @@ class _SeesText:
 def _class_with_text(kind: type) -> type:
     """The subclass of a cache's class that keeps the gates' evidence, created once in a process."""
     if kind not in _CACHES:
-        _CACHES[kind] = type(kind.__name__, (_SeesText, kind), {"__module__": kind.__module__})
+        _CACHES[kind] = type(kind.__name__, (_SeesText, kind), {"__module__": kind.__module__, "_kind": kind})
     return _CACHES[kind]
+
+
+def _blank_cache(kind: type) -> Any:
+    """An unpickled cache before its contents."""
+    return object.__new__(_class_with_text(kind))
 
 
 def check_runner(config: Any) -> None:

@@ -1,6 +1,7 @@
 """Estimates of a training's costs, against what torch saves for the backward pass and what a tokenizer counts."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 from hf_moe_expand.costs import activation_bytes, device_memory, tokens_at_hand, training_flops, training_speed
 from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
 from hf_moe_expand.stages import trained_parts
 from hf_moe_expand.trainers.freezing import freeze
 
@@ -97,6 +99,10 @@ def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
     assert found == pytest.approx(exact, rel=0.02)
     small = write_texts(tmp_path / "hu.jsonl", ["abc", "defg"])
     assert tokens_at_hand(LanguageText("hu", str(small)), byte_tokenizer()) == 7
+    wrong = tmp_path / "tr.jsonl"
+    wrong.write_text('{"text": "one"}\n{"words": "two"}\n')
+    with pytest.raises(InputError, match=f"^{re.escape(str(wrong))}:2: needs an object"):
+        tokens_at_hand(LanguageText("tr", str(wrong)), byte_tokenizer())
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     assert tokens_at_hand(LanguageText("hu", str(tmp_path / "x.parquet")), byte_tokenizer()) is None
 

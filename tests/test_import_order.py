@@ -29,7 +29,7 @@ ROOMS = (
     ("asking",),
     ("inspection", "recipe"),
     ("forecast", "steps"),
-    ("pipeline",),
+    ("pipeline", "recommended"),
     ("hub_base", "hub_files", "load_check"),
     ("card", "report"),
     ("backbones", "demo", "hub", "settings_page"),

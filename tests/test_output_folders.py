@@ -306,3 +306,17 @@ def test_files_have_the_mode_of_new_files(tmp_path):
     (tmp_path / "any").touch()
     modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
     assert modes == dict.fromkeys(("config.json", "model.safetensors"), (tmp_path / "any").stat().st_mode & 0o777)
+
+
+def test_an_error_names_the_output_and_no_folder_in_the_making(tmp_path):
+    out = tmp_path / "model"
+
+    class Special(InputError):
+        pass
+
+    with pytest.raises(Special) as found, new_folder(out) as partial:
+        raise Special(f"{partial}/config.json: is wrong, and {partial} too.")
+    assert str(found.value) == f"{out}/config.json: is wrong, and {out} too."
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match=r"^other: stays\.$"), new_folder(out):
+        raise InputError("other: stays.")

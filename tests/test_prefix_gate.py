@@ -228,6 +228,35 @@ def test_rows_of_a_cache_that_are_repeated_and_selected_keep_their_texts():
     assert torch.equal(found.view(2, 2, 4), whole.view(2, 2, 16)[:, :, 12:])
 
 
+def test_a_cache_is_kept_on_disk_with_its_texts(tmp_path):
+    """As a prompt's cache is; also where the checkpoint's own code runs instead of the package."""
+    model, ids, more = gated_model(), tokens(1, 12), tokens(1, 5, seed=4)
+    model.save_pretrained(tmp_path / "model")
+    cache = DynamicCache(config=model.config)
+    classes(model, ids, past_key_values=cache)
+    torch.save({"cache": cache, "more": more}, tmp_path / "cache.pt")
+    whole, output = classes(model, torch.cat([ids, more], 1))
+    for again in (pickle.loads(pickle.dumps(cache)), torch.load(tmp_path / "cache.pt", weights_only=False)["cache"]):
+        found, _ = classes(model, more, past_key_values=again)
+        assert torch.equal(found, whole[:, 12:])
+        again.crop(-5)
+        assert again.get_seq_length() == len(again.seen_text) == 12
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/model", trust_remote_code=True)
+from transformers import DynamicCache
+cache = DynamicCache(config=model.config)
+with torch.no_grad():
+    model(torch.tensor([%s]), past_key_values=cache)
+    torch.save(cache, sys.argv[1] + "/own.pt")
+    again = torch.load(sys.argv[1] + "/own.pt", weights_only=False)
+    print(model(torch.tensor([%s]), past_key_values=again).logits[0, -1, :4].tolist())
+"""
+    said = run_fresh(code % (ids[0].tolist(), more[0].tolist()), str(tmp_path))
+    torch.testing.assert_close(torch.tensor(json.loads(said)), output.logits[0, -1, :4])
+
+
 def test_a_cache_that_was_changed_behind_the_gates_is_refused():
     model = gated_model()
     cache = DynamicCache(config=model.config)

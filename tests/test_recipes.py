@@ -14,6 +14,7 @@ from hf_moe_expand.pipeline import validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files, packaged_recipes
 from hf_moe_expand.schema import changed
+from hf_moe_expand.settings import GateSettings
 
 NAMES = list(packaged_files())
 # Of the real bases: backbone, layers, positions.
@@ -147,7 +148,16 @@ NUMBERS = {
         **SENTENCE_PAIRS, "expand.conditional_routing": True, "post_pretrain.masking.conditional_routing": 0.2,
         "post_pretrain.budget_coef": 0.1, "post_pretrain.gate_budget": 0.8,
     },
+    "recommended": {
+        "plan.method": "moe-lpr", "plan.experts": 2, "plan.top_k": 2, "post_pretrain.balance_coef": 0.01,
+        "post_pretrain.training.learning_rate": 2e-3, "review.training.learning_rate": 3e-3,
+        "post_pretrain.training.max_steps": 150, "review.training.max_steps": 50, "post_pretrain.block_size": 512,
+        "review.language_prior_coef": 0.1, "review.new_per_old": 2, "review.distillation_coef": 1,
+        "review.classifier_coef": 0, "review.train_gates": False, "gates": GateSettings(), "sequences": (16, 16),
+        "new": "hu",
+    },
     "laptop-smollm2-135m": {
+        "post_pretrain.training.learning_rate": 2e-3, "review.training.learning_rate": 3e-3,
         "plan.method": "moe-lpr", "plan.experts": 3, "plan.only_layers": "9-20", "post_pretrain.balance_coef": 0.01,
         "review.language_prior_coef": 0.1, "review.new_per_old": 2, "new": "hu",
     },
@@ -170,7 +180,8 @@ def found_at(recipe, key):
         return " ".join(second.new), second.plan.total_experts, second.plan.minimum, second.plan.classifier_layers
     if key == "sequences":
         stages = (first.group, first.joint) if first.family == "dmoe" else (first.post_pretrain, first.review)
-        return tuple(sequences(stage.training) for stage in stages)
+        gpus = 1 if "SmolLM2" in recipe.base else 8
+        return tuple(sequences(stage.training, gpus) for stage in stages)
     value = first
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)

@@ -20,7 +20,7 @@ from ..checkpoint.join import JoinReport, check_ungated, joined_config, load_pac
 from ..checkpoint.pack_checks import check_packs
 from ..checkpoint.packs import Pack
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
-from ..errors import InputError
+from ..errors import InputError, named_as
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import check_decoder, load_for_inference, load_tokenizer, longest_block
@@ -128,7 +128,8 @@ def join_calibrated(
     classes = History.of(joined_config(found)).classes
     chosen = check_languages(classes, texts, anchors) if settings else {}
     streams = _streams(load_tokenizer(found[0].stored.folder, packs[0]), texts, tokens)
-    with scratch_folder(beside(Path(out), "joined"), True) as scratch:
+    place = beside(Path(out), "joined")
+    with scratch_folder(place, True) as scratch, named_as(place / "model", out):
         without = NO_GATES if settings else None
         write_joined(found, scratch / "model", max_shard_size=max_shard_size, gates=without)
         model, tokenizer = load_for_inference(scratch / "model")

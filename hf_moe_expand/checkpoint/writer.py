@@ -16,7 +16,7 @@ import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from safetensors.torch import save as save_safetensors
 
-from ..errors import InputError, first_line, is_full_disk
+from ..errors import InputError, first_line, is_full_disk, named_as
 from ..modeling.expansion_only import RECORD
 from ..scratch import beside, named, remove_leftovers
 from .reader import ITEM_BITS
@@ -225,7 +225,8 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     except OSError as error:
         raise _unwritable(out, error) from error
     try:
-        yield partial
+        with named_as(partial, out):
+            yield partial
         _give_usual_modes(partial)
         if os.path.lexists(out):  # perhaps since a moment ago, by another process
             _check_replaceable(out, overwrite)

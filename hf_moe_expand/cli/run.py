@@ -7,8 +7,8 @@ import typer
 
 from ..errors import InputError
 from .apps import app, recipes_app
-from .common import print_or_write
-from .options import Overwrite, Seed
+from .common import check_checkpoints, check_file, print_or_write, text_sources
+from .options import New, Overwrite, Revision, Seed
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
 
@@ -79,6 +79,49 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A name from `recipes 
     from ..yamlfile import read_text
 
     print(read_text(find_recipe(name)), end="")
+
+
+@recipes_app.command("new")
+def recipes_new(
+    base: Annotated[str, typer.Option("--base", help="Folder or hub id of the dense model.")],
+    new: New,
+    out: Annotated[Path, typer.Option("--out", help="Recipe to write (YAML).")],
+    old: Annotated[
+        list[str] | None,
+        typer.Option("--old", help="LANGUAGE=FILE of an old language; repeat. Without any, the base writes old text."),
+    ] = None,
+    test: Annotated[
+        list[str] | None,
+        typer.Option("--test", help="LANGUAGE=FILE of held-out text, old or new; repeat. Without any, no evaluation."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Folder of the run; by default runs/, the base and the new languages.")
+    ] = None,
+    revision: Revision = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the recommended recipe for a base and your text, with the steps of one epoch, and say what it costs here.
+
+    Example: hf-moe-expand recipes new --base Qwen/Qwen2.5-0.5B --new hu=hu.jsonl --old en=en.jsonl --out recipe.yaml
+    """
+    check_checkpoints(base, revision=revision)
+    check_file(out, overwrite)
+    given = {
+        key: {code: text.source for code, text in text_sources(arguments or []).items()}
+        for key, arguments in (("old", old), ("new", new), ("test", test))
+    }
+    from ..jsonfile import write_text
+    from ..pipeline import validate_recipe
+    from ..recipe import Recipe
+    from ..recommended import new_recipe
+
+    text = new_recipe(base, **given, output=output, revision=revision, seed=seed)
+    said = validate_recipe(Recipe.of_text(text, out))
+    write_text(out, text)
+    for line in said:
+        print(line)
+    print(f"wrote {out}: read it, then `hf-moe-expand run {out}`")
 
 
 @recipes_app.command("schema")

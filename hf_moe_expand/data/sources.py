@@ -256,9 +256,13 @@ def _standard(tag: str) -> str:
         return tag
 
 
-def read_documents(path: str, language: str, stamp: Any = None) -> Iterator[dict[str, str]]:
-    """The documents of a `.jsonl`, `.txt` or `.parquet` file; rows tagged with another language are left out."""
-    rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path)
+def read_documents(path: str, language: str, stamp: Any = None, lines: int | None = None) -> Iterator[dict[str, str]]:
+    """The documents of a `.jsonl`, `.txt` or `.parquet` file; rows tagged with another language are left out.
+
+    Args:
+        lines: how many lines to read, of a file that is no Parquet; all by default.
+    """
+    rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path, lines)
     for row in rows:
         yield from _documents(row, language)
 
@@ -270,11 +274,11 @@ def read_pairs(path: str, language: str, stamp: Any = None) -> Iterator[dict[str
         yield from row_pairs(row, language, f"{path}:{number}")
 
 
-def _lines(path: str) -> Iterator[dict[str, Any]]:
+def _lines(path: str, most: int | None = None) -> Iterator[dict[str, Any]]:
     number = 0
     try:
         with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(islice(file, most), start=1):
                 if line.strip():
                     yield _json_row(path, number, line) if path.endswith(".jsonl") else {"text": line.rstrip("\n")}
     except UnicodeDecodeError as error:

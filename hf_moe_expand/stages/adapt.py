@@ -19,7 +19,7 @@ from ..checkpoint.stored import built_whole
 from ..checkpoint.writer import check_output
 from ..data.sources import LanguageText
 from ..distributed import launched
-from ..errors import InputError
+from ..errors import InputError, named_as
 from ..evaluation.perplexity import evaluate_model
 from ..languages import check_language_code
 from ..models import load_for_inference, longest_block
@@ -154,7 +154,7 @@ def adapt_language(
         del network
     found, place = broadcast_object_list([found, beside(out, "grown")])
     nearest = min(range(len(found)), key=found.__getitem__)
-    with scratch_folder(place, state.is_main_process) as scratch:
+    with scratch_folder(place, state.is_main_process) as scratch, named_as(place / "model", out):
         grown = scratch / "model"
         if state.is_main_process:
             counts = expanded.num_experts_per_layer

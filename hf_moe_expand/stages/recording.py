@@ -12,6 +12,7 @@ from ..data.mixing import small_shares
 from ..data.packing import PackedText
 from ..errors import DivergedError
 from ..records import StageRecord, without_folders
+from ..trainers.pieces import PiecewiseLossMixin
 from .seen import SeenText
 
 # Seconds to the first word of progress, and between later ones in a log.
@@ -87,7 +88,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
-class RecordingTrainer(Trainer):
+class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` for the stages.
 
     Attributes:

@@ -108,6 +108,8 @@ class RouterLoss(ABC):
         needs_languages: whether it trains on tokens of known language, so that the trainer needs languages.
         needs_groups: whether the classes of languages are language groups, of which group g has expert g.
         needs_outputs: whether it reads `LossBatch.outputs`.
+        in_pieces: whether it does without `outputs.logits`, which a large batch then never has at once: it reads
+            `outputs.in_pieces` and `outputs.hidden_of_head` (`trainers/pieces.py`) where they are set.
         logged_at_zero: whether a stage computes it, for the log, where its coefficient is 0.
         for_encoder_decoders: whether it is defined for encoder-decoders; a trainer then computes it twice, for the
             source's tokens in the encoder's layers and for the target's in the decoder's, and adds both up.
@@ -123,6 +125,7 @@ class RouterLoss(ABC):
     needs_languages: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     needs_outputs: ClassVar[bool] = False
+    in_pieces: ClassVar[bool] = False
     logged_at_zero: ClassVar[bool] = True
     for_encoder_decoders: ClassVar[bool] = True
 

@@ -60,6 +60,7 @@ class DistillationLoss(RouterLoss):
     metrics = ("distillation_loss",)
     needs_languages = True
     needs_outputs = True
+    in_pieces = True
     for_encoder_decoders = False
     logged_at_zero = False
 
@@ -74,10 +75,21 @@ class DistillationLoss(RouterLoss):
             return batch.outputs.logits.sum() * 0
         own = {name: given[rows_B] if _is_of_rows(given, B) else given for name, given in inputs.items()}
         own.pop("labels", None)
-        base_TV = base_logits(batch.model, own)[:, -S:].flatten(0, 1)
-        # Prompt tuning puts virtual tokens in front.
-        logits_TV = batch.outputs.logits[rows_B][:, -S:].flatten(0, 1)
-        loss = distillation_loss(logits_TV, base_TV, old_BS[rows_B].flatten(), batch.step.old)
+        pieces = getattr(batch.outputs, "in_pieces", None)
+        if pieces is None:
+            base_TV = base_logits(batch.model, own)[:, -S:].flatten(0, 1)
+            # Prompt tuning puts virtual tokens in front.
+            logits_TV = batch.outputs.logits[rows_B][:, -S:].flatten(0, 1)
+            loss = distillation_loss(logits_TV, base_TV, old_BS[rows_B].flatten(), batch.step.old)
+        else:
+            with pieces.kept() as kept:
+                base_logits(batch.model, own)
+            hidden_TH, base_TH = batch.outputs.hidden_of_head[old_BS], kept[0][old_BS[rows_B]]
+
+            def divergence(logits_TV: torch.Tensor, base_TH: torch.Tensor) -> torch.Tensor:
+                return distillation_loss(logits_TV, pieces.logits(base_TH), count=1.0)
+
+            loss = pieces.sum(divergence, hidden_TH, base_TH) / batch.step.old
         batch.record("distillation_loss", loss * batch.step.old, batch.local.old)
         return loss
 

@@ -1,0 +1,135 @@
+"""`recipes new`: the recipe it writes is the recommended one, its steps and batches follow from text and memory."""
+
+import re
+
+import pytest
+import yaml
+from conftest import invoke, save_dense, write_texts
+
+from hf_moe_expand import recommended
+from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.recipes import find_recipe
+from hf_moe_expand.recommended import blocks_a_step, new_recipe, rates_for
+from hf_moe_expand.settings import GateSettings
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_dense(tmp_path_factory.mktemp("base") / "tiny", "llama", max_position_embeddings=1024)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    lines = {"hu": "egy hosszú szöveg a városról", "en": "a long text about the city", "tr": "şehir hakkında"}
+    return {code: write_texts(tmp_path / f"{code}.jsonl", [f"{text} {n}" for n in range(40)]) for code, text in
+            lines.items()}  # fmt: skip
+
+
+def written(base, texts, tmp_path, *more):
+    out = tmp_path / "recipe.yaml"
+    said = invoke("recipes", "new", "--base", str(base), "--new", f"hu={texts['hu']}", "--out", str(out), *more)
+    return Recipe.load(out), said, out.read_text("utf-8")
+
+
+def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
+    recipe, said, text = written(
+        base, texts, tmp_path, "--new", f"tr={texts['tr']}", "--old", f"en={texts['en']}", "--test", f"hu={texts['hu']}"
+    )
+    recommended = Recipe.load(find_recipe("recommended"))
+    assert (recipe.plan.method, recipe.plan.experts, recipe.plan.top_k) == ("moe-lpr", 2, 2)
+    assert recipe.gates == GateSettings() == recommended.gates
+    assert dict(recipe.new) == {"hu": str(texts["hu"]), "tr": str(texts["tr"])}
+    assert dict(recipe.old) == {"en": str(texts["en"])}
+    assert dict(recipe.test) == {"hu": str(texts["hu"])}
+    assert recipe.output == "runs/tiny-hu-tr"
+    for stage in ("post_pretrain", "review"):
+        ours, theirs = getattr(recipe, stage), getattr(recommended, stage)
+        for name in ("block_size", "balance_coef", "language_prior_coef", "distillation_coef", "classifier_coef"):
+            assert getattr(ours, name, None) == getattr(theirs, name, None)
+        for name in ("learning_rate", "lr_scheduler_type", "warmup_steps"):
+            assert ours.training[name] == theirs.training[name]
+    # The byte tokenizer: a byte is a token, and one more ends each document.
+    tokens = sum(len(doc.encode()) for code in ("hu", "tr") for doc in LanguageText(code, str(texts[code])).documents())
+    steps = max(tokens // 512, 1)
+    assert f"about {steps} steps, of {tokens:,} tokens" in text
+    assert recipe.post_pretrain.training["num_train_epochs"] == 1
+    assert recipe.post_pretrain.training["per_device_train_batch_size"] == 1
+    assert recipe.review.training["max_steps"] == max(steps // 3, 1)
+    for wanted in (
+        r"post_pretrain: memory about .* GB",
+        r"review: about \d+ steps",
+        r"tokens at hand, about: hu [\d,]+",
+    ):
+        assert re.search(wanted, said), wanted
+    assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 120
+
+
+def test_without_old_text_the_base_writes_it(base, texts, tmp_path):
+    recipe, _, _ = written(base, texts, tmp_path)
+    assert recipe.old_languages == ["und"]
+    assert recipe.self_written.documents == 100
+    assert not recipe.test
+
+
+def test_steps_follow_from_the_text():
+    assert blocks_a_step(None) == 16
+    for tokens in (10, 51_200, 409_600, 819_200, 1_638_400, 10**8, 10**9, 10**12):
+        blocks = blocks_a_step(tokens)
+        steps = tokens / (512 * blocks)
+        assert blocks & (blocks - 1) == 0
+        assert steps >= 100 or blocks == 1
+        assert steps <= 10_000 or blocks == 1024
+        assert blocks == 16 or (blocks < 16) == (tokens < 100 * 16 * 512)
+
+
+def test_rates_name_their_source():
+    assert [rates_for(n).stage for n in (135_000_000, 500_000_000, 1_800_000_000)] == ["2e-3", "2e-4", "5e-5"]
+    assert "not measured" in rates_for(500_000_000).source
+    smollm2, published = (yaml.safe_load(find_recipe(name).read_text("utf-8")) for name in
+                          ("recommended", "moe-lpr-qwen1.5-1.8b"))  # fmt: skip
+    for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
+        rates = rates_for(parameters)
+        assert recipe["post_pretrain"]["training"]["learning_rate"] == rates.stage
+        assert recipe["review"]["training"]["learning_rate"] == rates.review
+
+
+def test_the_batch_fits_the_memory(base, texts, monkeypatch):
+    given = ({"en": str(texts["en"])}, {"hu": "hub:some/text"}, {})
+    sizes = []
+    for memory in (10**12, 1):
+        monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
+        training = Recipe.of_text(new_recipe(str(base), *given), "x").post_pretrain.training
+        assert training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] == 16
+        sizes.append((training["per_device_train_batch_size"], any("checkpointing" in name for name in training)))
+    assert sizes == [(16, False), (1, True)]
+
+
+def test_odd_names_stay_what_they_are(base, tmp_path):
+    for name in ("no: text", "#1", "a {b}", "'x'", "été"):
+        folder = tmp_path / name
+        folder.mkdir()
+        file = write_texts(folder / "no.jsonl", ["en tekst om byen"])
+        text = new_recipe(str(base), {"en": str(file)}, {"no": str(file)}, {}, output=str(folder / "out: run"))
+        recipe = Recipe.of_text(text, "x")
+        assert dict(recipe.new) == {"no": str(file)}
+        assert recipe.output == str(folder / "out: run")
+
+
+def test_what_it_refuses(base, texts, tmp_path):
+    out = tmp_path / "r.yaml"
+    arguments = ["recipes", "new", "--base", str(base), "--out", str(out)]
+    with pytest.raises(InputError, match=r"--new hu: .*missing\.jsonl: no such"):
+        invoke(*arguments, "--new", f"hu={tmp_path / 'missing.jsonl'}")
+    with pytest.raises(InputError, match="given as an old and as a new language"):
+        invoke(*arguments, "--new", f"hu={texts['hu']}", "--old", f"hu={texts['hu']}")
+    with pytest.raises(InputError, match="test: de is neither an old nor a new language"):
+        invoke(*arguments, "--new", f"hu={texts['hu']}", "--old", f"en={texts['en']}", "--test", f"de={texts['en']}")
+    assert not out.exists()
+    out.write_text("mine")
+    with pytest.raises(InputError, match="exists already"):
+        invoke(*arguments, "--new", f"hu={texts['hu']}")
+    small = save_dense(tmp_path / "short", "llama", max_position_embeddings=64)
+    with pytest.raises(InputError, match=r"takes 64 positions, but this recipe's blocks have 512"):
+        new_recipe(str(small), {}, {"hu": str(texts["hu"])}, {})

@@ -1,0 +1,166 @@
+"""The next-token loss in pieces of the sequence, so that the logits of a whole batch are never in memory at once.
+
+At 8 x 1,024 tokens and a vocabulary of 49,152 the logits take 1.6 GB in float32, and the loss keeps three times that.
+Here the head runs on some tokens at a time, and again in the backward pass (activation checkpointing). Liger's fused
+kernel is for model types that it knows by name, which expanded models are not; TRL's fused head keeps tiles of 4,096
+tokens, which saves nothing at a CPU's sizes; torch's `linear_cross_entropy` came with 2.13.
+
+Shape suffixes: B sequences, S tokens of a sequence, T tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ..checkpoint.local import EXPANDED
+from ..costs import PIECE
+
+_IGNORED = -100
+_PROBED = 8  # tokens
+
+
+class LogitsInPieces:
+    """The head of a decoder, run on some of the tokens at a time.
+
+    Attributes:
+        vocabulary: number of logits of a token.
+    """
+
+    def __init__(self, model: Any, autocast: Callable[[], AbstractContextManager] = nullcontext) -> None:
+        self.head: nn.Linear = model.get_output_embeddings()
+        self.vocabulary = self.head.weight.shape[0]
+        self._softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self._scale = 1.0  # Cohere and Granite scale their logits
+        self._autocast = autocast
+
+    @classmethod
+    def of(cls, model: Any, autocast: Callable[[], AbstractContextManager] = nullcontext) -> "LogitsInPieces | None":
+        """The head of `model`; None for a model whose loss is not the library's, or whose logits are not those of a
+        linear head, scaled or capped: it is run on a few tokens to find out."""
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if type(head) is not nn.Linear or getattr(model, "loss_function", None) is not ForCausalLMLoss:
+            return None
+        found = cls(model, autocast)
+        ids = torch.arange(_PROBED, device=head.weight.device).unsqueeze(0) % found.vocabulary
+        training = [module for module in model.modules() if module.training]
+        model.eval()
+        try:
+            with torch.no_grad(), found.kept(whole=True) as kept:
+                logits = model(input_ids=ids, use_cache=False).logits
+                again = found.logits(kept[0]) if len(kept) == 1 else torch.empty(0)
+        finally:
+            for module in training:
+                module.training = True
+        if again.shape != logits.shape:
+            return None
+        one, other = again.double(), logits.double()
+        scale = float((one * other).sum() / (one * one).sum().clamp(min=1e-30))
+        found._scale = 1.0 if torch.allclose(one, other, rtol=1e-5, atol=1e-6) else scale
+        return found if torch.allclose(found._scale * one, other, rtol=1e-4, atol=1e-4) else None
+
+    def size(self) -> int:
+        """The most tokens of a piece."""
+        return max(PIECE // self.vocabulary, 1)
+
+    @contextmanager
+    def kept(self, whole: bool = False) -> Iterator[list[torch.Tensor]]:
+        """Inside, forward passes leave the head's inputs `[B, S, H]` in a list and, unless `whole`, compute the logits
+        of each sequence's last token alone."""
+        inputs: list[torch.Tensor] = []
+
+        def keep(head: nn.Module, given: tuple) -> tuple:
+            inputs.append(given[0])
+            return given if whole else (given[0][:, -1:],)
+
+        hook = self.head.register_forward_pre_hook(keep)
+        try:
+            yield inputs
+        finally:
+            hook.remove()
+
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """`[T, V]`, as the model itself computes them."""
+        with self._autocast():
+            logits_TV = F.linear(hidden_TH, self.head.weight, self.head.bias)
+            logits_TV = logits_TV if self._scale == 1.0 else logits_TV * self._scale
+            return logits_TV if self._softcap is None else torch.tanh(logits_TV / self._softcap) * self._softcap
+
+    def sum(self, of_logits: Callable[..., torch.Tensor], hidden_TH: torch.Tensor, *others_T: torch.Tensor) -> Any:
+        """The sum over the pieces of `of_logits(logits, *others)`, a sum over the tokens of a piece."""
+
+        def of_piece(hidden_TH: torch.Tensor, *others_T: torch.Tensor) -> torch.Tensor:
+            return of_logits(self.logits(hidden_TH), *others_T)
+
+        total: Any = 0.0
+        for piece in zip(*(given.split(self.size()) for given in (hidden_TH, *others_T)), strict=True):
+            total = total + checkpoint(of_piece, *piece, use_reentrant=False)
+        return total
+
+    def next_token_loss(self, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor, num_items: Any = None) -> torch.Tensor:
+        """The loss that the model itself computes with its labels: the mean negative log-likelihood of each sequence's
+        next tokens in nats, or their sum divided by `num_items`."""
+        targets_BS = labels_BS[:, 1:]
+        counted_BS = targets_BS != _IGNORED
+        nats = self.sum(_nats, hidden_BSH[:, :-1][counted_BS], targets_BS[counted_BS])
+        return nats / (counted_BS.sum() if num_items is None else num_items)
+
+
+def _nats(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum")
+
+
+class PiecewiseLossMixin:
+    """Put in front of a Trainer class: the next-token loss of a large batch of a decoder is computed in pieces.
+
+    The loss and its gradients are those of the whole batch, to rounding. Batches of fewer logits than a piece, other
+    models' losses, and models that are split over devices or compiled are left to the Trainer.
+    """
+
+    compute_loss_func: Any
+    _pieces: LogitsInPieces | bool | None = False  # False until the first batch that is large enough
+
+    def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        # Before a forward pass is recorded: finding the head takes one of its own.
+        if self._pieces is False and self._is_large(model, inputs):
+            own: Any = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+            self._pieces = LogitsInPieces.of(own, self.accelerator.autocast)  # type: ignore[attr-defined]
+        return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+
+    def compute_loss(
+        self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        pieces = self._pieces
+        if not isinstance(pieces, LogitsInPieces) or not model.training or not self._is_large(model, inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        with pieces.kept() as kept:
+
+            def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+                outputs.in_pieces, outputs.hidden_of_head = pieces, kept[0]
+                return pieces.next_token_loss(kept[0], labels, num_items_in_batch)
+
+            self.compute_loss_func = loss
+            try:
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            finally:
+                self.compute_loss_func = None
+
+    def _is_large(self, model: Any, inputs: dict) -> bool:
+        """Whether a batch has more logits than a piece, and nothing forbids to compute them in pieces."""
+        ids, labels, training = inputs.get("input_ids"), inputs.get("labels"), self.args  # type: ignore[attr-defined]
+        config: Any = getattr(self.accelerator.unwrap_model(model), "config", None)  # type: ignore[attr-defined]
+        if ids is None or labels is None or config is None or getattr(config, "is_encoder_decoder", False):
+            return False
+        if ids.numel() * (config.get_text_config().vocab_size or 0) <= PIECE or self.compute_loss_func is not None:
+            return False
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)  # type: ignore[attr-defined]
+        fused = training.use_liger_kernel and config.model_type not in EXPANDED  # Liger has kernels for dense types
+        if split or fused or training.torch_compile or training.label_smoothing_factor:
+            return False
+        read = [loss for loss in getattr(self, "router_losses", ()) if loss.needs_outputs]
+        return all(loss.in_pieces for loss in read)
