@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from bpe import bpe_tokenizer
-from conftest import BACKBONE_NAMES, DATA, invoke, save_dense, tiny_config, write_texts
+from conftest import BACKBONE_NAMES, DATA, byte_tokenizer, invoke, save_dense, tiny_config, write_texts
 from seq2seq import SENTENCES, save_tiny
 from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -469,6 +469,9 @@ def test_the_evaluation_guide(workplace, tmp_path, monkeypatch):
     here = str(tmp_path / "tasks")
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path: manager(include_path=here))
     save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=2, max_position_embeddings=2048)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "<u>{{ messages[0]['content'] }}<a>"
+    tokenizer.save_pretrained("Qwen/Qwen2.5-0.5B")
     for name in ("qwen-g1", "qwen-g2"):
         plan = Plan("layer-moe", [2, 2], [0], old=["en", "zh", "es"], new=["el", "hu", "tr"])
         expand_checkpoint("Qwen/Qwen2.5-0.5B", name, plan)
