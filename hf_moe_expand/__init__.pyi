@@ -62,7 +62,6 @@ from .trainers.losses import LayerLoss as LayerLoss
 from .trainers.losses import LocalizedBalanceLoss as LocalizedBalanceLoss
 from .trainers.losses import LossBatch as LossBatch
 from .trainers.losses import RouterLoss as RouterLoss
-from .trainers.losses import RouterLossWeights as RouterLossWeights
 from .trainers.masking import Masking as Masking
 from .trainers.masking import mask_routing as mask_routing
 from .trainers.router_losses import RouterLossMixin as RouterLossMixin

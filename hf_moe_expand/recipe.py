@@ -1,8 +1,8 @@
 """A recipe: one YAML file with all settings, from the base checkpoint to the evaluation."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 import pydantic
 from pydantic import Field, PrivateAttr, model_validator
@@ -26,8 +26,6 @@ _NOT_BESIDE_JOIN = ("plan", "expansions", "expand", "analysis", "deviation", *(k
 
 class _Expansion(Declared):
     """The keys of an expansion besides its stages."""
-
-    renamed: ClassVar[Mapping[str, str]] = {former: key for key in ROAD for former in stage_of(key).former}
 
     new: Annotated[Sources, Field(description="language: training text, of the languages that this expansion adds")]
     analysis: Annotated[AnalysisSettings, Field(description="how similarity and separability are measured")] = (
@@ -93,9 +91,6 @@ def _stage_keys() -> dict[str, Any]:
 
 class Expansion(pydantic.create_model("_Staged", __base__=_Expansion, **_stage_keys())):  # type: ignore[misc]
     """One expansion: the languages that it adds, and the settings of its steps."""
-
-
-_STAGES = (*ROAD, *_Expansion.renamed)  # their keys, former ones too
 
 
 class Recipe(Expansion):
@@ -264,7 +259,7 @@ class Recipe(Expansion):
                 mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)
         for kind in ("old", "new", "test", "anchors"):
             fill_sources(mapping, kind, str(path), unset_ok)
-        fill_stages(mapping, _STAGES, str(path), unset_ok)
+        fill_stages(mapping, ROAD, str(path), unset_ok)
         fill_packs(mapping, str(path), unset_ok)
         if isinstance(mapping.get("evaluation"), dict):
             fill_sources(mapping["evaluation"], "questions", f"{path}: evaluation", unset_ok)
@@ -328,13 +323,13 @@ def recipe_schema() -> dict[str, Any]:
 
 def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
     """Copies the recipe's own settings to each expansion that lacks them; `graft` only to the last."""
-    own = {*Expansion.model_fields, *Expansion.renamed} - {"new"}
+    own = set(Expansion.model_fields) - {"new"}
     shared = {key: mapping[key] for key in own if key in mapping}
     graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
     for number, expansion in enumerate(mapping["expansions"], start=1):
         if isinstance(expansion, dict):
             where = f"{path}: expansions[{number - 1}]"
             fill_sources(expansion, "new", where, unset_ok)
-            fill_stages(expansion, _STAGES, where, unset_ok)
+            fill_stages(expansion, ROAD, where, unset_ok)
             last = graft if number == len(mapping["expansions"]) else {}
             mapping["expansions"][number - 1] = {**shared, **last, **expansion}

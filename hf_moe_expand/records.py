@@ -12,12 +12,11 @@ from .errors import InputError
 
 OLD = 0  # class of the base model's languages
 
-# Steps that may change every tensor, by their names in histories ("normal" and "everything" train all parameters;
-# "normal" is the former name of "joint").
-CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "joint", "normal"})
+# Steps that may change every tensor, by their names in histories ("everything" and "joint" train all parameters).
+CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "joint"})
 
 # Those of them that train the base model inside.
-TRAINS_BASE = frozenset({"everything", "group", "joint", "normal"})
+TRAINS_BASE = frozenset({"everything", "group", "joint"})
 
 R = TypeVar("R", bound="_Record")
 

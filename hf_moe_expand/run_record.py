@@ -55,7 +55,5 @@ def read_steps(path: Path) -> dict[str, Any]:
         return {}
     steps = read_json(path, "the record of a run")
     for name, step in steps.items():
-        if isinstance(step, dict):
-            step = {key: value for key, value in step.items() if key != "fingerprint"}  # of older runs
         read(_StepAtWork if name == BEGUN else _Step, step, f"{path}: {name}")
     return steps

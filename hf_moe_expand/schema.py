@@ -7,7 +7,6 @@ check, the JSON schema and the documentation.
 import difflib
 import types
 import typing
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
@@ -59,10 +58,7 @@ _BOUNDS = {
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """Makes a frozen dataclass that checks its fields, from Python and from a file alike.
-
-    A class attribute `renamed` maps former keys to current ones: `read` accepts former keys with a warning.
-    """
+    """Makes a frozen dataclass that checks its fields, from Python and from a file alike."""
     made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, config=CONFIG)
     checked, names = made.__init__, [field.name for field in fields(made) if field.init]
 
@@ -89,8 +85,7 @@ class _Checked(ModelMetaclass):
 
 
 class Declared(BaseModel, metaclass=_Checked):
-    """A frozen pydantic model whose errors are InputErrors. A class attribute `renamed` maps former keys to current
-    ones."""
+    """A frozen pydantic model whose errors are InputErrors."""
 
     model_config = ConfigDict(**CONFIG, frozen=True)
 
@@ -119,14 +114,10 @@ def read(cls: type[T], mapping: Any, where: str = "") -> T:
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
-    if unknown := [key for key in mapping if key not in keys_of(cls) and key not in getattr(cls, "renamed", {})]:
+    if unknown := [key for key in mapping if key not in keys_of(cls)]:
         raise InputError(f"{_place(where)}{unknown_key(str(unknown[0]), keys_of(cls))}")
-    former: list[str] = []
-    current = _with_current_keys(cls, mapping, (), former)
-    if former:
-        warnings.warn(f"{_place(where)}{'; '.join(former)}. The next release refuses the old keys.", FutureWarning, 2)
     try:
-        return _adapter(cls).validate_python(current)  # type: ignore[arg-type]
+        return _adapter(cls).validate_python(dict(mapping))  # type: ignore[arg-type]
     except pydantic.ValidationError as error:
         raise InputError(_explained(error, cls, where)) from None
 
@@ -187,28 +178,6 @@ def _parts(hint: Any) -> Iterator[Any]:
 def settings_in(hint: Any) -> list[type]:
     """The settings classes among the types that a hint allows."""
     return [part for part in _parts(hint) if _is_settings(part)]
-
-
-def _with_current_keys(hint: Any, value: Any, path: tuple[Any, ...], former: list[str]) -> Any:
-    """`value` with former keys replaced by current ones; `former` collects a message for each."""
-    for part in _parts(hint):
-        if isinstance(value, list) and typing.get_origin(part) is list:
-            inner = typing.get_args(part)[0]
-            return [_with_current_keys(inner, item, (*path, i), former) for i, item in enumerate(value)]
-        if isinstance(value, Mapping) and _is_settings(part):
-            renamed, hints = getattr(part, "renamed", {}), keys_of(part)
-            current: dict[Any, Any] = {}
-            for key, item in value.items():
-                name = renamed.get(key, key)
-                if name != key:
-                    if name in value:
-                        raise InputError(
-                            f"{_path((*path, key))} is the former name of {name}, which is given too; leave it out."
-                        )
-                    former.append(f"{_path((*path, key))} is now called {name}")
-                current[name] = _with_current_keys(hints.get(str(name), Any), item, (*path, name), former)
-            return current
-    return value
 
 
 def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:

@@ -91,8 +91,7 @@ def _plan() -> str:
     ]
     for method in methods:
         fields = _fields(method.settings)
-        former = "".join(f" (formerly `{name}`)" for name in method.former)
-        parts.append(f"`method: {method.name}`{former}. {_first(method.settings.__doc__)}\n")
+        parts.append(f"`method: {method.name}`. {_first(method.settings.__doc__)}\n")
         parts.append(_table({name: fields[name] for name in method.own_keys}) + "\n")
     fields = _fields(methods[0].settings)
     parts.append("Keys of every method; classifiers only for methods without language groups:\n")

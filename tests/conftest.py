@@ -249,8 +249,8 @@ _OLD_AND_NEW: dict[str, Any] = {"old": ["en"], "new": ["el"]}
 # Each stands in the matrix of test_behaviour.py with every backbone. `layer-moe` is the one that the other files use.
 CONFIGURATIONS = (
     Configuration("layer-moe", Plan("layer-moe", [3, 1, 2], [2], **_OLD_AND_NEW)),
-    Configuration("uniform", Plan("uniform", [3, 3, 3], **_OLD_AND_NEW)),
-    Configuration("random", Plan("uniform", [2, 1, 3], **_OLD_AND_NEW), {"expert_init": "random"}),
+    Configuration("uniform", Plan("moe-lpr", [3, 3, 3], **_OLD_AND_NEW)),
+    Configuration("random", Plan("moe-lpr", [2, 1, 3], **_OLD_AND_NEW), {"expert_init": "random"}),
     Configuration("conditional", Plan("layer-moe", [3, 1, 4], [2], **_OLD_AND_NEW), {"conditional_routing": True}),
     Configuration(
         "lora", Plan("mola", [3, 1, 4], [2], **_OLD_AND_NEW),

@@ -36,7 +36,7 @@ NEW_EXPERTS = {"target_modules": "all-linear", "exclude_modules": r"(?!.*\.exper
 def save_expanded(folder, backbone="qwen2"):
     """A checkpoint of a model expanded for Greek and Turkish, with its tokenizer."""
     base = save_dense(folder / "base", backbone)
-    plan = Plan("uniform", [3, 1, 2], [2], old=["en"], new=["el", "tr"])
+    plan = Plan("moe-lpr", [3, 1, 2], [2], old=["en"], new=["el", "tr"])
     expand_checkpoint(base, folder / "out", plan)
     return folder / "out"
 

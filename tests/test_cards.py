@@ -23,8 +23,8 @@ from hf_moe_expand.planning.plan import PrefixGate
 
 PLANS = {
     "layer-moe": Plan("layer-moe", [3, 3, 2], [0], old=["en", "zh"], new=["el", "hu"]),
-    "uniform": Plan("uniform", [3, 3, 3], old=["en"], new=["el"]),
-    "classified": Plan("uniform", [3, 3, 3], [0, 1], old=["en"], new=["el"]),
+    "uniform": Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"]),
+    "classified": Plan("moe-lpr", [3, 3, 3], [0, 1], old=["en"], new=["el"]),
     "gated": Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=["el"], prefix_gate=PrefixGate(0.9, 2.0)),
     "mola": Plan("mola", [2, 3, 4], old=["en"], new=["el"]),
     "random": Plan("random", [2, 1, 5], old=["en"], new=["el"]),
@@ -298,7 +298,7 @@ def test_several_expansions(checkpoint):
 
 
 def test_the_history_of_several_expansions(checkpoint, tmp_path):
-    second = Plan("uniform", [4, 5, 2], [0, 2], old=["en", "zh", "el", "hu"], new=["tr"], grows_from=[3, 3, 2])
+    second = Plan("moe-lpr", [4, 5, 2], [0, 2], old=["en", "zh", "el", "hu"], new=["tr"], grows_from=[3, 3, 2])
     grow_checkpoint(checkpoint, tmp_path / "second", second, copy_from={0: 2, 1: 1, 2: 1})
     third = replace(second, method="layer-moe", experts_per_layer=[4, 6, 3], new=["hi", "ro"], grows_from=[4, 5, 2])
     grow_checkpoint(tmp_path / "second", tmp_path / "third", third)
@@ -306,7 +306,7 @@ def test_the_history_of_several_expansions(checkpoint, tmp_path):
     table = text.split("It was expanded 3 times:")[1].split("##")[0].strip().splitlines()
     assert table[2:] == [
         "| 1 | el, hu | layer-moe | 2 2 1 | copies of expert 0 | 0 |",
-        "| 2 | tr | uniform | 1 2 0 | copies of experts 2 1 - | 0 2 |",
+        "| 2 | tr | moe-lpr | 1 2 0 | copies of experts 2 1 - | 0 2 |",
         "| 3 | hi, ro | layer-moe | 0 1 1 | copies of expert 0 | 0 2 |",
     ]
     assert metadata_errors(text) == []

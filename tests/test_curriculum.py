@@ -218,7 +218,7 @@ def root(tmp_path_factory):
     for code, (words, count) in WORDS.items():
         write_texts(root / f"{code}.jsonl", [f"{words} {i} {words}" for i in range(count)])
     save_dense(root / "dense")
-    expand_checkpoint(root / "dense", root / "expanded", Plan("uniform", [2, 1, 1], old=["en"], new=list(WORDS)))
+    expand_checkpoint(root / "dense", root / "expanded", Plan("moe-lpr", [2, 1, 1], old=["en"], new=list(WORDS)))
     groups = [["el", "hu"], ["tr"]]
     expand_checkpoint(root / "dense", root / "dmoe", Plan("dmoe", [2, 1, 1], groups=groups))
     Curriculum(7, {"el": 0, "tr": 3, "hu": 5}).save(root / "curriculum.json")

@@ -224,7 +224,7 @@ def test_refusals_name_what_is_wrong(root, data, tmp_path):
     refused("no new blocks: insert some with `expand-depth`", config(method="new-blocks"))
     refused("No text was given", config(), texts={})
     refused("is the input folder", config(), out=root / "base")
-    expand_checkpoint(root / "base", tmp_path / "expanded", Plan("uniform", [2, 2, 2]))
+    expand_checkpoint(root / "base", tmp_path / "expanded", Plan("moe-lpr", [2, 2, 2]))
     refused("is an expanded checkpoint already", config(), model=tmp_path / "expanded")
 
 
@@ -246,7 +246,7 @@ def test_from_the_command_line(root, tmp_path):
     assert "wrote" in invoke("merge", "average", *both, "--weight", 0.25, "--out", tmp_path / "average")
     history = json.loads((tmp_path / "average" / "config.json").read_text())["history"]
     assert history[-1]["settings"] == {"models": ["pro-1", "pro-2"], "weights": [0.25, 0.75]}
-    expand_checkpoint(root / "base", tmp_path / "moe", Plan("uniform", [2, 2, 2]))
+    expand_checkpoint(root / "base", tmp_path / "moe", Plan("moe-lpr", [2, 2, 2]))
     delta = ("--base", root / "base", "--instruct", root / "base")
     assert "a cosine of 1.0000" in invoke("graft", tmp_path / "moe", tmp_path / "chat", *delta)
     assert "a cosine of 1.0000" in invoke("merge", "delta", tmp_path / "pro", tmp_path / "pro-chat", *delta)

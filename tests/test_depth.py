@@ -119,7 +119,7 @@ def test_a_delta_goes_to_the_old_blocks_alone(tmp_path):
                 words[2] = str(homes[int(words[2])])
             assert torch.equal(value, instruct[".".join(words)]), name
     # A deeper model can be expanded like any other.
-    expand_checkpoint(tmp_path / "out", tmp_path / "moe", Plan("uniform", [2] * 5))
+    expand_checkpoint(tmp_path / "out", tmp_path / "moe", Plan("moe-lpr", [2] * 5))
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "moe")(IDS).logits, load(tmp_path / "out")(IDS).logits)
 
@@ -140,7 +140,7 @@ def test_refusals_name_what_is_wrong(tmp_path):
     refused("architecture 'starcoder2' have no mlp.down_proj", tmp_path / "starcoder2")
     expand_depth(base, tmp_path / "deep", 1)
     refused("has inserted blocks already", tmp_path / "deep")
-    expand_checkpoint(base, tmp_path / "expanded", Plan("uniform", [2, 2, 2]))
+    expand_checkpoint(base, tmp_path / "expanded", Plan("moe-lpr", [2, 2, 2]))
     refused("is an expanded checkpoint already", tmp_path / "expanded")
 
 

@@ -124,7 +124,7 @@ def _replaced(batch, old_T):
 
 
 def test_the_base_has_no_dropout_and_no_adapter():
-    plan = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
     dense = tiny_dense("gpt2").eval()
     for module in dense.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -21,7 +21,7 @@ def prepared(folder):
     base = save_dense(folder / "base")
     write_texts(folder / "en.jsonl", [f"one word, {number} words, and a line of them." for number in range(60)])
     write_texts(folder / "el.jsonl", [f"μία λέξη, {number} λέξεις και μία γραμμή." for number in range(60)])
-    plan = Plan("uniform", [2, 3, 2], [1], old=["en"], new=["el"])
+    plan = Plan("moe-lpr", [2, 3, 2], [1], old=["en"], new=["el"])
     expand_checkpoint(base, folder / "ffn", plan)
     expand_checkpoint(base, folder / "lora", plan, expert_kind="lora", conditional_routing=True)
     expand_checkpoint(base, folder / "dmoe", Plan("dmoe", [2, 1, 2], new=["en", "tr"], groups=[["en"], ["tr"]]))

@@ -272,7 +272,7 @@ def test_wrong_input_is_named(expanded, text, tmp_path):
         train_stage(expanded, out, text, JointConfig(block_size=16))
     with pytest.raises(InputError, match="no frozen expert for old languages"):
         train_stage(expanded, out, data, PostPretrainConfig())
-    uniform = replace(PLAN, method="uniform", groups=[], new=["el"])
+    uniform = replace(PLAN, method="moe-lpr", groups=[], new=["el"])
     expand_checkpoint(expanded.with_name("dense"), tmp_path / "uniform", uniform)
     with pytest.raises(InputError, match="has no language groups"):
         train_stage(tmp_path / "uniform", out, data, GroupConfig())

@@ -37,7 +37,7 @@ from hf_moe_expand.planning.layers import layers_in
 BEAMS = {"max_new_tokens": 5, "do_sample": False, "num_beams": 3, "eos_token_id": None}
 CONFIGURATIONS = {
     "layer-moe": (PLAN, {}),
-    "conditional": (Plan("uniform", [3] * 5, new=["el"], encoder_layers=3), {"conditional_routing": True}),
+    "conditional": (Plan("moe-lpr", [3] * 5, new=["el"], encoder_layers=3), {"conditional_routing": True}),
     "lora": (PLAN, {"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 6.0}),
 }
 
@@ -306,7 +306,7 @@ def test_packs_join_and_part(base, el, tmp_path):
 def test_plans_name_layers_by_their_stack(base, tmp_path):
     out = tmp_path / "plan.json"
     said = invoke(
-        "plan", "uniform", "--layers", base, "--experts", 3, "--only-layers", "encoder.0-2/2,decoder.1", "--new", "el",
+        "plan", "moe-lpr", "--layers", base, "--experts", 3, "--only-layers", "encoder.0-2/2,decoder.1", "--new", "el",
         "--classifiers-in", "decoder.1", "--out", out,
     )  # fmt: skip
     assert "experts per layer  encoder 3 1 3, decoder 1 3 (total 11)" in said

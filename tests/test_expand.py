@@ -74,7 +74,7 @@ def test_shards_in_and_out(tmp_path):
 
 
 def test_the_seed_decides_and_routers_differ_between_layers(base, tmp_path):
-    plan = Plan("uniform", [3, 3, 3])
+    plan = Plan("moe-lpr", [3, 3, 3])
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         expand_checkpoint(base, tmp_path / name, plan, seed=seed, expert_init="random")
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
@@ -91,7 +91,7 @@ def test_random_experts_are_drawn_as_the_backbone_draws(tmp_path):
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("uniform", [2, 2, 2]), expert_init="random")
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [2, 2, 2]), expert_init="random")
     found = tensors(tmp_path / "out")
     prefix = "gpt_neox.layers.0.mlp.experts"
     drawn, kept = (found[f"{prefix}.{e}.dense_h_to_4h.weight"] for e in (1, 0))
@@ -159,7 +159,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     refused(tmp_path / "nowhere", PLAN, "no such folder")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", PLAN, "not a checkpoint: it has no config.json")
-    refused(base, Plan("uniform", [2, 2]), "plan is for 2 layers, but .* has 3")
+    refused(base, Plan("moe-lpr", [2, 2]), "plan is for 2 layers, but .* has 3")
     refused(base, PLAN, "expert_init is 'zero'", expert_init="zero")
     refused(base / "config.json", PLAN, "is a file")
     reasons = {
@@ -206,7 +206,7 @@ def test_refusals_name_what_is_wrong_and_leave_nothing(base, tmp_path):
     assert (tmp_path / "thesis" / "last.tex").is_file()
     with pytest.raises(InputError, match="max_shard_size is '5 gigs'"):
         expand_checkpoint(base, tmp_path / "sharded", PLAN, max_shard_size="5 gigs")
-    expand_checkpoint(base, tmp_path / "done", Plan("uniform", [2, 2, 2]), overwrite=True)
+    expand_checkpoint(base, tmp_path / "done", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
     assert LayerMoEForCausalLM.from_pretrained(tmp_path / "done").config.num_experts_per_layer == [2, 2, 2]
 
 
@@ -282,7 +282,7 @@ def test_an_interruption_leaves_nothing_behind_and_keeps_what_was_there(base, tm
 
     monkeypatch.setattr(CheckpointReader, "chunks", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        expand_checkpoint(base, tmp_path / "out", Plan("uniform", [2, 2, 2]), overwrite=True)
+        expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert_nothing_left(tmp_path, "base", "out")
 

@@ -14,8 +14,8 @@ from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
-UNIFORM, WITH_DENSE = Plan("uniform", [3, 3, 3], old=["en"], new=["el"]), Plan("uniform", [3, 1, 3])
-PLANS = {"all": UNIFORM, "dense": WITH_DENSE, "uneven": Plan("uniform", [2, 1, 4])}
+UNIFORM, WITH_DENSE = Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"]), Plan("moe-lpr", [3, 1, 3])
+PLANS = {"all": UNIFORM, "dense": WITH_DENSE, "uneven": Plan("moe-lpr", [2, 1, 4])}
 NATIVE = {
     ("qwen2", "all"): "Qwen2MoeForCausalLM",
     ("qwen2", "dense"): "Qwen2MoeForCausalLM",
@@ -80,7 +80,7 @@ def test_a_native_architecture_gives_the_same_logits(tmp_path, backbone, layers)
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_any_number_of_active_experts(tmp_path, top_k):
-    model = trained(tmp_path, "qwen3", Plan("uniform", [3, 3, 3], top_k=top_k))
+    model = trained(tmp_path, "qwen3", Plan("moe-lpr", [3, 3, 3], top_k=top_k))
     export_native(model, tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, load(model)(IDS).logits, rtol=0, atol=1e-5)
@@ -117,14 +117,14 @@ def test_fields_that_change_what_is_computed_travel(tmp_path, backbone, fields):
 
 @pytest.mark.parametrize("backbone", ["qwen3", "granite", "olmo2"])
 def test_one_active_expert_of_any_numbers(tmp_path, backbone):
-    model = trained(tmp_path, backbone, Plan("uniform", [2, 4, 3], top_k=1))
+    model = trained(tmp_path, backbone, Plan("moe-lpr", [2, 4, 3], top_k=1))
     export_native(model, tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "out")(IDS).logits, load(model)(IDS).logits, rtol=0, atol=1e-5)
 
 
 def test_an_expert_that_fills_a_layer_up_is_never_chosen(tmp_path):
-    model = trained(tmp_path, "llama", Plan("uniform", [2, 4, 3]))
+    model = trained(tmp_path, "llama", Plan("moe-lpr", [2, 4, 3]))
     export_native(model, tmp_path / "out")
     native, found = load(tmp_path / "out"), {}
     for layer, block in enumerate(native.model.layers):
@@ -215,14 +215,14 @@ def test_without_a_native_form_it_says_why(tmp_path):
     refused("expanded gemma3_text model: Gemma 4's mixture", expanded("g", "gemma3_text", UNIFORM))
     refused(
         "2, 3 experts, but .* one number for all .* a bias on the scores .* sigmoid in place of softmax",
-        expanded("c", "qwen3", Plan("uniform", [2, 3, 3])),
+        expanded("c", "qwen3", Plan("moe-lpr", [2, 3, 3])),
     )
-    refused("with Granite's multipliers has one", expanded("gr", "granite", Plan("uniform", [2, 1, 3])))
+    refused("with Granite's multipliers has one", expanded("gr", "granite", Plan("moe-lpr", [2, 1, 3])))
     refused(
-        "sliding windows, Mixtral, has none", expanded("mi", "mistral", Plan("uniform", [2, 1, 3]), sliding_window=4)
+        "sliding windows, Mixtral, has none", expanded("mi", "mistral", Plan("moe-lpr", [2, 1, 3]), sliding_window=4)
     )
     refused(
-        "has 2 experts, fewer than the 3 that are active", expanded("k3", "llama", Plan("uniform", [2, 3, 4], top_k=3))
+        "has 2 experts, fewer than the 3 that are active", expanded("k3", "llama", Plan("moe-lpr", [2, 3, 4], top_k=3))
     )
     refused("no LoRA experts, so that there is nothing to merge", expanded("q2", "qwen2", UNIFORM), merge_lora=True)
     refused("layers 2 have a classifier", expanded("k", "qwen2", Plan("layer-moe", [3, 3, 3], [2])))
@@ -254,7 +254,7 @@ def test_expert_0_is_the_base_byte_for_byte_and_others_are_what_they_compute(tmp
 
 def test_an_expert_that_not_every_layer_has(tmp_path):
     save_dense(tmp_path / "base")
-    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("uniform", [3, 1, 2]))
+    expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [3, 1, 2]))
     with pytest.raises(InputError, match=r"layer 2 has no expert 2; give one of 0\.\.1"):
         export_expert(tmp_path / "out", tmp_path / "no", 2)
     export_expert(tmp_path / "out", tmp_path / "one", 1)

@@ -28,7 +28,7 @@ def root(tmp_path_factory):
 
 
 def uniform(experts=3, classifiers=(0, 2)):
-    return Plan("uniform", [experts] * 3, list(classifiers), old=["en"], new=["el"])
+    return Plan("moe-lpr", [experts] * 3, list(classifiers), old=["en"], new=["el"])
 
 
 def dmoe(experts=2):
@@ -74,7 +74,7 @@ def counted(model, expert=None):
 
 
 @pytest.mark.parametrize("base", ["base", "tied"])
-@pytest.mark.parametrize("plan", [uniform(), Plan("uniform", [2, 4, 1], [1], 3, old=["en"], new=["el"])])
+@pytest.mark.parametrize("plan", [uniform(), Plan("moe-lpr", [2, 4, 1], [1], 3, old=["en"], new=["el"])])
 def test_parameters_are_those_of_the_expanded_model(root, base, plan):
     found, model = forecast(root / base, plan), expanded(root, base, plan)
     dense = AutoModelForCausalLM.from_pretrained(root / base)
@@ -146,7 +146,7 @@ def test_arithmetic_of_the_bases_fine_tuning(root):
 
 
 def test_of_several_experts_a_token_meets_k_each_as_often(root):
-    plan = Plan("uniform", [4, 4, 4], [0], 3, old=["en"], new=["el"])
+    plan = Plan("moe-lpr", [4, 4, 4], [0], 3, old=["en"], new=["el"])
     cost = forecast(root / "base", plan).stages[0]
     model = expanded(root, "base", plan)
     expert = expert_sizes(model)[0]
@@ -203,9 +203,9 @@ def test_bad_input(root, tmp_path):
     with pytest.raises(InputError, match="is an expanded checkpoint already"):
         invoke("inspect", root / "expanded", "--plan", plan)
     with pytest.raises(InputError, match=r"plan is for 2 layers, but \S*base has 3"):
-        forecast(root / "base", Plan("uniform", [2, 2], old=["en"], new=["el"]))
+        forecast(root / "base", Plan("moe-lpr", [2, 2], old=["en"], new=["el"]))
     with pytest.raises(InputError, match="give a dense base and its first plan"):
-        forecast(root / "base", Plan("uniform", [3, 3, 3], old=["en"], new=["el"], grows_from=[2, 2, 2]))
+        forecast(root / "base", Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"], grows_from=[2, 2, 2]))
     for option, value in (("--tokens", 0), ("--tokens", -5), ("--tokens", "nan"), ("--tokens", "inf"), ("--tflops", 0)):
         with pytest.raises(InputError, match="must be above 0"):
             invoke("inspect", root / "base", "--plan", plan, option, value)

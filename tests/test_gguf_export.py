@@ -25,7 +25,7 @@ BASES = Path(os.environ.get("HF_MOE_EXPAND_BASES", "runs/study/bases"))
 
 def grown(root, backbone, counts, top_k=2, **changes):
     """An expanded checkpoint whose experts differ, with a tokenizer that GGUF can hold."""
-    model = trained(root, backbone, Plan("uniform", counts, top_k=top_k), **changes)
+    model = trained(root, backbone, Plan("moe-lpr", counts, top_k=top_k), **changes)
     bpe_tokenizer().save_pretrained(model)
     return model
 
@@ -194,7 +194,7 @@ def test_a_base_from_gguf_keeps_its_tokenizers_fields(tmp_path):
     assert content["tokenizer.ggml.pre"]["value"] == "gpt-2"
     content["tokenizer.ggml.pre"]["value"] = "smollm"  # not the name that the tokenizer itself would get
     kept.write_text(json.dumps(content))
-    expand_checkpoint(tmp_path / "base-again", tmp_path / "grown", Plan("uniform", [2, 2, 2]))
+    expand_checkpoint(tmp_path / "base-again", tmp_path / "grown", Plan("moe-lpr", [2, 2, 2]))
     export_gguf(tmp_path / "grown", tmp_path / "out.gguf")
     written = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out.gguf").fields.items()}
     before = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "base.gguf").fields.items()}
@@ -218,7 +218,7 @@ def test_what_a_gguf_file_cannot_hold_is_refused(tmp_path):
         bpe_tokenizer().save_pretrained(tmp_path / name)
         return tmp_path / name
 
-    uniform, uneven = Plan("uniform", [2, 2, 2], old=["en"], new=["el"]), Plan("uniform", [2, 3, 2])
+    uniform, uneven = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]), Plan("moe-lpr", [2, 3, 2])
     llama = expanded("l", "llama", uniform)
     refused("--type is 'q4_0': give one of f32, f16, bf16, q8_0; llama.cpp's llama-quantize", llama, kind="q4_0")
     refused("layer 0 has no expert 2", llama, expert=2)

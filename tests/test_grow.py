@@ -195,7 +195,7 @@ def test_without_kept_routers_it_says_what_is_lost(first, tmp_path):
 
 
 def test_three_expansions(first, grown, tmp_path):
-    third = Plan("uniform", [5, 5, 4], [1], old=["en", "el", "tr"], new=["hi"], grows_from=[4, 4, 3])
+    third = Plan("moe-lpr", [5, 5, 4], [1], old=["en", "el", "tr"], new=["hi"], grows_from=[4, 4, 3])
     grow_checkpoint(grown, tmp_path / "third", third, keep_routers=True, copy_from={0: 3})
     model = LayerMoEForCausalLM.from_pretrained(tmp_path / "third")
     assert model.expanded_ffns()[0].experts_of_class == (1, 3, 4, 5)

@@ -18,8 +18,8 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import ExpansionRecord
 
 FIRST = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"])
-SECOND = Plan("uniform", [5, 1, 4], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 1, 2])
-THIRD = Plan("uniform", [5, 1, 6], [2], old=["en", "el", "tr"], new=["hi"], grows_from=[5, 1, 4])
+SECOND = Plan("moe-lpr", [5, 1, 4], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 1, 2])
+THIRD = Plan("moe-lpr", [5, 1, 6], [2], old=["en", "el", "tr"], new=["hi"], grows_from=[5, 1, 4])
 KINDS = {
     "ffn": {},
     "conditional": {"conditional_routing": True},

@@ -32,7 +32,7 @@ def root(tmp_path_factory):
     """A base model, its expansion, and a folder of tasks: two, and a group of both."""
     root = tmp_path_factory.mktemp("harness")
     save_dense(root / "base", max_position_embeddings=512)
-    expand_checkpoint(root / "base", root / "moe", Plan("uniform", [2, 2, 2], old=["en"], new=["el", "hu"]))
+    expand_checkpoint(root / "base", root / "moe", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "hu"]))
     (root / "tasks").mkdir()
     for code, questions in QUESTIONS.items():
         for split, rows in (("test", questions), ("train", questions[:2])):

@@ -153,8 +153,8 @@ def test_models_that_cannot_be_expanded_are_refused(tmp_path):
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
     refused(empty, "weights lie on meta")
-    refused(dense, "plan is for 2 layers, but Qwen2ForCausalLM has 3", Plan("uniform", [2, 2]))
-    refused(dense, "made to grow", Plan("uniform", [3, 3, 3], grows_from=[2, 2, 2]))
+    refused(dense, "plan is for 2 layers, but Qwen2ForCausalLM has 3", Plan("moe-lpr", [2, 2]))
+    refused(dense, "made to grow", Plan("moe-lpr", [3, 3, 3], grows_from=[2, 2, 2]))
     refused(dense, "expert_init is 'zero'", expert_init="zero")
     refused(dense, "lora_rank is 90", expert_kind="lora", lora_rank=90)
     groups = Plan("dmoe", [2, 1, 2], groups=[["el"], ["hu"]])

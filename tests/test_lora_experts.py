@@ -307,7 +307,7 @@ def test_two_stages_move_what_they_should_and_nothing_else(saved, tmp_path, help
 @pytest.mark.parametrize(("top_k", "active"), [(1, 1), (2, 2), (4, 3)])
 def test_inspect_counts_updates(tmp_path, top_k, active):
     save_dense(tmp_path / "base")
-    plan = Plan("uniform", [4, 4, 4], top_k=top_k, old=["en"], new=["el"])
+    plan = Plan("moe-lpr", [4, 4, 4], top_k=top_k, old=["en"], new=["el"])
     report = expand_checkpoint(tmp_path / "base", tmp_path / "out", plan, **LORA)
     found = inspect_checkpoint(tmp_path / "out")
     update, router = RANK * 3 * (32 + 48), 4 * 32
@@ -320,7 +320,7 @@ def test_inspect_counts_updates(tmp_path, top_k, active):
 @pytest.mark.parametrize("backbone", ["qwen2", "gpt2", "bloom"])
 def test_an_exported_expert_has_the_updates_in_its_weights(backbone, tmp_path):
     save_dense(tmp_path / "base", backbone)
-    plan = Plan("uniform", [3, 1, 3], old=["en"], new=["el"])
+    plan = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el"])
     expand_checkpoint(tmp_path / "base", tmp_path / "new", plan, **LORA)
     source = moved(tmp_path / "new", tmp_path / "moved")
     model = AutoModelForCausalLM.from_pretrained(source).eval()
@@ -351,9 +351,9 @@ def test_a_graft_goes_to_expert_0_and_so_to_all(saved, tmp_path):
 
 
 def test_growing_and_shrinking(saved, tmp_path):
-    plan = Plan("uniform", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    plan = Plan("moe-lpr", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
     grow_checkpoint(saved / "moved", tmp_path / "grown", plan, copy_from={0: 2}, keep_routers=True)
-    plain = Plan("uniform", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    plain = Plan("moe-lpr", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
     grow_checkpoint(saved / "moved", tmp_path / "anew", plain)
     before, copied, anew = tensors(saved / "moved"), tensors(tmp_path / "grown"), tensors(tmp_path / "anew")
     prefix = "model.layers.0.mlp.experts"

@@ -22,7 +22,6 @@ from hf_moe_expand import (
     LocalizedBalanceLoss,
     LossBatch,
     RouterLossMixin,
-    RouterLossWeights,
 )
 from hf_moe_expand.data.packing import collate_blocks
 from hf_moe_expand.errors import InputError
@@ -265,25 +264,6 @@ def test_without_losses_the_usual_ones_are_logged_and_none_is_added(tmp_path):
 def labelled(found):
     ids = torch.tensor([row["input_ids"] for row in found])
     return {"input_ids": ids, "labels": ids}
-
-
-def test_router_loss_weights_warn_once_and_train_the_same(tmp_path):
-    with pytest.warns(
-        FutureWarning, match=r"Pass router_losses=\[BalanceLoss\(coef=0.5\), LanguagePriorLoss"
-    ) as warned:
-        old = RouterLossWeights(balance=0.5, language_prior=0.3, classifier=0.2, localized_balance=0.1)
-    assert len(warned) == 1
-    assert warned[0].filename == __file__
-    new = [
-        BalanceLoss(0.5), LanguagePriorLoss(0.3), GateBudgetLoss(0.0), LocalizedBalanceLoss(0.1), ClassifierLoss(0.2)
-    ]  # fmt: skip
-    assert old == new
-    found = [train(tmp_path / str(i), losses=losses, batch=2, steps=4) for i, losses in enumerate((old, new))]
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-    with pytest.warns(FutureWarning):
-        assert RouterLossWeights(group=1.5, budget=0.2, gate_budget=0.4) == [
-            BalanceLoss(0.0), LanguagePriorLoss(0.0), GateBudgetLoss(0.2, 0.4), GroupLoss(1.5)
-        ]  # fmt: skip
 
 
 def test_the_published_coefficients_are_the_defaults():

@@ -320,7 +320,7 @@ def test_the_routing_that_losses_see_is_each_experts_share():
 
 def test_expand_train_and_load_with_conditional_routing(tmp_path):
     base = save_dense(tmp_path / "base")
-    plan = Plan("uniform", [3, 1, 3], old=["en"], new=["el"])
+    plan = Plan("moe-lpr", [3, 1, 3], old=["en"], new=["el"])
     plan.save(tmp_path / "plan.json")
     invoke("expand", base, tmp_path / "out", "--plan", tmp_path / "plan.json", "--conditional-routing")
     dense = AutoModelForCausalLM.from_pretrained(base).eval()
@@ -352,7 +352,7 @@ def test_expand_train_and_load_with_conditional_routing(tmp_path):
 
 def test_the_budget_draws_the_gate(tmp_path):
     base = save_dense(tmp_path / "base")
-    expand_checkpoint(base, tmp_path / "out", Plan("uniform", [3] * 3, new=["el"]), conditional_routing=True)
+    expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [3] * 3, new=["el"]), conditional_routing=True)
     texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20] * 8)
     gates = {}
     for budget in (0.1, 0.9):
@@ -407,7 +407,7 @@ def test_gates_need_experts_and_masks_need_gates(tmp_path):
     plan = Plan("dmoe", [2, 1, 1], groups=[["el"], ["hu"]])
     with pytest.raises(InputError, match="dmoe plan"):
         expand_checkpoint(base, tmp_path / "out", plan, conditional_routing=True)
-    expand_checkpoint(base, tmp_path / "out", Plan("uniform", [2] * 3, new=["el"]))
+    expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2] * 3, new=["el"]))
     texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20])
     config = PostPretrainConfig(block_size=32, masking=Masking(conditional_routing=0.1), max_steps=1)
     with pytest.raises(InputError, match="--conditional-routing"):

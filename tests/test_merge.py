@@ -16,7 +16,7 @@ from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 
-UNIFORM = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
+UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 GROUPS = Plan("dmoe", [3, 1, 3], groups=[["en"], ["el", "tr"], ["hu"]])
 
 
@@ -128,7 +128,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
     refused("model_type is 'qwen2' in .*, but 'llama'", [three[0], make(tmp_path / "llama", backbone="llama")])
     refused("tie_word_embeddings is False", [three[0], make(tmp_path / "tied", tie_word_embeddings=True)])
     expand_checkpoint(three[0], tmp_path / "expanded", UNIFORM)
-    expand_checkpoint(three[0], tmp_path / "larger", Plan("uniform", [3, 3, 3]))
+    expand_checkpoint(three[0], tmp_path / "larger", Plan("moe-lpr", [3, 3, 3]))
     refused("is a dense checkpoint; give an expanded one first", [three[0], tmp_path / "expanded"])
     refused("its backbone is qwen2, but .* is a llama", [tmp_path / "expanded", tmp_path / "llama"])
     refused("num_attention_heads is 4 in .*, but 2", [tmp_path / "expanded", tmp_path / "heads"])
@@ -201,7 +201,7 @@ def test_branches_that_make_no_sense(three, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused("2 branches were given, but the plan has 3 groups", three[:2])
-    refused("is a uniform plan", three, UNIFORM)
+    refused("is a moe-lpr plan", three, UNIFORM)
     refused("plan is for 2 layers, but .* has 3", three, Plan("dmoe", [3, 1], groups=GROUPS.groups))
     refused("is the input folder", three, out=three[1])
     refused("'model.embed_tokens.weight' has shape", [*three[:2], make(tmp_path / "more", vocab_size=300)])

@@ -14,7 +14,7 @@ from hf_moe_expand.checkpoint.export import export_expert, export_native
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
 
-UNIFORM = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
+UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 GROUPS = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
 LARGEST = 4096  # bytes; the embedding has 32,896
 
@@ -26,7 +26,7 @@ def place(tmp_path_factory):
     save_dense(root / "base")
     save_dense(root / "instruct", dtype=torch.bfloat16)
     expand_checkpoint(root / "base", root / "expanded", UNIFORM)
-    further = Plan("uniform", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    further = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     grow_checkpoint(root / "expanded", root / "grown", further)
     expand_checkpoint(save_dense(root / "qwen3", "qwen3"), root / "gguf", UNIFORM)
     bpe_tokenizer().save_pretrained(root / "gguf")
@@ -36,7 +36,7 @@ def place(tmp_path_factory):
 WORK = {
     "expand": lambda at, out: expand_checkpoint(at / "base", out, UNIFORM),
     "grow": lambda at, out: grow_checkpoint(
-        at / "expanded", out, Plan("uniform", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+        at / "expanded", out, Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     ),
     "shrink": lambda at, out: shrink_checkpoint(at / "grown", out, 1),
     "graft": lambda at, out: graft_delta(at / "expanded", out, at / "base", at / "instruct"),

@@ -112,7 +112,7 @@ def logs(**values):
 
 
 def record(run, *names):
-    done = {name: {"fingerprint": "x", "seconds": 75.0, "summary": f"{name} said so"} for name in names}
+    done = {name: {"seconds": 75.0, "summary": f"{name} said so"} for name in names}
     for name in done:
         if name.endswith("review"):
             done[name]["summary"] = "20 steps; 17 frozen tensors are byte-identical"
@@ -164,12 +164,12 @@ def made(tmp_path_factory):
     record(run, "analyze", "plan", "expand", "post_pretrain", "review", "evaluate")
 
     run = root / "lifelong"
-    first = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
+    first = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
     first.save(run / "1" / "plan.json")
     expand_checkpoint(root / "tiny", run / "1" / "expanded", first)
     stage_of(run / "1", run / "1" / "expanded", "review", "review", logs(**losses))
     shutil.copyfile(run / "1" / "expanded" / "model.safetensors", run / "1" / "review" / "model.safetensors")
-    second = Plan("uniform", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    second = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     second.save(run / "2" / "plan.json")
     grow_checkpoint(run / "1" / "review", run / "2" / "expanded", second)
     stage_of(run / "2", run / "2" / "expanded", "review", "review", logs(**losses))
@@ -187,8 +187,8 @@ def made(tmp_path_factory):
     expand_checkpoint(root / "tiny", run / "expanded", plan)
     group = {"group_loss": (0.7, 0.1), "language_prior_loss": (0.2, 0.1), "group_accuracy": (0.5, 1.0)}
     stage_of(run, run / "expanded", "group", "group", logs(**losses, **group), settings={"group": 1.28, "balance": 0.0})
-    stage_of(run, run / "group", "normal", "normal", logs(**losses), settings={"balance": 0.02})
-    record(run, "analyze", "plan", "expand", "group", "normal")
+    stage_of(run, run / "group", "joint", "joint", logs(**losses), settings={"balance": 0.02})
+    record(run, "analyze", "plan", "expand", "group", "joint")
     return root
 
 

@@ -35,7 +35,7 @@ def widest(monkeypatch):
 
 def made(backbone, **sizes):
     """An expanded model whose experts differ."""
-    model = expand_model(tiny_dense(backbone, **sizes), Plan("uniform", [3, 1, 2], old=["en"], new=["el"]))
+    model = expand_model(tiny_dense(backbone, **sizes), Plan("moe-lpr", [3, 1, 2], old=["en"], new=["el"]))
     torch.manual_seed(1)
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():

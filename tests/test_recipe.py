@@ -54,7 +54,6 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
 
 def test_the_keys_that_are_checked_first_are_the_recipes_keys():
     assert recipes.recipe_keys() == list(keys_of(Recipe))
-    assert set(recipes._FORMER) == set(Recipe.renamed)
 
 
 def test_validation_says_what_a_push_will_need(root, monkeypatch):

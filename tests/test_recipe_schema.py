@@ -56,13 +56,9 @@ def test_the_schema_knows_every_key_that_a_recipe_may_have():
     assert set(expansion["properties"]) == set(schema["properties"]) - whole
     plans = {}
     for part in options(schema["properties"]["plan"], schema):
-        for name in part.get("properties", {}).get("method", {}).get("enum", ()) or [
-            part.get("properties", {}).get("method", {}).get("const")
-        ]:
-            plans[name] = set(part.get("properties", ()))
-    for method in METHODS.values():
-        for name in method.names:
-            assert plans[name] == {"method", *method.keys}, name
+        plans[part.get("properties", {}).get("method", {}).get("const")] = set(part.get("properties", ()))
+    for name, method in METHODS.items():
+        assert plans[name] == {"method", *method.keys}, name
 
 
 def test_the_command_prints_it(tmp_path):

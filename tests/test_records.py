@@ -169,7 +169,7 @@ def test_every_stage_that_trains_everything_is_known_to_change_everything():
     everything = [stage for stage in training_stages() if stage.trains.everything]
     assert {"group", "joint"} <= {stage.name for stage in everything}
     for stage in everything:
-        assert {stage.name, *stage.former} <= CHANGES_EVERYTHING
+        assert stage.name in CHANGES_EVERYTHING
         assert StageRecord(stage.name).changes_everything
     name, trained = stage_of("post_pretrain").trained(PostPretrainConfig(everything=True))
     assert trained.everything

@@ -105,7 +105,7 @@ def test_padding_and_batches_do_not_matter():
 
 def test_an_expanded_model_is_measured_at_the_same_place(tmp_path):
     base = save_dense(tmp_path / "base")
-    expand_checkpoint(base, tmp_path / "out", Plan("uniform", [3, 1, 2]))
+    expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [3, 1, 2]))
     expanded = LayerMoEForCausalLM.from_pretrained(tmp_path / "out")
     models = (tiny_dense("qwen2"), expanded)
     before, after = (measure_separability(m, byte_tokenizer(), TEXTS, ["en"], ["el"], **SETTINGS) for m in models)

@@ -292,7 +292,7 @@ def test_stage_1_and_review_from_file_to_folder(folder, tmp_path):
 
 def test_p8_the_same_seed_gives_the_same_bytes_with_everything_on(folder, tmp_path):
     """Masks, gates, a curriculum and a temperature."""
-    plan = Plan("uniform", [4, 1, 4, 4, 1], new=["es", "el"], encoder_layers=3)
+    plan = Plan("moe-lpr", [4, 1, 4, 4, 1], new=["es", "el"], encoder_layers=3)
     expand_checkpoint(folder / "base", tmp_path / "gates", plan, conditional_routing=True)
     (tmp_path / "curriculum.json").write_text('{"steps": 4, "entry": {"es": 0, "el": 2}}')
     length = {**LENGTH, "curriculum": str(tmp_path / "curriculum.json")}
@@ -326,7 +326,7 @@ def test_the_trainer_takes_translations_in_memory(folder, tmp_path):
 
 
 def test_gates_have_their_budget(folder, tmp_path):
-    plan = Plan("uniform", [3] * 5, new=["el"], encoder_layers=3)
+    plan = Plan("moe-lpr", [3] * 5, new=["el"], encoder_layers=3)
     expand_checkpoint(folder / "base", tmp_path / "expanded", plan, conditional_routing=True)
     rows = packed(folder).dataset
     made = trainer(tmp_path, tmp_path / "out", rows, 20, losses=[GateBudgetLoss(0.5, gate_budget=0.9)])

@@ -56,7 +56,7 @@ def test_similarity_is_the_mean_of_all_pairs(backbone):
 
 def test_an_expanded_model_is_measured_at_the_same_place(tmp_path):
     base = save_dense(tmp_path / "base")
-    expand_checkpoint(base, tmp_path / "out", Plan("uniform", [3, 1, 2]))
+    expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [3, 1, 2]))
     dense = tiny_dense("qwen2")
     expanded = LayerMoEForCausalLM.from_pretrained(tmp_path / "out")
     before = measure_similarity(dense, byte_tokenizer(), TEXTS, ["en"], ["el"], **SETTINGS)

@@ -13,7 +13,7 @@ from hf_moe_expand.checkpoint.export import export_expert, export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 
-PLAN = Plan("uniform", [2, 2, 2], old=["en"], new=["el"])
+PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
 
 

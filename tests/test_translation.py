@@ -203,7 +203,7 @@ def test_the_command(tmp_path):
     if not (DATA / "flores").is_dir():
         pytest.skip(f"FLORES is not at {DATA / 'flores'}")
     base = save_dense(tmp_path / "base", max_position_embeddings=1024)
-    expand_checkpoint(base, tmp_path / "el", Plan("uniform", [3, 3, 3], [0], old=["en"], new=["el"]))
+    expand_checkpoint(base, tmp_path / "el", Plan("moe-lpr", [3, 3, 3], [0], old=["en"], new=["el"]))
     for code in ("en", "el"):
         lines = (DATA / "flores" / f"{code}.dev.jsonl").read_text("utf-8").splitlines()[:4]
         write_texts(tmp_path / f"{code}.jsonl", [json.loads(line)["text"][:60] for line in lines])

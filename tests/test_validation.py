@@ -38,7 +38,7 @@ def root(tmp_path_factory):
         write_texts(root / f"{code}.jsonl", [f"{words} {i} {words}" for i in range(40)])
         write_texts(root / f"{code}.test.jsonl", [f"{words} {i + 100}" for i in range(5)])
     expand_checkpoint(
-        save_dense(root / "dense", "gpt2"), root / "expanded", Plan("uniform", [2, 2, 2], old=["en"], new=["el", "tr"])
+        save_dense(root / "dense", "gpt2"), root / "expanded", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el", "tr"])
     )
     return root
 
@@ -128,7 +128,7 @@ def test_two_ranks_score_what_one_does_and_one_writes(root):
     for batch in (4, 2):  # in a step four blocks either way
         settings["training"]["per_device_train_batch_size"] = batch
         (root / f"{batch}.yaml").write_text(json.dumps(settings))
-    expand_checkpoint(save_dense(root / "no-dropout"), root / "plain", Plan("uniform", [2, 1, 1], new=["el", "tr"]))
+    expand_checkpoint(save_dense(root / "no-dropout"), root / "plain", Plan("moe-lpr", [2, 1, 1], new=["el", "tr"]))
     invoke("train", "post-pretrain", root / "plain", root / "one", *text, "--config", root / "4.yaml")
     fork_ranks(
         "hf_moe_expand.cli", "train", "post-pretrain", *map(str, (root / "plain", root / "two")), *text,

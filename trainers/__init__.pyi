@@ -15,7 +15,6 @@ from .losses import LayerLoss as LayerLoss
 from .losses import LocalizedBalanceLoss as LocalizedBalanceLoss
 from .losses import LossBatch as LossBatch
 from .losses import RouterLoss as RouterLoss
-from .losses import RouterLossWeights as RouterLossWeights
 from .losses import classifier_loss as classifier_loss
 from .losses import distillation_loss as distillation_loss
 from .losses import expert_selections as expert_selections

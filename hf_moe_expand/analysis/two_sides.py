@@ -62,7 +62,7 @@ def side_batches(
         if not rows and len(kept) < len(given):
             raise InputError(
                 f"Language {language!r} has no sentence as a {('source', 'target')[side]}, and both sides are "
-                f"measured: {encoder.one_way()}. `plan uniform` needs no analysis."
+                f"measured: {encoder.one_way()}. `plan moe-lpr` needs no analysis."
             )
         batches += _batches_of_side(language, rows, side, tokenizer, tokens, batch_size, model)
     return batches

@@ -107,7 +107,7 @@ def check_counts(counts: Sequence[int], top_k: int, folder: Any, biased: bool, w
         raise InputError(
             f"{folder}: its layers have {', '.join(map(str, found))} experts, but architectures have one number for "
             f"all layers. Filling layers up would need a bias on the scores that only the choice sees, and {why}. "
-            "Expand with a uniform plan (`plan moe-lpr`) to export."
+            "Expand with as many experts in every layer (`plan moe-lpr`) to export."
         )
     if found[0] < top_k:
         raise InputError(

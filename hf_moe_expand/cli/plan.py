@@ -193,6 +193,5 @@ def _num_layers(given: str) -> tuple[int, int]:
     return sum(numbers), numbers[0] if len(numbers) == 2 else 0
 
 
-for _method in METHODS.values():
-    for _word in _method.names:
-        _verb(_method, _word)
+for _word, _method in METHODS.items():
+    _verb(_method, _word)

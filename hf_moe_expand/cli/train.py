@@ -1,9 +1,7 @@
 """Verbs that train one stage, one verb for each stage."""
 
 import os
-import warnings
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +12,6 @@ from ..stages import ROAD, help_of
 from .apps import train_app
 from .common import check_checkpoints, evaluate_models, text_sources
 from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation
-
-_FORMER = {"joint": "normal"}
 
 
 def _verb(key: str) -> Callable[..., None]:
@@ -36,23 +32,9 @@ def _verb(key: str) -> Callable[..., None]:
     return train
 
 
-def _former_verb(key: str, former: str) -> Callable[..., None]:
-    verb = _verb(key)
-
-    @wraps(verb)
-    def train(*arguments: Any, **options: Any) -> None:
-        message = f"`train {former}` is now `train {key}`; the next release will have only the new name."
-        warnings.warn(message, FutureWarning, stacklevel=2)
-        verb(*arguments, **options)
-
-    return train
-
-
 for _key in ROAD:
     if _key not in ("graft", "gates"):  # which do not train, and are verbs of their own
         train_app.command(_key.replace("_", "-"))(_verb(_key))
-    if _key in _FORMER:
-        train_app.command(_FORMER[_key], hidden=True)(_former_verb(_key, _FORMER[_key]))
 
 
 @train_app.command("adapt", help=help_of("adapt"))

@@ -13,7 +13,6 @@ _FIRST = ("new", "analysis", "deviation", "plan", "expand")
 _LAST = (
     "base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written", "evaluation",
 )  # fmt: skip
-_FORMER = ("normal",)  # accepted with a warning
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def readable_recipe(name: str) -> Path:
     mapping = read_yaml(file)
     known = recipe_keys()
     for key in mapping:
-        if key not in (*known, *_FORMER):
+        if key not in known:
             raise InputError(f"{file}: {unknown_key(str(key), known)}")
     return file
 

@@ -27,7 +27,7 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 from ..run_record import BEGUN, read_steps, run_folder
-from ..stages import ROAD, road, stage_of, trained_in
+from ..stages import road, stage_of, trained_in
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml
 from .charts import allocation_chart, heat_map, line_chart
@@ -61,9 +61,7 @@ class _Part:
         """Names of its stages' folders, in the order in which they were written."""
         plan = self.plan()
         order = [stage.key for stage in road("dmoe" if plan is not None and plan.groups else "layer_moe")]
-        former = {former: key for key in ROAD for former in stage_of(key).former}  # folders of older runs
-        names = [name for key in order for name in (key, *(old for old, new in former.items() if new == key))]
-        return [name for name in names if (self.folder / name / "config.json").is_file()]
+        return [name for name in order if (self.folder / name / "config.json").is_file()]
 
     def plan(self) -> Plan | None:
         path = self.folder / "plan.json"
@@ -311,8 +309,7 @@ def _logs(history: Any, file: Path) -> list[dict[str, Any]]:
 
 
 def _name(part: _Part, stage: str) -> str:
-    known = {name: found for found in map(stage_of, ROAD) for name in (found.key, *found.former)}
-    name = known[stage].title
+    name = stage_of(stage).title
     return f"{part.title}: {name[0].lower()}{name[1:]}" if part.number else name
 
 

@@ -123,7 +123,7 @@ def trained_in(name: str) -> Any:
 
     if name == "everything":
         return EVERYTHING
-    return next((stage.trains for stage in training_stages() if name in (stage.name, *stage.former)), None)
+    return next((stage.trains for stage in training_stages() if name == stage.name), None)
 
 
 def freeze(model: Any, stage: Any) -> Any:

@@ -77,7 +77,6 @@ class Stage(ABC):
     Attributes:
         key: its key in a recipe, and its folder in a run.
         name: its verb under `train`, and its name in a history.
-        former: former names.
         title: its heading on a run's page.
         participle: the name in an evaluation of the model after the stage.
         families: model types for which it exists.
@@ -87,7 +86,6 @@ class Stage(ABC):
 
     key: ClassVar[str]
     name: ClassVar[str]
-    former: ClassVar[tuple[str, ...]] = ()
     title: ClassVar[str]
     participle: ClassVar[str]
     families: ClassVar[tuple[str, ...]] = ("layer_moe",)

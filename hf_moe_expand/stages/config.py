@@ -7,7 +7,6 @@ A subclass declares its fields once, for the checks, the keys of a stage in a re
 import json
 import math
 import typing
-from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar
@@ -59,8 +58,6 @@ class StageConfig(TrainingArguments):
     """
 
     _settings: ClassVar[Any]
-    # Former names of fields, accepted for one release with a warning.
-    renamed: ClassVar[Mapping[str, str]] = {}
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, "distributed_config")  # type: ignore[assignment]
 
     num_train_epochs: float = 1.0
@@ -130,7 +127,6 @@ class StageSettings(Declared):
     of `TrainingArguments`."""
 
     config_class: ClassVar[type[StageConfig]]
-    renamed: ClassVar[Mapping[str, str]] = {}
 
     training: dict[Text, Any] = Field(
         {},
@@ -216,7 +212,7 @@ def _settings_class(cls: type[StageConfig]) -> type[StageSettings]:
         keys[name] = (hint, Field(**default, description=f.metadata["help"]))
     made = pydantic.create_model(cls.__name__.replace("Config", "Settings"), __base__=StageSettings, **keys)
     made.__doc__ = cls.__doc__
-    made.config_class, made.renamed = cls, cls.renamed
+    made.config_class = cls
     return made
 
 

@@ -5,7 +5,7 @@ Example: hf-moe-expand train group qwen-dmoe qwen-dmoe-1 --data el=el.jsonl --da
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch.utils.data import Sampler
@@ -23,8 +23,6 @@ from .trainer import StageTrainer
 @dataclass
 class GroupConfig(MixedConfig):
     """DMoE's extension stage (Eq. 4): `L = L_CLM + group_coef * L_group`, lambda = 1.28."""
-
-    renamed: ClassVar = {"balance": "balance_coef", "group": "group_coef"}
 
     block_size: BlockSize = key(2048, "tokens in a block")
     balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")

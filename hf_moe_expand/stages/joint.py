@@ -4,7 +4,7 @@ Example: hf-moe-expand train joint qwen-dmoe-1 qwen-dmoe-2 --data el=el.jsonl --
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from ..schema import Coefficient
 from ..trainers.freezing import EVERYTHING
@@ -19,8 +19,6 @@ from .trainer import StageTrainer
 class JointConfig(MixedConfig):
     """DMoE's normal training: `L = L_CLM + balance_coef * L_balance`."""
 
-    renamed: ClassVar = {"balance": "balance_coef"}
-
     block_size: BlockSize = key(2048, "tokens in a block")
     balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.02, "weight of the load-balancing loss")
     masking: Masking | str | None = key(Masking, "masking during training")
@@ -31,7 +29,6 @@ class Joint(MixingStage):
     """DMoE's second stage; for any expanded model, training of all parameters."""
 
     key, name, title, participle = "joint", "joint", "Joint training", "trained jointly"
-    former = ("normal",)
     families = ("dmoe",)
     optional = True
     config_class = JointConfig

@@ -5,7 +5,7 @@ Example: hf-moe-expand train post-pretrain qwen-el qwen-el-1 --data el=el.jsonl 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from ..errors import InputError
 from ..schema import Coefficient, Flag, Share
@@ -20,11 +20,6 @@ from .trainer import StageTrainer
 @dataclass
 class PostPretrainConfig(MixedConfig):
     """Stage 1 (MoE-LPR Eq. 8, LayerMoE Eq. 4): `L = L_NTP + balance_coef * L_balance`."""
-
-    renamed: ClassVar = {
-        "balance": "balance_coef", "language_prior": "language_prior_coef", "budget": "budget_coef",
-        "localized_balance": "localized_balance_coef",
-    }  # fmt: skip
 
     balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.01, "weight of the load-balancing loss")
     language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(

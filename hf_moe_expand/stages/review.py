@@ -5,7 +5,7 @@ Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --dat
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from datasets import Dataset
 
@@ -24,10 +24,6 @@ from .trainer import StageTrainer
 class ReviewConfig(StageConfig):
     """Stage 2 (MoE-LPR Eq. 11, LayerMoE Eq. 12): `L_NTP + language_prior_coef * L_LPR + classifier_coef * L_CLS`, to
     which `distillation_coef * L_KD` may be added."""
-
-    renamed: ClassVar = {
-        "balance": "balance_coef", "language_prior": "language_prior_coef", "classifier": "classifier_coef",
-    }  # fmt: skip
 
     block_size: BlockSize = key(512, "tokens in a block")
     old_documents: Count | None = key(

@@ -26,14 +26,14 @@ OURS = {"model_impl": "transformers", "trust_remote_code": True}
 COUNT = 8
 LANGUAGES = {"old": ["en"], "new": ["el"]}
 MODELS = {
-    "uniform": ("qwen2", Plan("uniform", [3, 3, 3], **LANGUAGES), {}),
+    "uniform": ("qwen2", Plan("moe-lpr", [3, 3, 3], **LANGUAGES), {}),
     "uneven": ("llama", Plan("layer-moe", [3, 1, 2], **LANGUAGES), {}),
     "classifiers": ("qwen2", Plan("layer-moe", [3, 1, 2], [0, 2], **LANGUAGES), {}),
     "conditional": ("qwen3", Plan("layer-moe", [3, 1, 4], [2], **LANGUAGES), {"conditional_routing": True}),
     "dmoe": ("qwen2", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr"]]), {}),
-    "gemma3": ("gemma3_text", Plan("uniform", [2, 2, 2], **LANGUAGES), {}),
+    "gemma3": ("gemma3_text", Plan("moe-lpr", [2, 2, 2], **LANGUAGES), {}),
     "granite": ("granite", Plan("layer-moe", [3, 1, 2], [0], **LANGUAGES), {}),
-    "mistral": ("mistral", Plan("uniform", [2, 2, 2], **LANGUAGES), {}),
+    "mistral": ("mistral", Plan("moe-lpr", [2, 2, 2], **LANGUAGES), {}),
 }
 GENERATOR = torch.Generator().manual_seed(5)
 PROMPTS = [torch.randint(0, 256, (length,), generator=GENERATOR).tolist() for length in (20, 7, 33, 2)]
@@ -145,7 +145,7 @@ def test_a_join_of_packs(tmp_path):
 )
 def test_an_export_needs_none_of_our_code(tmp_path, backbone, counts, options):
     save_dense(tmp_path / "base", backbone, **SIZES)
-    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", Plan("uniform", counts, **LANGUAGES))
+    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", Plan("moe-lpr", counts, **LANGUAGES))
     perturbed(tmp_path / "expanded")
     export_native(tmp_path / "expanded", tmp_path / "native")
     assert served(tmp_path / "native", [PROMPTS], **options) == [expected(tmp_path / "expanded", PROMPTS)]
@@ -156,12 +156,12 @@ def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):
     plan = Plan("mola", [3, 1, 4], **LANGUAGES)
     expand_checkpoint(tmp_path / "base", tmp_path / "lora", plan, expert_kind="lora", lora_rank=4)
     byte_tokenizer().save_pretrained(tmp_path / "lora")
-    expand_checkpoint(tmp_path / "base", tmp_path / "whole", Plan("uniform", [2, 2, 2], **LANGUAGES))
+    expand_checkpoint(tmp_path / "base", tmp_path / "whole", Plan("moe-lpr", [2, 2, 2], **LANGUAGES))
     save_expansion(tmp_path / "whole", tmp_path / "added", tmp_path / "base")
     byte_tokenizer().save_pretrained(tmp_path / "added")
     save_tiny(tmp_path / "nllb", "m2m_100", d_model=128)
     expand_checkpoint(
-        tmp_path / "nllb", tmp_path / "translator", Plan("uniform", [2] * 5, encoder_layers=3, **LANGUAGES)
+        tmp_path / "nllb", tmp_path / "translator", Plan("moe-lpr", [2] * 5, encoder_layers=3, **LANGUAGES)
     )
     for name, reason in {
         "lora": "make FFN experts of them with `hf-moe-expand export --merge-lora`",

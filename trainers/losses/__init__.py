@@ -4,7 +4,6 @@ is given (`router_losses=[BalanceLoss(0.01), LanguagePriorLoss(0.1)]`)."""
 from .balance import BalanceLoss, expert_selections, load_balance_loss
 from .base import OLD, LayerLoss, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses
 from .classifier import ClassifierLoss, classifier_loss
-from .deprecated import RouterLossWeights
 from .distillation import DistillationLoss, distillation_loss
 from .gate_budget import GateBudgetLoss, gate_budget_loss
 from .group import GroupLoss
@@ -27,7 +26,6 @@ __all__ = [
     "LocalizedBalanceLoss",
     "LossBatch",
     "RouterLoss",
-    "RouterLossWeights",
     "TokenCounts",
     "TokenMasks",
     "checked_losses",

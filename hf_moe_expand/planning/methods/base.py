@@ -54,7 +54,6 @@ class PlanMethod:
         card: template of its model card, in `model_cards/`.
         tag: its models' tag on the hub.
         words: a phrase for the card that says how experts are distributed.
-        former: earlier names, which stay valid.
         needs: the analysis that the plan needs.
         needs_separability: whether it needs the separability of old and new text besides, for the same languages.
         fixed_counts: whether the settings alone determine each layer's count.
@@ -68,17 +67,11 @@ class PlanMethod:
     card: str
     tag: str
     words: str = ""
-    former: tuple[str, ...] = ()
     needs: Needs | None = None
     needs_separability: bool = False
     fixed_counts: bool = False
     grows: bool = True
     makes_groups: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its name and its former names."""
-        return self.name, *self.former
 
     @cached_property
     def own_keys(self) -> dict[str, inspect.Parameter]:
@@ -106,7 +99,7 @@ class PlanMethod:
     @cached_property
     def settings(self) -> "type[PlanSettings]":
         """The settings class: `method` and the keys."""
-        method = Annotated[Literal[self.names], Field(description=self.title)]  # type: ignore[valid-type, name-defined]
+        method = Annotated[Literal[self.name], Field(description=self.title)]  # type: ignore[valid-type, name-defined]
         body: dict[str, Any] = {
             "__doc__": (inspect.getdoc(self.allocate) or "").partition("\n")[0],
             "__module__": __name__,
@@ -139,8 +132,8 @@ def plan_method(name: str, **attributes: Any) -> Callable[[Callable[..., Allocat
 
 
 def find_method(name: str) -> PlanMethod | None:
-    """The method with this name or former name; None for any other word."""
-    return next((method for method in METHODS.values() if name in method.names), None)
+    """The method with this name; None for any other word."""
+    return METHODS.get(name)
 
 
 def method_title(name: str) -> str:
@@ -238,9 +231,7 @@ class PlanSettings:
         """The schema for a field of another settings class: `method` selects the settings' class."""
         if cls is not PlanSettings:
             return handler(source)
-        choices = {
-            name: handler.generate_schema(method.settings) for method in METHODS.values() for name in method.names
-        }
+        choices = {name: handler.generate_schema(method.settings) for name, method in METHODS.items()}
         tagged = core_schema.tagged_union_schema(choices, discriminator="method")
         return core_schema.no_info_plain_validator_function(read_plan_settings, json_schema_input_schema=tagged)
 
@@ -284,7 +275,7 @@ def settings_class(mapping: Mapping[str, Any], where: str = "") -> type[PlanSett
 
 
 def _nearest(name: Any) -> str:
-    near = difflib.get_close_matches(str(name), [name for method in METHODS.values() for name in method.names], n=1)
+    near = difflib.get_close_matches(str(name), METHODS, n=1)
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(METHODS)}."
 
 

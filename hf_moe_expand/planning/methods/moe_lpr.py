@@ -11,7 +11,7 @@ from .base import plan_method
 
 
 @plan_method(
-    "moe-lpr", title="MoE-LPR", card="moe_lpr", tag="moe-lpr", former=("uniform",), fixed_counts=True,
+    "moe-lpr", title="MoE-LPR", card="moe_lpr", tag="moe-lpr", fixed_counts=True,
     words="with the same number of experts in every layer",
 )  # fmt: skip
 def moe_lpr(
