@@ -92,4 +92,4 @@ def shielded(model: Any, columns: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 def _digest(layer: nn.Linear, columns: torch.Tensor) -> str:
     kept = layer.weight.detach()[:, columns].contiguous().cpu()
-    return hashlib.sha256(kept.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(kept.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -132,6 +132,7 @@ class Dense(TrainingStage):
         elif config.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
         settings = config.recorded()
+        trainer: RecordingTrainer
         if config.method == "shielded":
             packed, trainer = _shielding(network, config, packed, callbacks)
         else:
