@@ -206,7 +206,8 @@ def studies(options: argparse.Namespace) -> list[Study]:
 def jobs_of(options: argparse.Namespace) -> list[Job]:
     """The rows of this process at all lengths: its part of each length's."""
     number, parts = map(int, options.part.split("/"))
-    return [job for study in studies(options) for job in study.jobs(options.seeds, options.rows)[number - 1 :: parts]]
+    seeds = options.seeds or read_settings(options.settings)["seeds"]
+    return [job for study in studies(options) for job in study.jobs(seeds, options.rows)[number - 1 :: parts]]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -269,7 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
         return found
 
     def rows(found: argparse.ArgumentParser) -> None:
-        found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        found.add_argument("--seeds", type=int, nargs="+", help="seeds of each row (those of the settings)")
         found.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="the rows to run (all)")
         found.add_argument("--part", default="1/1", help="rows of this process, such as 1/2 and 2/2 (%(default)s)")
 

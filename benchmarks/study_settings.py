@@ -11,7 +11,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.yamlfile import read_yaml
 
 # Keys that decide nothing of a row's figures, and those that alone decide the base's.
-_PRESENTED = ("claims", "curves", "generation", "keep_gigabytes", "lengths", "rows")
+_PRESENTED = ("claims", "curves", "generation", "keep_gigabytes", "lengths", "rows", "seeds")
 _SCORED = ("old", "new", "evaluation", "pairs", "document_sentences")
 
 

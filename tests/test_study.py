@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import itertools
 import json
 import os
 from pathlib import Path
@@ -27,6 +26,7 @@ def scripts(monkeypatch):
     tasks = pytest.importorskip("lm_eval.tasks", reason="the extra `eval` is not installed")
     manager = functools.partial(tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(tasks, "TaskManager", manager)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # it calls many programs
 
 
 def rows(table):
@@ -48,6 +48,7 @@ def quick_study(tmp_path, help_text, monkeypatch):
     (tmp_path / "data" / "minimal_pairs").mkdir()
     pair = json.dumps({"good": "The cats sleep.", "bad": "The cats sleeps."})
     (tmp_path / "data" / "minimal_pairs" / "en.jsonl").write_text(f"{pair}\n" * 4, "utf-8")
+    monkeypatch.setattr(importlib.import_module("study"), "TUNING_TOKENS", 100)
     settings = {
         "inherits": str(BENCHMARKS / "studies" / "study.yaml"), "tuning_documents": 3, "block_size": 32,
         "batch_size": 2, "steps": 6, "review_steps": 3, "rates": [1e-3], "review_rates": [1e-3],
@@ -73,8 +74,8 @@ def test_study(quick_study, tmp_path, capsys):
     names = [
         "base", "25 % replay", "LoRA", "MoE-LPR, 3 experts", "MoE-LPR, without LPR",
     ]  # fmt: skip
-    made = {"rows": names, "curves": ["LoRA"]}
-    quick_study("row", "LoRA", rates=[1e-3, 1e-2])  # the others take the only rate, without a sweep
+    made = {"rows": names, "curves": ["LoRA"], "review_rates": [1e-3, 1e-2]}
+    quick_study("row", "LoRA", **made)
     quick_study("run", "--seeds", "0", "--part", "1/2", **made)
     quick_study("run", "--seeds", "0", **made)
     quick_study("run", "--seeds", "1", "--rows", "base", **made)
@@ -87,9 +88,10 @@ def test_study(quick_study, tmp_path, capsys):
     assert claims["MoE-LPR"][1].startswith("MoE-LPR, 3 experts against ")
     assert claims["MoE-LPR"][-1] == "cannot tell"  # from one seed
     found = json.loads((tmp_path / "study.json").read_text("utf-8"))["rows"]
-    tried = {one["rate"]: one["score"] for one in found["LoRA"]["sweep"]["tried"]}
+    tried = {one["review_rate"]: one["score"] for one in found["MoE-LPR, 3 experts"]["sweep"]["tried"]}
     assert set(tried) == {1e-3, 1e-2}
-    assert found["LoRA"]["seeds"][0]["rate"] == min(tried, key=tried.get)  # the lower loss wins
+    assert found["MoE-LPR, 3 experts"]["seeds"][0]["review_rate"] == min(tried, key=tried.get)  # the lower loss wins
+    assert found["LoRA"]["sweep"] == {}  # it has one rate and no review
     trained, total, active = (
         {name: row["seeds"][0][key] for name, row in found.items()} for key in ("trained", "total", "active")
     )
@@ -241,7 +243,6 @@ def test_a_sweep_goes_on_after_a_rate_that_diverges_and_stops_for_all_else(quick
 
 LENGTHS = {
     "lengths": [256, 512],
-    "rates": [1e-3, 1e-2],
     "curves": ["LoRA"],
     "rows": {
         "base": {},
@@ -260,7 +261,7 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
     train, trained = models.train_stage, []
 
     def stops(*arguments, **options):
-        if len(trained) == 3:
+        if len(trained) == 2:
             raise KeyboardInterrupt
         trained.append(arguments[1].name)
         return train(*arguments, **options)
@@ -278,11 +279,11 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(models, "train_stage", lambda *a, **o: trained.append(a[1].name) or train(*a, **o))
     quick_study("run", "--seeds", "0", **LENGTHS)
     said = capsys.readouterr().out
-    assert "4 of 7 rows are to be made" in said
+    assert "3 of 7 rows are to be made" in said
     assert "== 2 of 7: LoRA, seed 0, 256 tokens: made already" in said
     assert said.rstrip().endswith("so far, all rows are made")
-    # Two rates of two rows at two lengths; the average trains nothing of its own, and nothing is trained twice.
-    assert len(trained) == len(set(trained)) == 8
+    # Two rows at two lengths; the average trains nothing of its own, and nothing is trained twice.
+    assert len(trained) == len(set(trained)) == 4
     facts = [json.loads(path.read_text()) for path in (tmp_path / "out" / "steps").glob("dense-*.json")]
     assert {one["about"]["arguments"]["max_steps"] for one in facts} == {4, 8}
 
@@ -301,9 +302,9 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
     assert set(found) == {"256", "512"}
     for of in found.values():
         (one,) = of["rows"]["LoRA, averaged"]["seeds"]
-        tried = {(t["rate"], t["weight"]): t["score"] for t in of["rows"]["LoRA, averaged"]["sweep"]["tried"]}
-        assert set(tried) == set(itertools.product([1e-3, 1e-2], [0.3, 0.7]))
-        assert (one["rate"], one["weight"]) == min(tried, key=tried.get)
+        tried = {one["weight"]: one["score"] for one in of["rows"]["LoRA, averaged"]["sweep"]["tried"]}
+        assert set(tried) == {0.3, 0.7}
+        assert one["weight"] == min(tried, key=tried.get)
         assert of["rows"]["source-shielded updates"]["seeds"][0]["trained"] < one["total"]
     assert (tmp_path / "study_small_lengths.svg").read_text().count("LoRA, averaged") >= 1
 
@@ -373,7 +374,7 @@ def test_a_row_has_the_hash_of_what_decides_it():
     for changes, same_row, same_base in (
         ({"rates": [2.0]}, False, True), ({"pairs": 4}, False, False), ({"curves": ["a"]}, True, True),
         ({"claims": {}}, True, True), ({"rows": {**given["rows"], "b": {"x": 3}}}, True, True),
-        ({"unheard_of": 1}, False, True), ({"lengths": [1, 2]}, True, True),
+        ({"unheard_of": 1}, False, True), ({"lengths": [1, 2], "seeds": [5]}, True, True),
     ):  # fmt: skip
         assert (digest(given | changes, "a") == digest(given, "a")) == same_row, changes
         assert (digest(given | changes, "base") == digest(given, "base")) == same_base, changes
