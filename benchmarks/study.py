@@ -171,12 +171,10 @@ class Study:
         return found
 
     def jobs(self, seeds: Sequence[int], rows: Sequence[str]) -> list[Job]:
-        """The rows that `run` makes, with their seeds; the base is the same with any seed."""
-        for name in rows:
-            self.check_row(name)
+        """Rows to make, with their seeds; the base is the same with any seed."""
         of_all = self.settings["rows"]
         first = self.tokens == lengths_of(self.settings)[0]  # and so it is with any length
-        named = [name for name in rows or of_all if of_all[name] or first]
+        named = [name for name in rows if of_all[name] or first]
         pairs = [(name, seed if of_all[name] else 0) for seed in seeds for name in named]
         return [
             Job(self, name, seed, not self.result_file(name, seed).exists(), not self.sweep_file(name).exists())
@@ -204,10 +202,17 @@ def studies(options: argparse.Namespace) -> list[Study]:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """The rows of this process at all lengths: its part of each length's."""
+    """The rows of this process at all lengths and with all seeds: every second one, say.
+
+    Raises:
+        InputError: the settings lack a row.
+    """
+    settings, found = read_settings(options.settings), studies(options)
+    for name in options.rows:
+        found[0].check_row(name)
     number, parts = map(int, options.part.split("/"))
-    seeds = options.seeds or read_settings(options.settings)["seeds"]
-    return [job for study in studies(options) for job in study.jobs(seeds, options.rows)[number - 1 :: parts]]
+    rows = (options.rows or list(settings["rows"]))[number - 1 :: parts]
+    return [job for study in found for job in study.jobs(options.seeds or settings["seeds"], rows)]
 
 
 def run(options: argparse.Namespace) -> None:

@@ -17,8 +17,8 @@ from hf_moe_expand.checkpoint.source import load_base_config
 from hf_moe_expand.checkpoint.stored import network_of
 from hf_moe_expand.modeling import decoder_ffns
 
-# A mixture's training time against full fine-tuning's, and the seconds around a training or a scoring for loading,
-# packing and writing: measured for docs/study.md, rounded up.
+# A mixture's training time against full fine-tuning's, by the largest in docs/study.md; and an allowance of seconds
+# around a training or a scoring, for loading, packing and writing.
 _MIXTURE, _AROUND = 1.4, 15.0
 TUNING_TOKENS = 3000  # of each language, on which a choice of the sweep is judged
 _BYTES_A_TOKEN = 3  # of a minimal pair

@@ -356,6 +356,38 @@ def test_results_of_earlier_versions_are_read_and_not_added_to(quick_study, tmp_
     assert not (tmp_path / "out" / "results" / "25---replay.0.json").exists()
 
 
+def test_the_parts_of_a_run_share_the_rows_and_each_row_has_all_its_seeds_in_one(quick_study, tmp_path, monkeypatch):
+    study = importlib.import_module("study")
+    quick_study("forecast", "--seeds", "0", **LENGTHS)
+    given = {"settings": tmp_path / "study.yaml", "out": tmp_path / "out", "data": tmp_path / "data"}
+    options = {**given, "base": tmp_path / "base", "seeds": [0, 1, 2], "rows": []}
+    parts = [
+        {(job.study.tokens, job.name, job.seed) for job in study.jobs_of(SimpleNamespace(**options, part=part))}
+        for part in ("1/3", "2/3", "3/3", "1/1")
+    ]
+    assert set.union(*parts[:3]) == parts[3]
+    assert sum(map(len, parts[:3])) == len(parts[3]) == 1 + 3 * 3 * 2
+    names = [{name for _, name, _ in part} for part in parts[:3]]
+    assert sum(map(len, names)) == len(LENGTHS["rows"])
+
+
+def test_no_gate_is_fitted_on_a_language_that_stays_unnamed(quick_study, tmp_path, monkeypatch):
+    settings = quick_study("forecast", "--seeds", "0", rows=["base"])
+    module, seen = importlib.import_module("study_models"), []
+    monkeypatch.setattr(module, "fit_gates", lambda start, out, texts, anchors, given: seen.append(anchors))
+    monkeypatch.setattr(module, "join_calibrated", lambda packs, out, texts, tokens, anchors: seen.append(anchors))
+    models = module.Models(settings, tmp_path / "base", tmp_path / "data" / "help", tmp_path / "out")
+    row = module._Row(models, {"gates": {}, "packs": {"tokens": 9}, "plan": {}}, 0, module.Choice(1e-3))
+    monkeypatch.setattr(row, "expansion", lambda codes, *rest: Path(codes[0]))
+    row.gates(Path("start"), ["en", "hu"])
+    row.packs()
+    assert models.unnamed() == ["es", "ca", "pt"]
+    for anchors in seen:
+        assert not {"en", "hu", "es", "ca", "pt"} & set(anchors)
+        assert {"it", "fr"} <= set(anchors)
+    assert len(seen) == 2
+
+
 def test_a_length_has_whole_steps_and_the_same_share_of_reviews():
     settings = importlib.import_module("study_settings")
     given = {"block_size": 256, "batch_size": 8, "steps": 100, "review_steps": 25, "lengths": [800_000, 50_000]}
