@@ -34,11 +34,11 @@ class Judged:
 
     @property
     def seeds(self) -> int:
-        return len(self.differences[0])
+        return max(map(len, self.differences))
 
     def said(self) -> list[str]:
         """What was measured in each domain."""
-        return [spread(values, "{:+.1f}") for values in self.differences]
+        return [spread(values, "{:+.1f}") if values else "no text" for values in self.differences]
 
 
 def claims_table(settings: Mapping[str, Any], results: ByLength) -> str:
@@ -91,9 +91,11 @@ def differences(
     settings: Mapping[str, Any], results: Results, domain: str, group: str, better: str, other: str
 ) -> list[float]:
     """The change of bits per byte of `better` less that of `other`, in percent of the base, of each seed that both
-    have. Negative where the claim is right."""
+    have. Negative where the claim is right; empty if the domain has none of the languages."""
     base = results["base"][0]
     codes = [code for code in groups(settings)[group] if code in base["scores"][domain]]
+    if not codes:
+        return []
     pairs = zip(results[better], results[other], strict=False)
     return [change(one, base, domain, codes) - change(two, base, domain, codes) for one, two in pairs]
 

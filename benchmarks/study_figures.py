@@ -38,9 +38,10 @@ def draw_pareto(settings: Mapping[str, Any], results: Results, path: Path) -> No
     panels = figure.subplots(len(kinds), len(DOMAINS), sharex="col", squeeze=False)
     for kind, line in zip(kinds, panels, strict=True):
         for domain, panel in zip(DOMAINS, line, strict=True):
-            known = [
-                [code for code in codes if code in base["scores"][domain]] for codes in (named["new"], named[kind])
-            ]
+            known = [_scored(base, domain, codes) for codes in (named["new"], named[kind])]
+            if not known[1]:
+                panel.set_axis_off()
+                continue
             points = {}
             for name, found in results.items():
                 gains, losses = ([-change(one, base, domain, codes) for one in found] for codes in known)
@@ -58,7 +59,7 @@ def draw_pareto(settings: Mapping[str, Any], results: Results, path: Path) -> No
             _number(panel, list(points.values()))
         line[0].set_ylabel("kept (% fewer bits per byte; 0: the base)")
     for domain, panel in zip(DOMAINS, panels[-1], strict=True):
-        codes = [code for code in named["new"] if code in base["scores"][domain]]
+        codes = _scored(base, domain, named["new"])
         panel.set_xlabel(f"gain of {', '.join(codes)} (% fewer bits per byte)")
     figure.legend(
         handles=[
@@ -75,6 +76,11 @@ def _kinds(settings: Mapping[str, Any]) -> list[str]:
     return [kind for kind, codes in settings["old"].items() if codes]
 
 
+def _scored(base: Mapping[str, Any], domain: str, codes: Sequence[str]) -> list[str]:
+    """The languages of which a domain has text."""
+    return [code for code in codes if code in base["scores"][domain]]
+
+
 def draw_lengths(settings: Mapping[str, Any], results: ByLength, path: Path) -> None:
     """What is lost against what is gained, a line a row, from the shortest length to the longest, whose point is
     filled.
@@ -84,14 +90,18 @@ def draw_lengths(settings: Mapping[str, Any], results: ByLength, path: Path) -> 
     named, kinds = groups(settings), _kinds(settings)
     figure = Figure(figsize=(11, 4.2 * len(kinds) + 1.2), layout="constrained")
     panels = figure.subplots(len(kinds), len(DOMAINS), sharex="col", squeeze=False)
+    first = next(iter(results.values()))["base"][0]
     rows = [name for name in settings["rows"] if any(name in found for found in results.values()) and name != "base"]
     for kind, line in zip(kinds, panels, strict=True):
         for domain, panel in zip(DOMAINS, line, strict=True):
+            known = [_scored(first, domain, codes) for codes in (named["new"], named[kind])]
+            if not known[1]:
+                panel.set_axis_off()
+                continue
             for number, name in enumerate(rows):
                 found = [(of[name], of["base"][0]) for _, of in sorted(results.items()) if name in of]
                 points = []
                 for seeds, base in found:
-                    known = [[c for c in codes if c in base["scores"][domain]] for codes in (named["new"], named[kind])]
                     gain, lost = (mean(change(one, base, domain, codes) for one in seeds) for codes in known)
                     points.append((-gain, lost))
                 style = {"marker": _MARKERS[number % len(_MARKERS)], "color": f"C{number % 10}", "markersize": 5}
@@ -104,7 +114,7 @@ def draw_lengths(settings: Mapping[str, Any], results: ByLength, path: Path) -> 
         line[0].set_ylabel("lost (% more bits per byte)")
     for panel in panels[-1]:
         panel.set_xlabel(f"gained of {', '.join(named['new'])} (% fewer bits per byte)")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
 
 

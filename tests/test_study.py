@@ -453,6 +453,30 @@ def test_claims_are_judged_at_the_longest_length_and_those_that_turn_are_listed(
     assert claims.turned_table(settings, {2000: long}) == ""
 
 
+def test_a_group_without_text_in_a_domain_has_no_panel_and_no_figure(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures, claims = importlib.import_module("study_figures"), importlib.import_module("study_claims")
+    settings = {
+        "old": {"reviewed": ["en"], "anchored": ["ru"], "not reviewed": []}, "new": ["hu"],
+        "rows": {"base": {}, "a": {"dense": {}}, "b": {"plan": {}}},
+        "claims": {"P": [["keeps", "anchored", "a", "b"]]},
+    }  # fmt: skip
+
+    def one(factor):
+        return [{"scores": {"help": {"en": 1.0, "hu": factor}, "flores": {"en": 1.0, "hu": factor, "ru": factor}}}]
+
+    results = {tokens: {"base": one(1.0), "a": one(0.9), "b": one(0.8)} for tokens in (1000, 2000)}
+    figures.draw_lengths(settings, results, tmp_path / "lengths.svg")
+    figures.draw_pareto(settings, results[2000], tmp_path / "pareto.svg")
+    for name in ("lengths", "pareto"):
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        assert "flores: ru (anchored)" in drawn
+        assert "help: en (reviewed)" in drawn
+        assert "help:  (anchored)" not in drawn
+    (line,) = claims.claims_table(settings, results).splitlines()[2:]
+    assert line == "| P | keeps | a against b, anchored | 2,000 | 1 | no text | +10.0 | cannot tell |"
+
+
 def test_a_rate_at_the_ladders_end_is_marked():
     report = importlib.import_module("study_report")
     settings = {"rates": [0.1, 0.2, 0.3], "review_rates": [1.0]}
