@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from peft import LoraConfig, get_peft_model
+from study_tuning import Choice
 from transformers import AutoTokenizer
 
 from hf_moe_expand import (
@@ -36,6 +37,7 @@ from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.anchors import shipped_anchors
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
+from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.source import load_base_config
 from hf_moe_expand.checkpoint.stored import network_of
 from hf_moe_expand.data.packing import encode_documents
@@ -48,7 +50,9 @@ from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.results import DeviationResult, SimilarityResult
 from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.config import StageConfig
+from hf_moe_expand.stages.dense import ShieldSettings
 from hf_moe_expand.stages.run import stage_for
+from hf_moe_expand.trainers.shielding import shielded_parameters
 
 CONFIGS: dict[str, type[StageConfig]] = {
     "dense": DenseConfig, "post_pretrain": PostPretrainConfig, "group": GroupConfig, "joint": JointConfig,
@@ -120,9 +124,14 @@ class Models:
         self.layers = load_base_config(base).num_hidden_layers
         self.tokens_per_step = settings["block_size"] * settings["batch_size"]
 
-    def make(self, row: Mapping[str, Any], seed: int, rate: float) -> Made:
-        """The model of a row; `rate` is the learning rate of its main stage."""
-        return _Row(self, row, seed, rate).made()
+    def make(self, row: Mapping[str, Any], seed: int, choice: Choice) -> Made:
+        """The model of a row."""
+        return _Row(self, row, seed, choice).made()
+
+    def unnamed(self) -> list[str]:
+        """The languages of the test, and those of the sweep, that no row may read text of."""
+        settings = self.settings
+        return [*settings["old"]["not reviewed"], *settings.get("tuning_unnamed", [])]
 
     def similarity(self) -> SimilarityResult:
         def measure(model: Any, tokenizer: Any, texts: Any, work: Path) -> SimilarityResult:
@@ -184,10 +193,11 @@ class Models:
 
 
 class _Row:
-    """One row for one seed and learning rate."""
+    """One row for one seed and one choice of its tuned numbers."""
 
-    def __init__(self, models: Models, row: Mapping[str, Any], seed: int, rate: float) -> None:
-        self.models, self.row, self.seed, self.rate = models, row, seed, rate
+    def __init__(self, models: Models, row: Mapping[str, Any], seed: int, choice: Choice) -> None:
+        self.models, self.row, self.seed, self.choice = models, row, seed, choice
+        self.rate = choice.rate
         self.steps = models.settings["steps"]
         self.review_steps = models.settings["review_steps"]
         self.taken: list[Path] = []  # the models of its steps
@@ -208,6 +218,8 @@ class _Row:
             path = self.dmoe()
         else:
             path = self.expansion(models.new, self.steps, self.review_steps, row["plan"])
+        if self.choice.weight is not None:
+            path = self.averaged(path, self.choice.weight)
         facts = [read_json(facts_of(model), "facts") for model in self.taken]
         main = max(facts, key=lambda found: found.get("trained", 0))
         return Made(path, main["trained"], sum(found["seconds"] for found in facts), main["losses"])
@@ -217,8 +229,22 @@ class _Row:
         start = models.base
         if blocks := self.row.get("blocks"):
             start = self.step("depth", {"blocks": blocks}, lambda out: expand_depth(models.base, out, blocks) and None)
-        text = self.mixed(models.new, self.steps, replay)
-        return self.train("dense", start, text, self.steps, self.rate, self.row["dense"])
+        text, own = self.mixed(models.new, self.steps, replay), dict(self.row["dense"])
+        if own["method"] == "shielded":
+            shield = ShieldSettings(models.reviewed, **own.get("shield", {}))
+            each = shield.tokens // len(models.reviewed)
+            text |= {code: models.text.piece(code, each) for code in models.reviewed}
+            own["shield"] = asdict(shield)
+        return self.train("dense", start, text, self.steps, self.rate, own)
+
+    def averaged(self, trained: Path, weight: float) -> Path:
+        """The average of a trained model and the base."""
+        models = [trained, self.models.base]
+
+        def work(out: Path) -> None:
+            average_checkpoints(models, out, [weight, 1 - weight])
+
+        return self.step("averaged", {"trained": trained.name, "weight": weight}, work)
 
     def expansion(self, new: Sequence[str], steps: int, review_steps: int, plan: Mapping[str, Any]) -> Path:
         """One expansion of the base: stage 1, and review if the row has one."""
@@ -241,7 +267,7 @@ class _Row:
     def gates(self, start: Path, codes: Sequence[str]) -> Path:
         """Fitted gates; no language that the study leaves unnamed is an anchor."""
         models, settings = self.models, GateSettings(**self.row["gates"])
-        unnamed = models.settings["old"]["not reviewed"]
+        unnamed = models.unnamed()
         texts = {code: models.text.documents(code) for code in codes}
 
         def work(out: Path) -> None:
@@ -255,8 +281,9 @@ class _Row:
         models = self.models
         tokens = max(4 * steps * models.tokens_per_step, 5000)  # enough documents for its mix
         text = {code: models.text.piece(code, tokens) for code in codes}
-        own = {"fewer_documents": True, **self.row["review"]}
-        return self.train("review", start, text, steps, models.settings["review_rate"], own)
+        # The papers' rows count documents; with fitted gates review has its default, equally many tokens.
+        own = {**({} if "gates" in self.row else {"fewer_documents": True}), **self.row["review"]}
+        return self.train("review", start, text, steps, self.choice.review_rate, own)
 
     def expanded(self, new: Sequence[str], plan: Mapping[str, Any]) -> Path:
         models, options = self.models, self.row.get("expand", {})
@@ -302,15 +329,19 @@ class _Row:
         return self.train("joint", start, text, self.review_steps, self.rate, self.row["joint"])
 
     def packs(self) -> Path:
-        """A pack for each new language, each with its share of the steps; joined with prefix gates."""
+        """A pack for each new language, each with its share of the steps; joined with fitted gates, for which no
+        language that the study leaves unnamed is an anchor."""
         models, tokens = self.models, self.row["packs"]["tokens"]
         shares = [part // len(models.new) for part in (self.steps, self.review_steps)]
         packs = [self.expansion([code], *shares, self.row["plan"]) for code in models.new]
-        texts = {code: models.text.documents(code) for code in (*models.reviewed, *models.new)}
-        about = {"packs": [pack.name for pack in packs], "tokens": tokens}
+        texts, unnamed = (
+            {code: models.text.documents(code) for code in (*models.reviewed, *models.new)},
+            models.unnamed(),
+        )
+        about = {"packs": [pack.name for pack in packs], "tokens": tokens, "unnamed": unnamed}
 
         def work(out: Path) -> None:
-            join_calibrated(packs, out, texts, tokens=tokens, gates=True)
+            join_calibrated(packs, out, texts, tokens=tokens, anchors=shipped_anchors([*texts, *unnamed]))
 
         return self.step("joined", about, work)
 
@@ -349,7 +380,13 @@ class _Row:
         return {code: self.models.text.piece(code, tokens) for code in codes}
 
     def train(
-        self, key: str, start: Path, text: dict[str, LanguageText], steps: int, rate: float, own: Mapping[str, Any]
+        self,
+        key: str,
+        start: Path,
+        text: dict[str, LanguageText],
+        steps: int,
+        rate: float | None,
+        own: Mapping[str, Any],
     ) -> Path:
         """A stage of `steps` steps."""
         settings = self.models.settings
@@ -390,4 +427,7 @@ def trained_parameters(start: Path, config: StageConfig) -> int:
         adapters = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules)
         with torch.device("meta"):
             return get_peft_model(network, adapters).get_nb_trainable_parameters()[0]
+    if isinstance(config, DenseConfig) and config.method == "shielded":
+        shield: Any = config.shield
+        return stage.saved_parameters(network, config)[1] - shielded_parameters(network, shield.share)
     return stage.saved_parameters(network, config)[1]

@@ -1,55 +1,86 @@
-"""The study's tables, figures and JSON, from its kept results."""
+"""The study's tables and JSON, from its kept results."""
 
 import argparse
 from collections.abc import Mapping, Sequence
-from math import dist
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from matplotlib.figure import Figure
-from study_changes import DOMAINS, Results, change, file_name, groups, read_results, spread
-from study_claims import claims_table
-from study_settings import read_settings
+from study_changes import (
+    DOMAINS,
+    Results,
+    change,
+    file_name,
+    groups,
+    kept_results,
+    read_results,
+    row_folder,
+    spread,
+)
+from study_claims import claims_table, turned_table
+from study_figures import draw_lengths, draw_losses, draw_pareto
+from study_settings import at_length, lengths_of, read_settings, trained_tokens
+from study_tuning import at_an_end
 from tables import markdown_table
 
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
 
-_AROUND = ((1, 1), (-1, 1), (1, -1), (-1, -1), (1.4, 0), (-1.4, 0), (0, 1.4), (0, -1.4))
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-
 
 def write_report(options: argparse.Namespace) -> None:
-    """Prints the tables of the finished rows, and writes what the options name."""
+    """Prints the tables of the finished rows, and writes what the options name.
+
+    Raises:
+        InputError: there is no result of the base, or rows are of different settings.
+    """
     settings = read_settings(options.settings)
-    results = read_results(settings, options.out)
-    if "base" not in results:
+    kept_results(settings, options.out)
+    lengths = {tokens: at_length(settings, tokens) for tokens in lengths_of(settings)}
+    found = {trained_tokens(of): read_results(settings, options.out, tokens) for tokens, of in lengths.items()}
+    if "base" not in next(iter(found.values())):
         raise InputError(f"{options.out}: no result of the row `base`; `study.py run` makes it, or name another --out.")
+    results = {tokens: rows for tokens, rows in found.items() if set(rows) != {"base"}} or dict([*found.items()][:1])
     speeds = read_json(options.out / "speed.json", "speeds") if (options.out / "speed.json").exists() else {}
-    parts = [quality_table(settings, results), cost_table(results, speeds), claims_table(settings, results)]
-    tables = "\n\n".join(filter(None, parts))
+    parts = []
+    for tokens, rows in results.items():
+        longest = tokens == max(results)
+        parts += [f"### {tokens:,} tokens"] * (len(lengths) > 1)
+        parts += [quality_table(settings, rows), cost_table(settings, rows, speeds if longest else {})]
+    claims, turned = claims_table(settings, results), turned_table(settings, results)
+    tables = "\n\n".join(filter(None, [*parts, claims, turned]))
     print(tables)
     if options.table:
         write_text(options.table, tables + "\n")
     if options.json:
-        write_json(options.json, as_json(settings, results, speeds, options.out))
+        write_json(options.json, as_json(settings, options.out, speeds))
     if options.figures:
-        draw_pareto(settings, results, options.figures / f"{options.name}_pareto.svg")
-        draw_losses(settings, results, options.figures / f"{options.name}_loss.svg")
+        draw_pareto(settings, results[max(results)], options.figures / f"{options.name}_pareto.svg")
+        draw_losses(settings, results[max(results)], options.figures / f"{options.name}_loss.svg")
+        if len(results) > 1:
+            draw_lengths(settings, results, options.figures / f"{options.name}_lengths.svg")
 
 
-def as_json(settings: Mapping[str, Any], results: Results, speeds: Mapping[str, float], out: Path) -> dict[str, Any]:
-    """All that the study found: settings, sweeps, and each row's figures by seed; no paths."""
+def as_json(settings: Mapping[str, Any], out: Path, speeds: Mapping[str, float]) -> dict[str, Any]:
+    """All that the study found: settings, sweeps, and each row's figures by seed, by the tokens of the `lengths` where
+    the settings have any; no paths."""
+    found = {tokens: _rows_as_json(settings, out, tokens, speeds) for tokens in lengths_of(settings)}
+    if None in found:
+        return {"settings": settings, "rows": found[None]}
+    return {"settings": settings, "lengths": {str(tokens): {"rows": rows} for tokens, rows in found.items()}}
+
+
+def _rows_as_json(
+    settings: Mapping[str, Any], out: Path, tokens: int | None, speeds: Mapping[str, float]
+) -> dict[str, Any]:
     rows = {}
-    for name, found in results.items():
-        sweep = out / "sweep" / f"{file_name(name)}.json"
+    for name, found in read_results(settings, out, tokens).items():
+        sweep = row_folder(settings, out, tokens, name) / "sweep" / f"{file_name(name)}.json"
         rows[name] = {
             "sweep": read_json(sweep, "a sweep") if sweep.exists() else {},
-            "tokens_per_second": speeds.get(name),
+            "tokens_per_second": speeds.get(name) if tokens == lengths_of(settings)[-1] else None,
             "seeds": [{key: value for key, value in one.items() if key != "path"} for one in found],
         }
-    return {"settings": settings, "rows": rows}
+    return rows
 
 
 def quality_table(settings: Mapping[str, Any], results: Results) -> str:
@@ -63,11 +94,12 @@ def quality_table(settings: Mapping[str, Any], results: Results) -> str:
     ]
     columns = [column for column in columns if column[1]]
     pairs = list(base["scores"]["pairs"])
+    exact = " (s.e.)" if "pairs_stderr" in base["scores"] else ""
     head = [
         "",
         "",
         *(f"{domain}: {', '.join(codes)}" for domain, codes in columns),
-        *(f"pairs: {code}" for code in pairs),
+        *(f"pairs: {code}{exact}" for code in pairs),
     ]
     rows = []
     for number, (name, found) in enumerate(results.items()):
@@ -77,104 +109,34 @@ def quality_table(settings: Mapping[str, Any], results: Results) -> str:
                 cells.append(f"{mean(base['scores'][domain][code] for code in codes):.3f}")
             else:
                 cells.append(spread([change(one, base, domain, codes) for one in found], "{:+.1f} %"))
-        cells += [spread([100 * one["scores"]["pairs"][code] for one in found], "{:.1f}") for code in pairs]
+        cells += [_right(found, code) for code in pairs]
         rows.append(cells)
     return markdown_table(head, rows)
 
 
-def cost_table(results: Results, speeds: Mapping[str, float]) -> str:
+def _right(found: Sequence[Mapping[str, Any]], code: str) -> str:
+    """The minimal pairs judged right in percent, and the standard error of one seed's."""
+    said = spread([100 * one["scores"]["pairs"][code] for one in found], "{:.1f}")
+    errors = [one["scores"].get("pairs_stderr", {}).get(code) for one in found]
+    known = [100 * error for error in errors if error is not None]
+    return f"{said} ({mean(known):.1f})" if known else said
+
+
+def cost_table(settings: Mapping[str, Any], results: Results, speeds: Mapping[str, float]) -> str:
     """Parameters, processor time, the sweep's choice and the speed of generation, of each row."""
+    tuned = {"rate": "learning rate", "review_rate": "review's", "weight": "weight"}
+    shown = [key for key in tuned if key == "rate" or any(one.get(key) for (one, *_) in results.values())]
     rows = []
     for number, (name, found) in enumerate(results.items()):
         first = found[0]
         millions = [f"{first[key] / 1e6:.2f}" for key in ("trained", "total", "active")]
         seconds = f"{mean(one['seconds'] for one in found):.0f}"
         speed = [f"{speeds[name]:.0f}" if name in speeds else ""] if speeds else []
-        rate = f"{first['rate']:g}" if first["rate"] else ""
-        rows.append([str(number), name, *millions, rate, seconds, *speed, str(len(found))])
+        chosen = [
+            (f"{first[key]:g}" + " (end)" * at_an_end(settings, key, first[key])) if first.get(key) else ""
+            for key in shown
+        ]
+        rows.append([str(number), name, *millions, *chosen, seconds, *speed, str(len(found))])
     measured = ["tokens/s"] if speeds else []
-    head = ["", "", "trained, M", "total, M", "active, M", "learning rate", "CPU s", *measured, "seeds"]
+    head = ["", "", "trained, M", "total, M", "active, M", *(tuned[key] for key in shown), "CPU s", *measured, "seeds"]
     return markdown_table(head, rows)
-
-
-def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names of the points that no other point beats in both, by the first figure; higher is better."""
-    return sorted(
-        (
-            name
-            for name, (x, y) in points.items()
-            if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points.values())
-        ),
-        key=lambda name: points[name],
-    )
-
-
-def draw_pareto(settings: Mapping[str, Any], results: Results, path: Path) -> None:
-    """Retention against gain: a numbered point a row with its spread, and the Pareto front as a line.
-
-    A column a domain; above the old languages that were reviewed, below the others.
-    """
-    base, named = results["base"][0], groups(settings)
-    kinds = [kind for kind in ("reviewed", "not reviewed") if named[kind]]
-    figure = Figure(figsize=(11, 5.2 * len(kinds)), layout="constrained")
-    panels = figure.subplots(len(kinds), len(DOMAINS), sharex="col", squeeze=False)
-    for kind, line in zip(kinds, panels, strict=True):
-        for domain, panel in zip(DOMAINS, line, strict=True):
-            known = [
-                [code for code in codes if code in base["scores"][domain]] for codes in (named["new"], named[kind])
-            ]
-            points = {}
-            for name, found in results.items():
-                gains, losses = ([-change(one, base, domain, codes) for one in found] for codes in known)
-                points[name] = (mean(gains), mean(losses))
-                bars = [stdev(values) if len(values) > 1 else 0 for values in (gains, losses)]
-                dense = "dense" in settings["rows"][name] or name == "base"
-                panel.errorbar(
-                    *points[name], xerr=bars[0], yerr=bars[1], fmt="s" if dense else "o", color="black", markersize=4,
-                    markerfacecolor="white" if dense else "black", elinewidth=0.5,
-                )  # fmt: skip
-            front = [points[name] for name in pareto(points)]
-            panel.plot(*zip(*front, strict=True), "--", color="gray", linewidth=1, zorder=0)
-            panel.set_title(f"{domain}: {', '.join(known[1])} ({kind})")
-            panel.grid(alpha=0.3)
-            _number(panel, list(points.values()))
-        line[0].set_ylabel("kept (% fewer bits per byte; 0: the base)")
-    for domain, panel in zip(DOMAINS, panels[-1], strict=True):
-        codes = [code for code in named["new"] if code in base["scores"][domain]]
-        panel.set_xlabel(f"gain of {', '.join(codes)} (% fewer bits per byte)")
-    figure.legend(
-        handles=[
-            figure.axes[0].plot([], [], fmt, color="black", markerfacecolor=face, label=label)[0]
-            for fmt, face, label in (("s", "white", "dense"), ("o", "black", "mixture"))
-        ],
-        loc="outside lower center", ncols=2, frameon=False,
-    )  # fmt: skip
-    figure.savefig(path)
-
-
-def _number(panel: Any, points: Sequence[tuple[float, float]]) -> None:
-    """Writes each point's number beside it, where the fewest points and numbers are near."""
-    panel.figure.draw_without_rendering()  # lays the panels out
-    taken = [tuple(place) for place in panel.transData.transform(points)]
-    for number, (x, y) in enumerate(taken[: len(points)]):
-        around = [(x + far * dx, y + far * dy) for far in (9, 16, 24) for dx, dy in _AROUND]
-        free = min(around, key=lambda place: (sum(dist(place, other) < 9 for other in taken), dist(place, (x, y))))
-        taken.append(free)
-        panel.annotate(
-            str(number), points[number], xytext=(free[0] - x, free[1] - y), textcoords="offset pixels", fontsize=7,
-            ha="center", va="center", arrowprops={"arrowstyle": "-", "linewidth": 0.3, "shrinkA": 3, "shrinkB": 2},
-        )  # fmt: skip
-
-
-def draw_losses(settings: Mapping[str, Any], results: Results, path: Path) -> None:
-    """Training loss of the main stage by tokens, seed 0."""
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axes = figure.subplots()
-    shown = [name for name in settings["curves"] if name in results and results[name][0]["losses"]]
-    for name, dashes in zip(shown, _DASHES, strict=False):
-        tokens, losses = zip(*results[name][0]["losses"], strict=True)
-        axes.plot([count / 1000 for count in tokens], losses, linestyle=dashes, label=name, color="black")
-    axes.set(xlabel="thousand tokens trained", ylabel="training loss, nats a token")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path)

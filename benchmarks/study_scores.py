@@ -11,7 +11,7 @@ from timing import time_in_turn
 
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import network_of
-from hf_moe_expand.evaluation.harness import HarnessTasks
+from hf_moe_expand.evaluation.harness import HarnessTasks, Metric
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.inspection import inspect_config
 from hf_moe_expand.jsonfile import write_text
@@ -41,14 +41,14 @@ class MinimalPairs:
     Args:
         folder: `CODE.jsonl`, objects with `good` and `bad`.
         out: folder for the tasks' files.
-        count: pairs of each language, at even distances, so that every phenomenon has its share.
+        count: pairs of each language, at even distances, so that every phenomenon has its share; None takes all.
     """
 
-    def __init__(self, folder: Path, out: Path, codes: list[str], count: int) -> None:
+    def __init__(self, folder: Path, out: Path, codes: list[str], count: int | None) -> None:
         self.codes = [code for code in codes if (folder / f"{code}.jsonl").is_file()]
         for code in self.codes:
             lines = (folder / f"{code}.jsonl").read_text("utf-8").splitlines(keepends=True)
-            every = max(1, len(lines) // count)
+            every = max(1, len(lines) // (count or len(lines)))
             chosen = out / f"{code}.jsonl"
             write_text(chosen, "".join(lines[::every][:count]))
             task = {
@@ -62,10 +62,10 @@ class MinimalPairs:
             write_text(out / f"{code}.yaml", yaml.safe_dump(task))
         self.tasks = HarnessTasks([f"minimal_pairs_{code}" for code in self.codes], include_path=out)
 
-    def accuracy(self, model: Any, tokenizer: Any, batch_size: int) -> dict[str, float]:
-        """The share of pairs judged right, by language."""
+    def accuracy(self, model: Any, tokenizer: Any, batch_size: int) -> dict[str, Metric]:
+        """The share of pairs judged right, by language, with its standard error."""
         scores = self.tasks.evaluate(model, tokenizer, batch_size)
-        return {code: scores[f"minimal_pairs_{code}"].metrics["acc"].value for code in self.codes}
+        return {code: scores[f"minimal_pairs_{code}"].metrics["acc"] for code in self.codes}
 
 
 def parameters(path: Path) -> dict[str, int]:

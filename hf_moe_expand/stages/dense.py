@@ -1,11 +1,11 @@
-"""Train a dense model further, as a baseline: all parameters, LoRA, or only inserted blocks.
+"""Train a dense model further, as a baseline: all parameters, LoRA, some columns, or only inserted blocks.
 
 Example: hf-moe-expand train dense Qwen/Qwen2.5-0.5B qwen-ft --data el=el.jsonl --config dense.yaml
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,13 @@ from ..errors import InputError
 from ..models import longest_block
 from ..schema import Count, Number, Text, settings
 from ..trainers.freezing import EVERYTHING
+from ..trainers.shielding import (
+    column_importance,
+    important_columns,
+    shielded,
+    shielded_layers,
+    shielded_parameters,
+)
 from .base import TrainingStage, check_block_size
 from .config import StageConfig, key
 from .recording import RecordingTrainer
@@ -39,20 +46,39 @@ class LoraSettings:
     ] = field(default="all-linear")
 
 
+@settings
+class ShieldSettings:
+    """Columns of weights that `train dense` leaves frozen (source-shielded updates, arXiv 2512.04844)."""
+
+    languages: Annotated[
+        list[Text],
+        Field(description="languages of the data whose text says which columns matter; it is not trained on"),
+    ] = field(default_factory=list)
+    share: Annotated[
+        Annotated[float, Field(gt=0, lt=1)], Field(description="share of each linear layer's columns to freeze")
+    ] = 0.5
+    tokens: Annotated[Count, Field(description="most tokens of that text to read, of all languages together")] = 20_000
+
+
 @dataclass
 class DenseConfig(StageConfig):
     """Continued pre-training of a dense model: `L = L_NTP`."""
 
     tokens_per_language: Count | None = key(None, "tokens of each language to train on; all of its text by default")
-    method: Literal["full", "lora", "new-blocks"] = key(
-        "full", "parameters that train: `full`, all; `lora`, adapters; `new-blocks`, the blocks of `expand-depth`"
+    method: Literal["full", "lora", "shielded", "new-blocks"] = key(
+        "full",
+        "parameters that train: `full`, all; `lora`, adapters; `shielded`, all but the columns that matter most to old "
+        "languages; `new-blocks`, the blocks of `expand-depth`",
     )
     lora: LoraSettings | str | None = key(LoraSettings, "the adapters of `method: lora`")
+    shield: ShieldSettings | str | None = key(ShieldSettings, "the frozen columns of `method: shielded`")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lora is None:
             self.lora = LoraSettings()
+        if self.shield is None:
+            self.shield = ShieldSettings()
 
 
 class Dense(TrainingStage):
@@ -78,13 +104,18 @@ class Dense(TrainingStage):
             raise InputError(f"lora: the method is {config.method}, but lora has settings; set `method: lora`.")
         if config.method == "new-blocks" and not getattr(model_config, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
+        _check_shield(config, data)
         check_block_size(config.block_size, longest_block(model_config))
         self.check_text(config, data, (), ())
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
+        groups = None
+        if config.method == "shielded":  # its blocks have trained or shielded languages
+            groups = [[code for code in texts if code not in config.shield.languages], config.shield.languages]
         return pack_texts(
-            texts, tokenizer, config.block_size, config.seed, tokens_per_language=config.tokens_per_language
-        )
+            texts, tokenizer, config.block_size, config.seed, tokens_per_language=config.tokens_per_language,
+            groups=groups,
+        )  # fmt: skip
 
     def saved_parameters(self, network: Any, config: DenseConfig) -> tuple[int, int]:
         if config.method == "lora":  # the adapters alone, which are small
@@ -101,13 +132,79 @@ class Dense(TrainingStage):
         elif config.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
         settings = config.recorded()
-        trainer = RecordingTrainer(network, config, collate_without_languages, packed.dataset, callbacks=callbacks)
+        trainer: RecordingTrainer
+        if config.method == "shielded":
+            packed, trainer = _shielding(network, config, packed, callbacks)
+        else:
+            trainer = RecordingTrainer(network, config, collate_without_languages, packed.dataset, callbacks=callbacks)
         trainer.settings = settings
         trainer.packed, trainer.trained_as = packed, f"dense {config.method}"
         return trainer
 
     def to_write(self, folder: Path, config: DenseConfig, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         return _merged(folder, config.lora, weights) if config.method == "lora" else weights
+
+
+class ShieldedTrainer(RecordingTrainer):
+    """Leaves the columns frozen that matter most to the text of `shown` (`[blocks, block_size]`)."""
+
+    shown: torch.Tensor
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = self.args
+        model = self.accelerator.unwrap_model(self.model)
+        importance = column_importance(model, self.shown.split(config.per_device_train_batch_size))
+        columns = important_columns(importance, config.shield.share)
+        frozen = shielded_parameters(model, config.shield.share)
+        if self.is_world_process_zero():
+            print(
+                f"shielded: {frozen:,} weights in {len(columns)} layers stay frozen, by {self.shown.numel():,} tokens"
+            )
+        with shielded(model, columns):
+            return super().train(*args, **kwargs)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        kept = {f"{name}.weight" for name in shielded_layers(self.accelerator.unwrap_model(model))}
+        return [name for name in super().get_decay_parameter_names(model) if name.removeprefix("module.") not in kept]
+
+
+def _shielding(
+    network: Any, config: DenseConfig, packed: PackedText, callbacks: list[Any]
+) -> tuple[PackedText, ShieldedTrainer]:
+    """The text to train on without the shielded languages', and the trainer."""
+    shield: Any = config.shield
+    if not shielded_layers(network):
+        raise InputError("method: shielded freezes columns of torch.nn.Linear, of which this model has none.")
+    trained, read = packed.blocks
+    read = min(read, max(1, shield.tokens // config.block_size))
+    shown = packed.dataset.select(range(trained, trained + read))
+    own = replace(
+        packed, dataset=packed.dataset.select(range(trained)), blocks=(trained,),
+        tokens={code: count for code, count in packed.tokens.items() if code not in shield.languages},
+        documents={code: count for code, count in packed.documents.items() if code not in shield.languages},
+    )  # fmt: skip
+    trainer = ShieldedTrainer(network, config, collate_without_languages, own.dataset, callbacks=callbacks)
+    trainer.shown = torch.tensor([list(ids) for ids in shown["input_ids"]])
+    return own, trainer
+
+
+def _check_shield(config: DenseConfig, data: Mapping[str, Any]) -> None:
+    """Raises InputError if the settings of `shield` do not fit the method, the data or the launch."""
+    shield: Any = config.shield
+    if config.method != "shielded":
+        if shield != ShieldSettings():
+            raise InputError(f"shield: the method is {config.method}, but shield has settings; set `method: shielded`.")
+        return
+    if not shield.languages or (missing := [code for code in shield.languages if code not in data]):
+        named = f"has no text in {', '.join(missing)}" if shield.languages else "names none"
+        raise InputError(
+            f"shield.languages {named}: name languages that the base knows, and give some text of each with --data; "
+            "it says which columns matter, and is not trained on."
+        )
+    if not set(data) - set(shield.languages):
+        raise InputError("shield.languages names every language of the data: give text to train on, too.")
+    if config.distributed_config or config.deepspeed or config.fsdp:
+        raise InputError("method: shielded trains data-parallel only: columns need whole weights on each device.")
 
 
 def check_old_blocks(before: str | os.PathLike, after: str | os.PathLike) -> int:
