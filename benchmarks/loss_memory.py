@@ -36,7 +36,7 @@ def step(way: str, options: Any) -> tuple[int, float]:
     """The peak of resident memory in bytes, and the seconds of a step."""
     torch.set_num_threads(options.threads)
     if way == "whole":
-        pieces.PIECE = sys.maxsize
+        pieces.LARGE = sys.maxsize
     trainer_class, config_class, own = STAGES[options.stage]
     config = load_expanded_config(options.model)
     torch.manual_seed(options.seed)
