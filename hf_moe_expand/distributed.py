@@ -1,6 +1,5 @@
 """Training with a model split over ranks: checks the settings, and gathers and saves whole weights."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from datetime import timedelta
@@ -22,9 +21,6 @@ from .schema import unknown_key
 
 SHARDING = "distributed_config"  # the one key of a stage's `training` that goes to `from_pretrained`
 _LAST_MOMENT = 0.5  # seconds
-# Where DeepSpeed is installed, it greets with these lines, also those who do not use it.
-_GREETINGS = ("Setting accelerator to", "Setting ds_accelerator to")
-logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_GREETINGS))
 _DEEPSPEED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
