@@ -14,7 +14,7 @@ parser.add_argument("--tokens", type=int, default=50)
 asked = parser.parse_args()
 
 model = AutoModelForCausalLM.from_pretrained(asked.model, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=False, padding_side="left")
+tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=True, padding_side="left")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 batch = tokenizer(asked.prompts, return_tensors="pt", padding=True).to(model.device)
 for line in tokenizer.batch_decode(model.generate(**batch, max_new_tokens=asked.tokens), skip_special_tokens=True):

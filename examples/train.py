@@ -29,7 +29,7 @@ asked = parser.parse_args()
 
 # float32, whatever type the checkpoint stores: in bfloat16 a step of 5e-5 would round away.
 model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=False)
+tokenizer = AutoTokenizer.from_pretrained(asked.model, trust_remote_code=True)
 print(freeze(model, "review"))
 
 sources = [LanguageText.parse(argument) for argument in asked.old + asked.new]

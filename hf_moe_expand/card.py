@@ -22,6 +22,7 @@ from .checkpoint.local import name_in_results, own_name
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation
+from .hub_access import hub_problem
 from .hub_base import base_on_hub
 from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
@@ -105,6 +106,7 @@ def make_card(
         "base": origin.name,
         "base_on_hub": origin.hub_id is not None and _is_hub_id(origin.hub_id),
         "base_revision": origin.revision,
+        "unpacked": ", ".join(found.unpacked),
         "old": in_words(old),
         "new": new,
         "total": found.total,
@@ -212,7 +214,9 @@ def _base_license(base: BaseModel) -> dict[str, str]:
     if base.hub_id is None:
         return {}
     try:
-        metadata = metadata_load(hf_hub_download(base.hub_id, "README.md", revision=base.revision)) or {}
+        unreachable = bool(hub_problem())
+        card = hf_hub_download(base.hub_id, "README.md", revision=base.revision, local_files_only=unreachable)
+        metadata = metadata_load(card) or {}
     except (OSError, ValueError):
         return {}
     return {name: metadata[name] for name in ("license", "license_name", "license_link") if name in metadata}

@@ -16,8 +16,9 @@ WEIGHT, GRADIENT, MOMENTS = 4, 4, 8
 # Elements that a layer keeps for the backward pass, for each token: of the hidden size, the same for each active
 # expert, and of an active expert's inner size. Fitted to what torch saves for Llama's layers (tests/test_costs.py).
 _HIDDEN, _HIDDEN_EXPERT, _INNER = 6.0, 2.0, 4.5
-# Logits that a training computes at once, at most: 256 MB in float32 (trainers/pieces.py).
-PIECE = 1 << 26
+# A training that would compute more logits at once than the first, 256 MB in float32, computes as many at a time as the
+# second says (trainers/pieces.py).
+LARGE, PIECE = 1 << 26, 1 << 24
 # The logits, their log-softmax and their gradient, in float32.
 _LOGITS = 3
 # The share of float32's bytes under mixed precision.
@@ -53,7 +54,7 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
         layers.append((_HIDDEN + active * _HIDDEN_EXPERT) * hidden + active * _INNER * inner)
     kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
     vocabulary = network.get_input_embeddings().weight.shape[0]
-    logits = min(tokens * vocabulary, PIECE)  # a larger batch has them in pieces
+    logits = tokens * vocabulary if tokens * vocabulary <= LARGE else PIECE
     return int(4 * (tokens * kept * (_HALF if half else 1.0) + _LOGITS * logits))
 
 

@@ -106,6 +106,8 @@ def push_to_hub(
         if not dry_run:
             repo_id = _check_repository(api, repo_id, private)
         origin = base_of(config) if base is None else base_on_hub(config, base, token)
+        if base is not None and origin.revision is None:
+            say(f"base: {base} was not compared with the checkpoint: the hub is out of reach, or gives no access to it")
         if origin.hub_id is None:
             _check_local_base(folder, origin.name, expansion_only, say)
         files: dict[str, Path | bytes] = {**published_files(folder, include)}

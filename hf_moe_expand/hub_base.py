@@ -18,6 +18,7 @@ from .checkpoint.expansion_only import BaseModel
 from .checkpoint.graft import COMPUTATION
 from .checkpoint.source import load_config, text_config
 from .errors import InputError
+from .hub_access import hub_problem
 from .jsonfile import read_json
 from .records import History
 
@@ -37,7 +38,8 @@ def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel
     if Path(hub_id).is_dir():
         raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")
     try:
-        file = Path(hf_hub_download(hub_id, "config.json", token=token))
+        unreachable = bool(hub_problem())  # the library would try for a minute
+        file = Path(hf_hub_download(hub_id, "config.json", token=token, local_files_only=unreachable))
     except HFValidationError:
         raise InputError(f"{where}: not a hub id (namespace/name).") from None
     except (GatedRepoError, LocalEntryNotFoundError):

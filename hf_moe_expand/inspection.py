@@ -53,6 +53,12 @@ class InspectedPack:
         return f"{self.name}: {', '.join(in_words(self.languages))}; {self.experts}{several}{scale}"
 
 
+def unpacked_types(config: Any) -> list[str]:
+    """The quantised types of the GGUF file from which the weights of a model's base were unpacked."""
+    found = getattr(config, "unpacked_from_gguf", None)
+    return [str(kind) for kind in found] if isinstance(found, list) else []
+
+
 @dataclass(frozen=True)
 class Inspection:
     """Parameter counts and history of an expanded checkpoint.
@@ -71,6 +77,7 @@ class Inspection:
         packs: the language packs that the model joins.
         after_join: number of the last expansion's steps that the joined model took.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
+        unpacked: the quantised types of the GGUF file from which the base's weights were unpacked.
     """
 
     backbone: str
@@ -89,6 +96,7 @@ class Inspection:
     packs: Sequence[InspectedPack] = ()
     after_join: int = 0
     encoder_layers: int = 0
+    unpacked: Sequence[str] = ()
 
     def _of_gates(self) -> list[str]:
         """The languages that fitted gates know, and what they let pass."""
@@ -125,6 +133,7 @@ class Inspection:
             f"{layers_in_words(classifiers, encoder) or 'none'}",
             *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
             *(self._of_gates()),
+            *([f"base's weights      unpacked from GGUF: {', '.join(self.unpacked)}"] if self.unpacked else []),
             f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
             f"active for a token  {self.active:,}",
         ]
@@ -187,6 +196,7 @@ def inspect_config(config: Any) -> Inspection:
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
         prefix_gate=config.prefix_gate, gate_languages=getattr(config, "gate_languages", None), packs=_packs(config),
         encoder_layers=stack_sizes(config).get("encoder", 0),
+        unpacked=unpacked_types(config),
     )  # fmt: skip
 
 

@@ -41,6 +41,9 @@ These keys are passed unchanged to
 
 - Our defaults are `report_to: none`, `logging_steps: 10` and `save_total_limit: 1`. All other defaults are the
   library's, such as 3 epochs and a linear schedule.
+- `report_to: tensorboard` draws every logged figure (`pip install tensorboard`). Set the variable
+  `TENSORBOARD_LOGGING_DIR` to a folder, since the training's own is removed when the stage is done, and run
+  `tensorboard --logdir` on it.
 - The command sets `output_dir`, `seed`, `data_seed`, `remove_unused_columns` and `label_names` itself, and refuses them
   here.
 - Also refused are `eval_strategy` and related keys (use `validation`), `push_to_hub` and related keys (use

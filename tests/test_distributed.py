@@ -1,5 +1,6 @@
 """Two ranks (gloo, CPU) against one process: data-parallel, FSDP2, tensor-parallel, DeepSpeed."""
 
+import logging
 from importlib.resources import files
 from importlib.util import find_spec
 
@@ -179,3 +180,21 @@ def test_a_stage_on_a_model_that_transformers_splits(found, root):
     same_checkpoint(root / "native", root / "native alone")
     stage(root, "native tp alone", ReviewConfig(block_size=16, **options(4, max_steps=2, use_cpu=True)))
     same_checkpoint(root / "native tp", root / "native tp alone")
+
+
+def test_deepspeeds_greeting_stays_out_of_the_output():
+    """Where it is installed, it greets on the standard output of every training, also of those without it."""
+    heard = []
+
+    class Ear(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    logger, ear = logging.getLogger("DeepSpeed"), Ear()
+    logger.addHandler(ear)
+    try:
+        logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
+        logger.warning("something is wrong")
+    finally:
+        logger.removeHandler(ear)
+    assert heard == ["something is wrong"]

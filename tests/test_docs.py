@@ -62,6 +62,8 @@ TESTED = {
     ("README.md", "python"): "test_cli.py::test_the_readmes_python_runs",
     ("README.md", "yaml"): "test_cli.py::test_every_command_of_the_readme_runs",
     ("publish.md", "bash"): "test_docs.py::test_the_guide_to_publishing",
+    ("chat.md", "bash"): "test_chat_guide.py::test_the_chat_guide",
+    ("chat.md", "python"): "test_chat_guide.py::test_the_chat_guide",
     ("choose.md", "yaml"): "test_docs.py::test_the_guide_to_gates",
     ("gates.md", "bash"): "test_docs.py::test_the_guide_to_gates",
     ("choose.md", "json"): "test_plan_methods.py::test_the_guides_own_plan_is_a_plan",
@@ -102,7 +104,7 @@ TESTED = {
     ("serving.md", "python"): "test_docs.py::test_the_serving_guide",
     ("study.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
     ("speed.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
-    ("trl_and_peft.md", "python"): "test_trl.py::test_the_documents_python_runs",
+    ("trl_and_peft.md", "python"): "test_trl.py::test_the_documents_python_runs_without_a_gpu",
 }
 
 
@@ -575,15 +577,21 @@ def test_the_recipes_guide(workplace):
     workplace("recipes.md")
     save_dense(Path("Qwen/Qwen2.5-0.5B-Instruct"), num_hidden_layers=8)
     told = commands("recipes.md")
-    assert [words[0] for words in told] == ["recipes", "recipes", "validate", "run", "recipes"]
+    assert [words[0] for words in told] == ["recipes", "recipes", "validate", "recipes", "run", "recipes"]
+    long = save_dense(Path("long"), max_position_embeddings=1024)
     for words in told:
+        if words[1] == "new":
+            words = [str(long) if word == "Qwen/Qwen2.5-0.5B" else word for word in words]
+            assert "wrote new.yaml" in invoke(*words)
+            validate_recipe(Recipe.load("new.yaml"))
         assert words[0] != "run" or Recipe.load(find_recipe(words[1]), unset_ok=True).old
         assert words[-1] != "ls" or "layermoe-qwen1.5-1.8b-g1 " in invoke(*words)
         assert words[0] != "validate" or invoke(*words).endswith(": ok\n")
         assert "show" not in words or "base: Qwen/Qwen1.5-1.8B" in invoke(*words[:3])
     names = [*packaged_files()]
     patterns = re.findall(r"`([\w.-]+-)\*`", (DOCS / "recipes.md").read_text("utf-8"))
-    assert {name for name in names if name.startswith(tuple(patterns))} == set(names)
+    assert {name for name in names if name.startswith(tuple(patterns))} == set(names) - {"recommended"}
+    assert "| `recommended` |" in (DOCS / "recipes.md").read_text("utf-8")
     validate_recipe(Recipe.load("delta.yaml"))
     assert run_recipe(Recipe.load("delta.yaml"), lambda line: None).name == "review"
     assert Path("runs/qwen-el-chat/graft").is_dir()

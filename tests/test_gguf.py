@@ -92,6 +92,10 @@ def test_the_checkpoint_computes_the_same_and_can_be_expanded(quantised, tmp_pat
         tmp_path / "dense", tmp_path / "expanded", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu"])
     )
     assert report.base_parameters == dense.num_parameters()
+    assert model.config.unpacked_from_gguf == ["Q8_0"]
+    assert "base's weights      unpacked from GGUF: Q8_0" in invoke("inspect", tmp_path / "expanded")
+    card = invoke("card", tmp_path / "expanded")
+    assert "| weights of the base | quantised (GGUF: Q8\\_0), unpacked" in card or "GGUF: Q8_0), unpacked" in card
     with pytest.raises(InputError, match="exists already"):
         invoke("from-gguf", file, tmp_path / "dense")
 

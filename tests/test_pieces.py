@@ -17,6 +17,7 @@ TOKENS = 5  # of a piece; no divisor of anything here
 @pytest.fixture
 def small_pieces(monkeypatch):
     monkeypatch.setattr(module, "PIECE", TOKENS * 257 + 200)
+    monkeypatch.setattr(module, "LARGE", 90 * 257)
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def compare(folder, make, monkeypatch, widest, **options):
     whole = train(folder / "whole", model=make(), logs=logs, **options)
     assert not widest
     monkeypatch.setattr(module, "PIECE", TOKENS * 257 + 200)
+    monkeypatch.setattr(module, "LARGE", 40 * 257)
     cut = train(folder / "cut", model=make(), logs=in_pieces, **options)
     assert 1 <= max(widest[1:]) <= TOKENS < widest[0] == 8  # the first are those by which the head was found
     for name in ("loss", "next_token_loss", "grad_norm"):
@@ -147,7 +149,6 @@ def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):
     logs, whole = {}, {}
     train(tmp_path / "a", model=build(), logs=logs, losses=[Flatness(0.5)])
     assert logs["flatness_loss"] > 0
-    small = build().get_output_embeddings().weight.shape[0] * IDS.numel()
-    module.PIECE = small
+    module.LARGE = build().get_output_embeddings().weight.shape[0] * IDS.numel()
     train(tmp_path / "b", model=build(), logs=whole, losses=[Flatness(0.5)])
     assert logs["flatness_loss"] == whole["flatness_loss"]

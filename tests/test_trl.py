@@ -405,12 +405,12 @@ def test_a_trainer_whose_batches_hold_no_token_ids_is_refused(tmp_path):
         one.train()
 
 
-def test_the_documents_python_runs(tmp_path, monkeypatch, expanded):
+def test_the_documents_python_runs_without_a_gpu(tmp_path, monkeypatch, expanded):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen-el-2").symlink_to(expanded)
     for name, rows in (("chat", ROWS), ("preferences", PREFERENCES)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    small = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none", "max_length": 64}
+    small = {"max_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "max_length": 64}
     for name in ("SFTConfig", "DPOConfig"):
         real = getattr(trl, name)
         monkeypatch.setattr(trl, name, lambda folder, real=real, **given: real(folder, **{**given, **small}))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..checkpoint.local import EXPANDED
-from ..costs import PIECE
+from ..costs import LARGE, PIECE
 
 _IGNORED = -100
 _PROBED = 8  # tokens
@@ -118,7 +118,7 @@ def _nats(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
 class PiecewiseLossMixin:
     """Put in front of a Trainer class: the next-token loss of a large batch of a decoder is computed in pieces.
 
-    The loss and its gradients are those of the whole batch, to rounding. Batches of fewer logits than a piece, other
+    The loss and its gradients are those of the whole batch, to rounding. Batches of at most `LARGE` logits, other
     models' losses, and models that are split over devices or compiled are left to the Trainer.
     """
 
@@ -151,12 +151,12 @@ class PiecewiseLossMixin:
                 self.compute_loss_func = None
 
     def _is_large(self, model: Any, inputs: dict) -> bool:
-        """Whether a batch has more logits than a piece, and nothing forbids to compute them in pieces."""
+        """Whether a batch has more logits than `LARGE`, and nothing forbids to compute them in pieces."""
         ids, labels, training = inputs.get("input_ids"), inputs.get("labels"), self.args  # type: ignore[attr-defined]
         config: Any = getattr(self.accelerator.unwrap_model(model), "config", None)  # type: ignore[attr-defined]
         if ids is None or labels is None or config is None or getattr(config, "is_encoder_decoder", False):
             return False
-        if ids.numel() * (config.get_text_config().vocab_size or 0) <= PIECE or self.compute_loss_func is not None:
+        if ids.numel() * (config.get_text_config().vocab_size or 0) <= LARGE or self.compute_loss_func is not None:
             return False
         split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)  # type: ignore[attr-defined]
         fused = training.use_liger_kernel and config.model_type not in EXPANDED  # Liger has kernels for dense types

@@ -14,11 +14,13 @@ from .writer import new_folder
 
 # What a model that was read from quantised weights still says of itself, though its weights are float32 by then.
 _TRACES = ("hf_quantizer", "is_quantized", "quantization_method", "_is_quantized_training_enabled")
+# Types of tensors that are not quantised.
+_WHOLE = {"F64", "F32", "F16", "BF16"}
 
 
 def checkpoint_from_gguf(file: str | os.PathLike, out: str | os.PathLike, overwrite: bool = False) -> int:
     """Writes a checkpoint, in float32, with the weights and the tokenizer of a GGUF file; its quantised weights are
-    unpacked.
+    unpacked, and config.json names their types (`unpacked_from_gguf`), which cards of expanded models repeat.
 
     Needs the package `gguf` (the extra `gguf`) and memory for the whole model.
 
@@ -44,9 +46,13 @@ def checkpoint_from_gguf(file: str | os.PathLike, out: str | os.PathLike, overwr
         except Exception as error:  # the library raises many types
             raise InputError(f"{file}: transformers cannot read it ({first_line(error)}).") from error
         model.config.__dict__.pop("quantization_config", None)
+        reader = gguf.GGUFReader(file)
+        kinds = sorted({tensor.tensor_type.name for tensor in reader.tensors} - _WHOLE)
+        if kinds:
+            model.config.unpacked_from_gguf = kinds
         for name in _TRACES:
             model.__dict__.pop(name, None)
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        keep_gguf_tokenizer(gguf.GGUFReader(file), tokenizer, partial)
+        keep_gguf_tokenizer(reader, tokenizer, partial)
     return model.num_parameters()

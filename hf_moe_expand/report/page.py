@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,14 @@ from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
-from ..run_record import BEGUN, read_steps, run_folder
-from ..stages import road, stage_of, trained_in
+from ..run_record import BEGUN, read_steps
+from ..stages import trained_in
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml
 from .charts import allocation_chart, heat_map, line_chart
 from .drawing import Line, with_means
 from .figures import expert_0_lines, grouped, separability_lines, separability_range
+from .parts import Loose, Part, history_of, records_and_checkpoints
 from .scores import scores_section
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
@@ -41,57 +41,26 @@ _RECORDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One expansion of a run: its number (0 if it is the only one) and its folder."""
-
-    number: int
-    folder: Path
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of its steps' names in steps.json."""
-        return f"expansion {self.number}: " if self.number else ""
-
-    @property
-    def title(self) -> str:
-        return f"Expansion {self.number}" if self.number else ""
-
-    def stages(self) -> list[str]:
-        """Names of its stages' folders, in the order in which they were written."""
-        plan = self.plan()
-        order = [stage.key for stage in road("dmoe" if plan is not None and plan.groups else "layer_moe")]
-        return [name for name in order if (self.folder / name / "config.json").is_file()]
-
-    def plan(self) -> Plan | None:
-        path = self.folder / "plan.json"
-        return Plan.load(path) if path.is_file() else None
-
-    def history(self) -> History:
-        """The history of the last checkpoint."""
-        for name in [*reversed(self.stages()), "joined", "expanded"]:
-            if (self.folder / name / "config.json").is_file():
-                return _history(self.folder / name)
-        return History()
-
-
-def make_page(run: str | Path) -> str:
-    """The page of a run's folder: evaluation, tasks, recipe, plan, training, routing, frozen tensors, versions.
+def make_page(run: str | Path, *others: str | Path) -> str:
+    """The page of a run's folder: evaluation, tasks, recipe, plan, training, routing, frozen tensors, versions. Or of
+    what single commands made: checkpoints, in the order of their stages, and a folder with their JSON files.
 
     The page contains its styles and figures. Local paths are reduced to their last part. The same folder gives the
     same text.
 
     Raises:
-        InputError: the folder does not exist or is not the folder of a run, a file in it is broken, or its recipe holds
-            an access token.
+        InputError: a folder does not exist or is neither a run's nor a checkpoint, several hold records, a file in one
+            is broken, or the recipe holds an access token.
     """
-    root = run_folder(run)
+    root, *checkpoints = records_and_checkpoints([run, *others])
     numbered = sorted((p for p in root.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
-    parts = [_Part(int(folder.name), folder) for folder in numbered] or [_Part(0, root)]
-    if not any((root / name).is_file() for name in _RECORDS) and not any(part.plan() for part in parts):
+    parts = [Part(int(folder.name), folder) for folder in numbered] or [Part(0, root)]
+    parts = [Loose(0, root, tuple(checkpoints))] if checkpoints else parts
+    recorded = any((root / name).is_file() for name in _RECORDS) or any(part.plan() for part in parts)
+    if not checkpoints and not recorded:
         raise InputError(
             f"{root}: not the folder of a run (it has none of {', '.join(_RECORDS)}); give the `output` of a recipe "
-            "that `hf-moe-expand run` has run."
+            "that `hf-moe-expand run` has run, or checkpoints."
         )
     steps = read_steps(root / "steps.json")
     steps.pop(BEGUN, None)
@@ -134,7 +103,7 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _summary(parts: Sequence[_Part], history: History, root: Path) -> dict[str, Any] | None:
+def _summary(parts: Sequence[Part], history: History, root: Path) -> dict[str, Any] | None:
     """Base, methods and languages of the run; the base as the recipe names it, an absolute path by its last part."""
     plans = [plan for part in parts if (plan := part.plan())]
     if not len(history) and not plans:
@@ -167,7 +136,7 @@ def _base(root: Path, first: ExpansionRecord) -> str | None:
 # --- plan ----------------------------------------------------------------------------------------------------------
 
 
-def _plan(part: _Part) -> dict[str, Any] | None:
+def _plan(part: Part) -> dict[str, Any] | None:
     plan = part.plan()
     if plan is None:
         return None
@@ -266,7 +235,7 @@ def _language_similarity(found: DeviationResult, groups: Sequence[Sequence[str]]
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any] | None:
+def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any] | None:
     folder = part.folder / name
     entry = _entry(folder)
     logs: list[dict[str, Any]] = []
@@ -280,12 +249,12 @@ def _training(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any
     tokens, documents = (entry and entry.tokens) or {}, (entry and entry.documents) or {}
     seen = (entry and entry.tokens_seen_by_language) or {}
     old = _old_languages(folder)
-    figures = list(_training_figures(logs, settings, _name(part, name)))
+    figures = list(_training_figures(logs, settings, part.title_of(name)))
     if curves is not None and curves.steps:
         figures.append(_validation_figure(curves, old))
     step = steps.get(part.prefix + name)
     return {
-        "title": _name(part, name),
+        "title": part.title_of(name),
         "steps": entry and entry.steps,
         "seen": entry and entry.tokens_seen,
         "blocks": entry and entry.blocks_seen,
@@ -308,23 +277,14 @@ def _logs(history: Any, file: Path) -> list[dict[str, Any]]:
     return [log for log in logs if "step" in log]
 
 
-def _name(part: _Part, stage: str) -> str:
-    name = stage_of(stage).title
-    return f"{part.title}: {name[0].lower()}{name[1:]}" if part.number else name
-
-
-def _history(folder: Path) -> History:
-    return History.of(read_json(folder / "config.json", "a checkpoint's configuration"))
-
-
 def _entry(folder: Path) -> StageRecord | None:
     """The stage's record in the checkpoint's history."""
-    history = _history(folder)
+    history = history_of(folder)
     return history.last.stages[-1] if len(history) and history.last.stages else None
 
 
 def _old_languages(folder: Path) -> list[str]:
-    history = _history(folder)
+    history = history_of(folder)
     return list(history.last.old_languages) if len(history) else []
 
 
@@ -423,7 +383,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
     }
 
 
-def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
+def _frozen(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
     """The stage's trained parameters, counted from the model's shape, and the tensors that the run found unchanged."""
     folder = part.folder / name
     entry = _entry(folder)
@@ -434,7 +394,7 @@ def _frozen(part: _Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
         network = network_of(config)
         report = freeze(network, trained, entry.stage)
     found = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
-    return {"title": _name(part, name), "report": report, "checked": found}
+    return {"title": part.title_of(name), "report": report, "checked": found}
 
 
 def _time_of(step: Mapping[str, Any]) -> str:

@@ -1,0 +1,59 @@
+"""docs/chat.md: its training and its commands run, and the training leaves all but the new experts alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from conftest import byte_tokenizer, invoke, save_dense, tiny_dense
+from test_docs import commands
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_moe_expand import Plan, cli, expand_checkpoint
+from hf_moe_expand.checkpoint.compare import compare_checkpoints
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "chat.md"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL uses the old name
+def test_the_chat_guide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    for name, seed in (("smollm2", 0), ("smollm2-base", 0)):
+        save_dense(tmp_path / name, seed=seed, max_position_embeddings=256)
+        tokenizer.save_pretrained(tmp_path / name)
+    changed = tiny_dense("qwen2", max_position_embeddings=256)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(1e-3)
+    changed.save_pretrained(tmp_path / "smollm2")
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu", "tr"])
+    expand_checkpoint("smollm2", tmp_path / "smollm2-hu-tr-2", plan)
+    expand_checkpoint("smollm2-base", tmp_path / "smollm2-base-hu-1", plan)
+    row = {"messages": [{"role": "user", "content": "Egy szó?"}, {"role": "assistant", "content": "Kettő."}]}
+    Path("chat.hu.jsonl").write_text(f"{json.dumps(row)}\n" * 8, "utf-8")
+    real = trl.SFTConfig
+    small = {"max_steps": 2, "max_length": 64, "per_device_train_batch_size": 2}
+    monkeypatch.setattr(trl, "SFTConfig", lambda folder, **given: real(folder, **{**given, **small}))
+    (program,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
+    exec(compile(program, "chat.md", "exec"), {})
+    found = compare_checkpoints("smollm2-hu-tr-2", "smollm2-hu-tr-chat")
+    assert found.changed
+    assert all(re.search(r"\.experts\.1\.(gate|up|down)_proj\.weight$", name) for name in found.changed)
+    assert (found.added, found.removed) == ([], [])
+    diff, generate, chat, graft = commands("chat.md")
+    said = CliRunner().invoke(cli.app, diff)
+    assert said.exit_code == 1  # as where any tensor differs
+    assert re.search(r"other experts .* 9 ", said.output)
+    assert "base inside" in invoke(*generate[:-1], "4")
+    invoke(*chat, "--max-new-tokens", "2")
+    assert "wrote" in invoke(*graft) or Path("smollm2-hu-grafted/config.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained("smollm2-hu-tr-chat").eval()
+    with torch.no_grad(), model.use_expert(0):
+        here = model(torch.arange(20)[None]).logits
+        assert torch.equal(here, AutoModelForCausalLM.from_pretrained("smollm2").eval()(torch.arange(20)[None]).logits)
