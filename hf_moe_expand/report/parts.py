@@ -67,7 +67,7 @@ class Loose(Part):
     def title_of(self, stage: str) -> str:
         history = history_of(Path(stage))
         last = history.last.stages[-1].stage if len(history) and history.last.stages else "expanded"
-        known = {name: found for found in map(stage_of, (*ROAD, *BESIDE)) for name in (found.name, *found.former)}
+        known = {found.name: found for found in map(stage_of, (*ROAD, *BESIDE))}
         return f"{known[last].title if last in known else last}: {Path(stage).name}"
 
 
