@@ -14,6 +14,7 @@ There are three ways, chosen from shapes and modules alone:
 Shape suffixes as in `routing.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ logger = logging.get_logger(__name__)
 
 
 def dispatch(
-    experts: nn.ModuleList,
+    experts: Sequence[nn.Module],
     x: torch.Tensor,
     weights_TK: torch.Tensor,
     index_TK: torch.Tensor,
@@ -68,7 +69,7 @@ def is_traced(x: torch.Tensor) -> bool:
 
 
 def run_all(
-    experts: nn.ModuleList, x: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool
+    experts: Sequence[nn.Module], x: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool
 ) -> torch.Tensor:
     """Every expert on every token, `[..., h] -> [T, h]`."""
     N = len(experts)
@@ -88,7 +89,7 @@ def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor) -> torc
 
 
 def run_in_turn(
-    experts: nn.ModuleList,
+    experts: Sequence[nn.Module],
     x_Th: torch.Tensor,
     weights_TK: torch.Tensor,
     index_TK: torch.Tensor,
@@ -138,6 +139,7 @@ class ExpertsImplementationMixin:
     `from_pretrained`, in the configuration and in `set_experts_implementation`.
 
     `"eager"` runs one expert after the other, `"grouped_mm"` all in grouped products, and None, the default, chooses.
+    With added experts the switch is the library's own, for the mixtures of the base; the added FFNs choose themselves.
     """
 
     config: Any
@@ -152,6 +154,8 @@ class ExpertsImplementationMixin:
         Raises:
             ValueError: the name is unknown.
         """
+        if self.config.has_kind("added"):
+            return super().get_correct_experts_implementation(requested_experts)  # type: ignore[misc]
         if requested_experts is not None and requested_experts not in IMPLEMENTATIONS:
             raise ValueError(
                 f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out "
@@ -170,5 +174,7 @@ class ExpertsImplementationMixin:
 
     def _use_requested_experts(self, has_mixtures: bool) -> None:
         """Sets the request once the model is built; the backbone's own mixtures, if it has any, need a name."""
+        if self.config.has_kind("added"):
+            return
         requested = vars(self).pop("_requested_experts", None)
         self.config._experts_implementation_internal = "grouped_mm" if requested is None and has_mixtures else requested

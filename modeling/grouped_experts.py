@@ -49,7 +49,7 @@ def has_kernel(x: torch.Tensor) -> bool:
     return capable and torch.version.hip is None and _computed_dtype(x) == torch.bfloat16
 
 
-def can_group(form: PlainFFN, experts: nn.ModuleList, x: torch.Tensor) -> bool:
+def can_group(form: PlainFFN, experts: Sequence[nn.Module], x: torch.Tensor) -> bool:
     """Whether torch groups products of these sizes and types, and nothing (an adapter, a quantised layer, a hook)
     stands in a layer's place."""
     layers: list[Any] = [layer for expert in experts for layer in form.layers(expert)]
@@ -59,11 +59,12 @@ def can_group(form: PlainFFN, experts: nn.ModuleList, x: torch.Tensor) -> bool:
     weights, dtype = [layer.weight for layer in layers], _computed_dtype(x)
     converts = torch.is_autocast_enabled(x.device.type)
     fits = all(w.device == x.device and (converts or w.dtype == dtype) for w in weights)
+    fits = fits and len({tuple(layer.weight.shape for layer in form.layers(expert)) for expert in experts}) == 1
     return fits and dtype != torch.float64 and all(size % 8 == 0 for weight in weights for size in weight.shape)
 
 
 def run_grouped(
-    form: PlainFFN, experts: nn.ModuleList, x_Th: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor
+    form: PlainFFN, experts: Sequence[nn.Module], x_Th: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor
 ) -> torch.Tensor:
     """The layer's output, `[T, h]`."""
     activation, dtype = getattr(experts[0], form.activation), _computed_dtype(x_Th)

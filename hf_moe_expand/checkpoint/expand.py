@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .. import __version__
+from ..costs import device_memory, gigabytes
 from ..errors import InputError
-from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, stack_sizes
-from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
+from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
+from ..modeling.expanded_config import ExpandedConfig
+from ..modeling.expert_kinds import KINDS, AddedKind, ExpertKind, LoraKind
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
@@ -60,6 +62,7 @@ def expand_checkpoint(
     expert_kind: str = "ffn",
     lora_rank: int = 8,
     lora_alpha: float = 16,
+    expert_width: int | None = None,
     seed: int = 0,
     revision: str | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
@@ -77,8 +80,10 @@ def expand_checkpoint(
         conditional_routing: make expert 0 a shared FFN outside the routed set; a gate decides whether the routed
             experts add to a token's output (CMR).
         expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
-            linear layers (MoLA, LoRAMoE), which is zero at first.
+            linear layers (MoLA, LoRAMoE), which is zero at first; or `added`, expert 0 with an FFN of any width beside
+            it, whose output is zero at first, for a base that is a mixture of experts too.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
+        expert_width: width of the added FFNs.
         seed: random seed of the routers, of random experts and of updates.
         revision: revision of a hub id.
         max_shard_size: size of the largest weight file.
@@ -94,8 +99,8 @@ def expand_checkpoint(
     check_architecture(dense_config, base)
     check_dense_plan(plan, dense_config, base, conditional_routing)
     dense = StoredModel(folder, dense_config)
-    lora = lora_fields(dense.network, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
-    config = planned_config(dense_config, plan, conditional_routing=conditional_routing, **lora)
+    kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
+    config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(dense.reader.tensors[dense.names[key]].numel for key in dense.tensors)
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
@@ -117,8 +122,8 @@ def check_kinds(expert_init: str, expert_kind: str) -> None:
     """
     if expert_init not in EXPERT_INITS:
         raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
-    if expert_kind not in EXPERT_KINDS:
-        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(EXPERT_KINDS)}.")
+    if expert_kind not in KINDS:
+        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(KINDS)}.")
 
 
 def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:
@@ -174,35 +179,78 @@ def check_dense_plan(
         )
 
 
-def planned_config(dense_config: PreTrainedConfig, plan: Plan, **fields: Any) -> ExpandedConfig:
-    """The configuration of a dense model expanded by `plan`; `fields` are further ones of `ExpandedConfig`."""
+def planned_config(
+    dense_config: PreTrainedConfig, plan: Plan, kind: ExpertKind | None = None, **fields: Any
+) -> ExpandedConfig:
+    """The configuration of a dense model expanded by `plan` with experts of a kind, FFNs by default; `fields` are
+    further ones of `ExpandedConfig`."""
     config_class = DMoEConfig if plan.groups else LayerMoEConfig
+    kind = kind or ExpertKind()
     return config_class.from_dense(
         dense_config,
         num_experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
         router_top_k=plan.top_k,
         prefix_gate=plan.prefix_rule,
+        expert_kind=kind.name,
+        **dict(zip(kind.names, kind.settings or [], strict=True)),
         **({"language_groups": plan.groups} if plan.groups else {}),
         **fields,
     )
 
 
-def lora_fields(network: Any, plan: Plan, expert_init: str, rank: int, alpha: float) -> dict[str, Any]:
-    """The configuration's fields for LoRA experts of the dense model `network`.
+def chosen_kind(
+    network: Any,
+    plan: Plan,
+    expert_init: str,
+    expert_kind: str,
+    lora_rank: int,
+    lora_alpha: float,
+    expert_width: int | None,
+) -> ExpertKind:
+    """The kind of the new experts of the dense model `network`, with its settings.
 
     Raises:
-        InputError: the plan or `expert_init` does not allow LoRA experts, or rank or alpha is out of range.
+        InputError: the model, the plan or `expert_init` does not allow experts of this kind, or a setting is out of
+            range.
     """
+    ffns = decoder_ffns(network)
+    grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
+    if expert_width is not None and expert_kind != "added":
+        raise InputError(
+            f"expert_width is {expert_width}, but expert_kind is {expert_kind!r}: only added experts have a width of "
+            "their own; leave it out, or set expert_kind to 'added'."
+        )
+    mixtures = [layer for layer in grown if ffns[layer].is_mixture]
+    if mixtures and expert_kind != "added":
+        names = layer_names(network.config)
+        raise InputError(
+            f"Layers {', '.join(names[layer] for layer in mixtures)} are mixtures of experts of the backbone's own, of "
+            f"which no {'LoRA experts' if expert_kind == 'lora' else 'copies'} are made: take --expert-kind added with "
+            "an --expert-width (expert_kind: added), or give these layers 1 expert in the plan."
+        )
+    if expert_kind == "ffn":
+        return ExpertKind()
     if plan.groups:
         raise InputError(
-            "expert_kind is 'lora', but DMoE trains a whole FFN for each group: leave it out, or take another method."
+            f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take another "
+            "method."
         )
     if expert_init != "copy":
-        raise InputError(
-            f"expert_init is {expert_init!r}, but LoRA experts start as expert 0, with an update of zero: leave it out."
-        )
-    ffn = next(ffn.module for ffn in decoder_ffns(network) if not ffn.is_mixture)
+        words = {"lora": "LoRA experts start as expert 0, with an update of zero", "added": _ADDED_START}[expert_kind]
+        raise InputError(f"expert_init is {expert_init!r}, but {words}: leave it out.")
+    if expert_kind == "lora":
+        _check_lora(ffns, grown, lora_rank, lora_alpha)
+        return LoraKind(lora_rank, float(lora_alpha))
+    _check_width(network, plan, expert_width)
+    return AddedKind(int(expert_width or 0))
+
+
+_ADDED_START = "added experts start as expert 0, with an added output of zero"
+
+
+def _check_lora(ffns: Sequence[DecoderFFN], grown: Sequence[int], rank: int, alpha: float) -> None:
+    ffn = ffns[grown[0]].module if grown else next(ffn.module for ffn in ffns if not ffn.is_mixture)
     narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
     if not 1 <= rank < narrowest:
         raise InputError(
@@ -211,7 +259,22 @@ def lora_fields(network: Any, plan: Plan, expert_init: str, rank: int, alpha: fl
         )
     if alpha <= 0:
         raise InputError(f"lora_alpha is {alpha:g}: must be above 0.")
-    return {"expert_kind": "lora", "lora_rank": rank, "lora_alpha": float(alpha)}
+
+
+def _check_width(network: Any, plan: Plan, width: int | None) -> None:
+    """Refuses a width that is missing, below 1, or with which the new experts of one layer alone would not fit into this
+    machine's memory."""
+    if width is None:
+        raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
+    if width < 1:
+        raise InputError(f"expert_width is {width}: must be at least 1.")
+    memory, hidden = device_memory(), network.config.hidden_size
+    most = max(plan.experts_per_layer) - 1
+    if memory is not None and 3 * 4 * hidden * width * most > memory:
+        raise InputError(
+            f"expert_width is {width:,}: the new experts of one layer ({most} of 3 x {hidden:,} x {width:,} weights in "
+            f"float32) would not fit into this machine's memory of {gigabytes(memory)}."
+        )
 
 
 def tensor_numel(shape: Iterable[int]) -> int:
@@ -244,7 +307,7 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
                 _random_expert_tensor(name, info, dense.network, ffn.module, rest, (seed, place.layer, place.expert))
             )
         else:
-            outputs.append(dense.copied(place.dense, name))
+            outputs += dense.copies(place.dense, name)
     return outputs
 
 

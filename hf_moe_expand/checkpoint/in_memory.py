@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns, model_class
 from ..planning.plan import Plan, PrefixGate
 from ..records import History
-from .expand import check_dense_plan, check_kinds, first_record, lora_fields, planned_config
+from .expand import check_dense_plan, check_kinds, first_record, chosen_kind, planned_config
 from .new_weights import new_weight, random_weight
 from .promises import check_architecture
 from .source import check_base_config
@@ -34,6 +34,7 @@ def expand_model(
     expert_kind: str = "ffn",
     lora_rank: int = 8,
     lora_alpha: float = 16,
+    expert_width: int | None = None,
     seed: int = 0,
 ) -> Any:
     """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`, without
@@ -46,9 +47,9 @@ def expand_model(
     Args:
         dense: a `...ForCausalLM` or `...ForConditionalGeneration` of a supported backbone, on one device.
         plan: experts and classifiers of each layer; or a configuration from `LayerMoEConfig.from_dense` or
-            `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind`, `lora_rank` and
-            `lora_alpha`.
-        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, seed: see `expand_checkpoint`.
+            `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind` and its settings.
+        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, expert_width, seed: see
+            `expand_checkpoint`.
 
     Returns:
         A `LayerMoEForCausalLM`, a `LayerMoEForSeq2SeqLM` if `dense` is an encoder-decoder, or a `DMoEForCausalLM` if
@@ -67,12 +68,13 @@ def expand_model(
             )
         plan, conditional_routing, expert_kind = _plan_of(given), given.conditional_routing, given.expert_kind
         lora_rank, lora_alpha = given.lora_rank or lora_rank, given.lora_alpha or lora_alpha
+        expert_width = given.expert_width
     else:
         given = None
     name, revision = base_of(dense)
     check_dense_plan(plan, dense.config, name, conditional_routing)
-    lora = lora_fields(dense, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
-    config = planned_config(dense.config, plan, conditional_routing=conditional_routing, **lora)
+    kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
+    config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if given is not None:
         _check_same(given, config)
     with torch.device("meta"), init.no_init_weights():

@@ -37,18 +37,26 @@ def expand(
         bool, typer.Option("--conditional-routing", help="Expert 0 is shared; a gate weighs the other experts (CMR).")
     ] = False,
     expert_kind: Annotated[
-        str, typer.Option(help="New experts: ffn, or lora, expert 0 with low-rank updates (MoLA, LoRAMoE).")
+        str,
+        typer.Option(
+            help="New experts: ffn; lora, expert 0 with low-rank updates (MoLA, LoRAMoE); or added, a small FFN beside "
+            "the original block, which may be a mixture of experts."
+        ),
     ] = "ffn",
     lora_rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
     lora_alpha: Annotated[float, typer.Option(help="The updates are scaled by alpha / rank.")] = 16,
+    expert_width: Annotated[int | None, typer.Option(help="Width of added FFNs.")] = None,
     seed: Seed = 0,
     revision: Revision = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the expanded checkpoint of a dense one. Needs little memory, whatever the model's size.
+    """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
+    memory, whatever the model's size.
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
+
+    Example: hf-moe-expand expand allenai/OLMoE-1B-7B-0924 olmoe-el --plan plan.json --expert-kind added --expert-width 256
     """
     from ..planning.plan import Plan
 
@@ -58,8 +66,8 @@ def expand(
 
     report = expand_checkpoint(
         base, out, made, expert_init=expert_init, conditional_routing=conditional_routing,
-        expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, revision=revision,
-        max_shard_size=max_shard_size, overwrite=overwrite,
+        expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha, expert_width=expert_width, seed=seed,
+        revision=revision, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
