@@ -114,7 +114,7 @@ def _ffn_of_parts(parts: nn.Module, hidden_size: int) -> _Found | None:
 
 def _is_mixture(module: nn.Module) -> bool:
     """Whether a module holds experts, fused in three dimensions or listed."""
-    listed = any(isinstance(part, nn.ModuleList) for part in module.modules())
+    listed = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
     return listed or any(len(shape) > 2 for shape in _shapes(module))
 
 

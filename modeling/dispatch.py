@@ -143,6 +143,7 @@ class ExpertsImplementationMixin:
     """
 
     config: Any
+    _dense_class: Any
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -155,6 +156,8 @@ class ExpertsImplementationMixin:
             ValueError: the name is unknown.
         """
         if self.config.has_kind("added"):
+            if not self._dense_class._can_set_experts_implementation():
+                return requested_experts
             return super().get_correct_experts_implementation(requested_experts)  # type: ignore[misc]
         if requested_experts is not None and requested_experts not in IMPLEMENTATIONS:
             raise ValueError(
