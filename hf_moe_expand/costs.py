@@ -21,6 +21,11 @@ _HIDDEN, _HIDDEN_EXPERT, _INNER = 6.0, 2.0, 4.5
 _LOGITS = 3
 # The share of float32's bytes under mixed precision.
 _HALF = 0.55
+# The names that configurations have for the number of a mixture's experts that a token takes.
+_ACTIVE = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+    "expert_num_selected",
+)  # fmt: skip
 # The share of a matrix product's speed that a training reaches.
 _EFFICIENCY = 0.4
 _SAMPLE = 1 << 20
@@ -29,6 +34,17 @@ _SAMPLE = 1 << 20
 def weights_bytes(total: int, trained: int) -> int:
     """Bytes of float32 weights, and of gradients and AdamW's moments of those that train."""
     return WEIGHT * total + (GRADIENT + MOMENTS) * trained
+
+
+def idle_in_mixture(block: Any, config: Any) -> int:
+    """Weights of a mixture of experts of the backbone's own, or of an `ExpandedFFN` around one, that a token does not
+    use. 0 where the configuration does not say how many experts a token takes."""
+    mixture = block.experts[0] if isinstance(block, ExpandedFFN) else block
+    active = next((found for name in _ACTIVE if isinstance(found := getattr(config, name, None), int)), None)
+    fused = [parameter for parameter in mixture.parameters() if parameter.dim() > 2]
+    if active is None:
+        return 0
+    return sum(p.numel() // p.shape[0] * max(0, p.shape[0] - active) for p in fused)
 
 
 def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointing: bool = False) -> int:
@@ -45,11 +61,15 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
     for ffn in decoder_ffns(network):
         block: Any = ffn.module
         expanded = isinstance(block, ExpandedFFN)
-        one = block.experts[0] if expanded else block
-        active = block.top_k if expanded else 1
+        one = _size(block.experts[0] if expanded else block)
+        one -= idle_in_mixture(block, network.config) if ffn.is_mixture else 0
+        # Expert 0 and K added ones, or K of a size.
+        active = [one] * (block.top_k if expanded else 1)
+        if expanded and block.is_added:
+            active = [one, *[_size(block.experts[1])] * min(block.top_k, len(block.experts) - 1)]
         # Two thirds of the inner size for an FFN that is not gated, which keeps fewer tensors.
-        inner = sum(parameter.numel() for parameter in one.parameters()) / (3 * hidden)
-        layers.append((_HIDDEN + active * _HIDDEN_EXPERT) * hidden + active * _INNER * inner)
+        inner = sum(active) / (3 * hidden)
+        layers.append((_HIDDEN + len(active) * _HIDDEN_EXPERT) * hidden + _INNER * inner)
     kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
     vocabulary = network.get_input_embeddings().weight.shape[0]
     return int(tokens * 4 * (kept * (_HALF if half else 1.0) + _LOGITS * vocabulary))
@@ -63,13 +83,17 @@ def training_flops(network: Any, one_expert_runs: bool = False) -> float:
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
     met = float(sum(parameter.numel() for parameter in network.parameters()) - looked_up)
     trained = float(sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad))
+    met -= sum(idle_in_mixture(ffn.module, network.config) for ffn in decoder_ffns(network) if ffn.is_mixture)
     for ffn in network.expanded_ffns().values() if hasattr(network, "expanded_ffns") else ():
-        experts = list(ffn.experts)
-        active = 1 if one_expert_runs else min(ffn.top_k, len(experts))
-        idle = 1 - active / len(experts)
-        met -= idle * sum(parameter.numel() for parameter in ffn.experts.parameters())
-        trained -= idle * sum(p.numel() for p in ffn.experts.parameters() if p.requires_grad)
+        idle = 1 - (1 if one_expert_runs else min(ffn.top_k, len(ffn.experts))) / len(ffn.experts)
+        experts = [p for expert in list(ffn.experts)[int(ffn.is_added) :] for p in expert.parameters()]
+        met -= idle * sum(parameter.numel() for parameter in experts)
+        trained -= idle * sum(parameter.numel() for parameter in experts if parameter.requires_grad)
     return 4.0 * met + 2.0 * max(trained, 0.0)
+
+
+def _size(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def device_memory() -> int | None:

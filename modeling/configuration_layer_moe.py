@@ -66,7 +66,9 @@ class LayerMoEConfig(ExpandedConfig):
         if updates is None:
             return
         if packs is None or len(updates) != len(packs) or sum(packs) != expansions:
-            raise ValueError(f"updates_of_packs is {updates}: must give the experts' settings for each of {packs} packs.")
+            raise ValueError(
+                f"updates_of_packs is {updates}: must give the settings of the experts of each of the packs {packs}."
+            )
         try:
             names = {kind.name for kind in self.expert_kinds}
         except (TypeError, ValueError) as error:
@@ -83,7 +85,9 @@ class LayerMoEConfig(ExpandedConfig):
 
     @property
     def expert_kinds(self) -> list[ExpertKind]:
-        return super().expert_kinds if self.updates_of_packs is None else [*map(kind_of_settings, self.updates_of_packs)]
+        return (
+            super().expert_kinds if self.updates_of_packs is None else [*map(kind_of_settings, self.updates_of_packs)]
+        )
 
 
 def joins_packs(config: Any) -> bool:

@@ -14,14 +14,13 @@ There are three ways, chosen from shapes and modules alone:
 Shape suffixes as in `routing.py`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from .grouped_experts import can_group, fused, has_kernel, run_grouped
+from .grouped_experts import Experts, can_group, fused, has_kernel, run_grouped
 from .plain_ffn import PlainFFN
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -30,7 +29,7 @@ logger = logging.get_logger(__name__)
 
 
 def dispatch(
-    experts: Sequence[nn.Module],
+    experts: Experts,
     x: torch.Tensor,
     weights_TK: torch.Tensor,
     index_TK: torch.Tensor,
@@ -69,7 +68,11 @@ def is_traced(x: torch.Tensor) -> bool:
 
 
 def run_all(
-    experts: Sequence[nn.Module], x: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool
+    experts: Experts,
+    x: torch.Tensor,
+    weights_TK: torch.Tensor,
+    index_TK: torch.Tensor,
+    takes_residual: bool,
 ) -> torch.Tensor:
     """Every expert on every token, `[..., h] -> [T, h]`."""
     N = len(experts)
@@ -89,7 +92,7 @@ def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor) -> torc
 
 
 def run_in_turn(
-    experts: Sequence[nn.Module],
+    experts: Experts,
     x_Th: torch.Tensor,
     weights_TK: torch.Tensor,
     index_TK: torch.Tensor,

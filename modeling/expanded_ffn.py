@@ -131,9 +131,7 @@ class ExpandedFFN(nn.Module):
         if alone is not None:
             return self._run_alone(alone, hidden_states, residual, self.training)
         if self.is_added:
-            return run_added(
-                self.experts, hidden_states, residual, routing.weights, routing.experts, self.training
-            )
+            return run_added(self.experts, hidden_states, residual, routing.weights, routing.experts, self.training)
         home_T = self._said_home(x_Th)
         index_TK = routing.experts
         if home_T is not None:

@@ -233,8 +233,8 @@ def chosen_kind(
         return ExpertKind()
     if plan.groups:
         raise InputError(
-            f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take another "
-            "method."
+            f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take "
+            "another method."
         )
     if expert_init != "copy":
         words = {"lora": "LoRA experts start as expert 0, with an update of zero", "added": _ADDED_START}[expert_kind]
@@ -262,8 +262,7 @@ def _check_lora(ffns: Sequence[DecoderFFN], grown: Sequence[int], rank: int, alp
 
 
 def _check_width(network: Any, plan: Plan, width: int | None) -> None:
-    """Refuses a width that is missing, below 1, or with which the new experts of one layer alone would not fit into this
-    machine's memory."""
+    """Refuses a width that is missing, below 1, or too large for the new experts of one layer to fit into memory."""
     if width is None:
         raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
     if width < 1:

@@ -108,8 +108,8 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         )
     if config.updates_of_packs:
         raise InputError(
-            f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: expand "
-            "the base for the new languages and join that pack too."
+            f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: "
+            "expand the base for the new languages and join that pack too."
         )
     counts = config.num_experts_per_layer
     if plan.grows_from != counts:
@@ -213,7 +213,9 @@ def add_experts(
     history = History.of(config)
     before = len(history)
     outputs = {name: _copied(reader, name, name) for name in reader.tensors}
-    _add_experts(outputs, reader, prefixes, counts, sources, copy_router_rows, seed, not KINDS[config.expert_kind].has_ffn)
+    _add_experts(
+        outputs, reader, prefixes, counts, sources, copy_router_rows, seed, not KINDS[config.expert_kind].has_ffn
+    )
     _replace_classifiers(outputs, reader, prefixes, config, before + 2)
     parameters = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
     history.with_expansion(replace(record, parameters=parameters)).write(config)

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns, model_class
 from ..planning.plan import Plan, PrefixGate
 from ..records import History
-from .expand import check_dense_plan, check_kinds, first_record, chosen_kind, planned_config
+from .expand import check_dense_plan, check_kinds, chosen_kind, first_record, planned_config
 from .new_weights import new_weight, random_weight
 from .promises import check_architecture
 from .source import check_base_config

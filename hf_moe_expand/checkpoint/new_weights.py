@@ -32,8 +32,8 @@ def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
 
 def new_weight(inner: str, shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
     """First weights, float32, of tensors that the dense model lacks: a router (see `new_router`), a LoRA expert's A and
-    the rows of an added expert (`init_kaiming`), or a LoRA expert's B, an added expert's `down`, a classifier or a gate,
-    which are zero.
+    the rows of an added expert (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and gates are
+    zero.
 
     Args:
         inner: name of the tensor inside the layer's FFN block.

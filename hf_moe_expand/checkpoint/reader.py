@@ -128,7 +128,11 @@ class CheckpointReader:
         return found.hexdigest()
 
     def put_together(
-        self, name: str, shape: tuple[int, ...], parts: Mapping[str, str], made: Callable[[dict[str, torch.Tensor]], Any]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        parts: Mapping[str, str],
+        made: Callable[[dict[str, torch.Tensor]], Any],
     ) -> None:
         """Replaces stored tensors by the one that transformers makes of them when it loads the checkpoint.
 

@@ -92,8 +92,11 @@ class StoredModel:
         parts = self._parts(key)
         if not parts:
             return [self.copied(key, name)]
-        inner = os.path.commonprefix([key[::-1], (name or key)[::-1]])[::-1]
-        old, new = key.removesuffix(inner), (name or key).removesuffix(inner)
+        name = name or key
+        same = 0  # characters at the end of both names, which are the tensor's name in the block
+        while same < len(key) and key[-same - 1 :] == name[-same - 1 :]:
+            same += 1
+        old, new = key[: len(key) - same], name[: len(name) - same]
         return [self._copied_part(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
 
     def files_names(self, key: str) -> list[str]:
@@ -256,7 +259,11 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
 
 
 def _put_together(
-    reader: CheckpointReader, network: Any, key: str, parts: list[tuple[str, str, str]], converters: list[WeightConverter]
+    reader: CheckpointReader,
+    network: Any,
+    key: str,
+    parts: list[tuple[str, str, str]],
+    converters: list[WeightConverter],
 ) -> None:
     """Puts a tensor of the model together from stored ones, as the library's rule does.
 
