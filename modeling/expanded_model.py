@@ -17,13 +17,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from .added_experts import AddedExpert
+from .added_experts import AddedExpert, activation_of
 from .backbone import decoder_ffns
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import carry_packs, load_assembled
-from .experts import LoraA, LoraB, LoraFactor, init_kaiming
+from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_kaiming, lora_expert
 from .prefix_gate import PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl
@@ -387,7 +387,12 @@ def _check_server(config: Any) -> None:
 
 
 def _new_expert(config: Any, layer: int, ffn: nn.Module, number: int) -> nn.Module:
-    return config.kind_of(layer, number).new(ffn, config)
+    kind = config.kind_of(layer, number)
+    if kind.name == "lora":
+        return lora_expert(ffn, kind.rank, kind.alpha)
+    if kind.name == "added":
+        return AddedExpert(config.hidden_size, kind.width, activation_of(config))
+    return copy_ffn(ffn)
 
 
 def _begin_text(control: RoutingControl, rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:

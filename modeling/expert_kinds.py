@@ -1,4 +1,4 @@
-"""The kinds of new experts: their settings, and everything in which one kind differs from another.
+"""The kinds of new experts, by their settings.
 
 `ffn` are FFNs of the backbone's class, `lora` expert 0 with low-rank updates on its linear layers, and `added` expert 0
 with a small FFN beside it, which a base that is a mixture of experts takes too.
@@ -7,11 +7,6 @@ with a small FFN beside it, which a base that is a mixture of experts takes too.
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, ClassVar
-
-from torch import nn
-
-from .added_experts import AddedExpert, activation_of
-from .experts import copy_ffn, lora_expert
 
 
 @dataclass(frozen=True)
@@ -47,10 +42,6 @@ class ExpertKind:
         """Why its settings do not fit; None if they do."""
         return None
 
-    def new(self, ffn: nn.Module, config: Any) -> nn.Module:
-        """A further expert beside `ffn`, in a model with this configuration."""
-        return copy_ffn(ffn)
-
 
 @dataclass(frozen=True)
 class LoraKind(ExpertKind):
@@ -74,9 +65,6 @@ class LoraKind(ExpertKind):
             "alpha above 0."
         )
 
-    def new(self, ffn: nn.Module, config: Any) -> nn.Module:
-        return lora_expert(ffn, self.rank, self.alpha)
-
 
 @dataclass(frozen=True)
 class AddedKind(ExpertKind):
@@ -95,9 +83,6 @@ class AddedKind(ExpertKind):
         if (self.width or 0) >= 1:
             return None
         return f"expert_width is {self.width}: added experts need a width of at least 1."
-
-    def new(self, ffn: nn.Module, config: Any) -> nn.Module:
-        return AddedExpert(config.hidden_size, self.width, activation_of(config))
 
 
 KINDS: dict[str, type[ExpertKind]] = {kind.name: kind for kind in (ExpertKind, LoraKind, AddedKind)}
