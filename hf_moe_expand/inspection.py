@@ -102,15 +102,13 @@ class Inspection:
         return lines
 
     @property
-    def _grown_mixtures(self) -> str:
+    def _mixtures_in_words(self) -> str:
+        names = layers_in_words(self.mixtures, self.encoder_layers)
+        words = "all layers" if len(self.mixtures) == len(self.layers) else f"layers {names}"
         left = [layer for layer in self.mixtures if self.layers[layer][0] == 1]
-        if not left:
-            return ""
-        return (
-            ", not expanded"
-            if left == list(self.mixtures)
-            else (f", of which {layers_in_words(left, self.encoder_layers)} are not expanded")
-        )
+        if left == list(self.mixtures):
+            return f"{words}, not expanded"
+        return f"{words}; not expanded: {layers_in_words(left, self.encoder_layers)}" if left else words
 
     def lines(self) -> list[str]:
         """The report, line by line."""
@@ -123,11 +121,7 @@ class Inspection:
             f"experts per layer   {counts_in_words(counts, encoder)} (total {sum(counts)}, top-{self.top_k})",
             *([f"new experts         {self.experts}"] if self.experts else []),
             *(f"{f'pack {number}':<20}{pack.line()}" for number, pack in enumerate(self.packs, start=1)),
-            *(
-                [f"mixtures before     layers {layers_in_words(self.mixtures, encoder)}{self._grown_mixtures}"]
-                if self.mixtures
-                else []
-            ),
+            *([f"mixtures before     {self._mixtures_in_words}"] if self.mixtures else []),
             f"{'gate layers' if self.prefix_gate else 'classifier layers':<20}"
             f"{layers_in_words(classifiers, encoder) or 'none'}",
             *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
