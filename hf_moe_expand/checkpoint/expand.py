@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..modeling.expert_kinds import KINDS, AddedKind, ExpertKind, LoraKind
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
+from .neurons import file_rows
 from .new_weights import new_weight, random_weight
 from .promises import check_architecture
 from .reader import TORCH_DTYPES, TensorInfo
@@ -76,7 +77,8 @@ def expand_checkpoint(
         plan: experts and classifiers of each layer.
         expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model gives the
             dense model's outputs; `random` draws the weights as the backbone's own initialisation does (MoE-LPR's
-            ablation "w/o EC").
+            ablation "w/o EC"). Added experts compute nothing at first: their rows are neurons of the original block,
+            or random ones.
         conditional_routing: make expert 0 a shared FFN outside the routed set; a gate decides whether the routed
             experts add to a token's output (CMR).
         expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
@@ -236,17 +238,16 @@ def chosen_kind(
             f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take "
             "another method."
         )
-    if expert_init != "copy":
-        words = {"lora": "LoRA experts start as expert 0, with an update of zero", "added": _ADDED_START}[expert_kind]
-        raise InputError(f"expert_init is {expert_init!r}, but {words}: leave it out.")
     if expert_kind == "lora":
+        if expert_init != "copy":
+            raise InputError(
+                f"expert_init is {expert_init!r}, but LoRA experts start as expert 0, with an update of zero: leave it "
+                "out."
+            )
         _check_lora(ffns, grown, lora_rank, lora_alpha)
         return LoraKind(lora_rank, float(lora_alpha))
     _check_width(network, plan, expert_width)
     return AddedKind(int(expert_width or 0))
-
-
-_ADDED_START = "added experts start as expert 0, with an added output of zero"
 
 
 def _check_lora(ffns: Sequence[DecoderFFN], grown: Sequence[int], rank: int, alpha: float) -> None:
@@ -290,11 +291,11 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
     for name, parameter in expanded.state_dict().items():
         place = where[name]
         if place.dense is None:
-            outputs.append(
-                routing_tensor(
-                    name, ffn_dtype(dense, ffns[place.layer]), tuple(parameter.shape), place.inner, (seed, place.layer)
-                )
-            )
+            ffn, shape, where_new = ffns[place.layer], tuple(parameter.shape), (seed, place.layer)
+            rows = None
+            if expert_init == "copy" and config.kind_of(place.layer, place.expert or 0).name == "added":
+                rows = file_rows(dense, ffn.module, ffn.name, place.inner, shape[0], where_new)
+            outputs.append(routing_tensor(name, ffn_dtype(dense, ffn), shape, place.inner, where_new, rows))
             continue
         info = dense.info(place.dense)
         if info is None:  # tied
@@ -323,11 +324,19 @@ def ffn_dtype(dense: StoredModel, ffn: DecoderFFN) -> str:
     return dtype
 
 
-def routing_tensor(name: str, dtype: str, shape: tuple[int, ...], inner: str, place: tuple[int, ...]) -> OutputTensor:
-    """`new_weight` as a tensor to write."""
+def routing_tensor(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    inner: str,
+    place: tuple[int, ...],
+    rows: Callable[[], torch.Tensor] | None = None,
+) -> OutputTensor:
+    """`new_weight` as a tensor to write, or what `rows` gives."""
 
     def data() -> Iterable[bytes]:
-        yield tensor_bytes(new_weight(inner, shape, place).to(TORCH_DTYPES[dtype]))
+        weight = new_weight(inner, shape, place) if rows is None else rows()
+        yield tensor_bytes(weight.to(TORCH_DTYPES[dtype]))
 
     return OutputTensor(name, dtype, shape, data)
 

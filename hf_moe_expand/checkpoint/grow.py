@@ -18,10 +18,11 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .expand import routing_tensor, versions
 from .folder import write_checkpoint
+from .neurons import file_rows
 from .new_weights import new_router
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import check_complete, network_of
+from .stored import StoredModel, check_complete, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
@@ -213,8 +214,17 @@ def add_experts(
     history = History.of(config)
     before = len(history)
     outputs = {name: _copied(reader, name, name) for name in reader.tensors}
+    stored = StoredModel(folder) if config.expert_kind == "added" else None
     _add_experts(
-        outputs, reader, prefixes, counts, sources, copy_router_rows, seed, not KINDS[config.expert_kind].has_ffn
+        outputs,
+        reader,
+        prefixes,
+        counts,
+        sources,
+        copy_router_rows,
+        seed,
+        not KINDS[config.expert_kind].has_ffn,
+        stored,
     )
     _replace_classifiers(outputs, reader, prefixes, config, before + 2)
     parameters = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
@@ -243,6 +253,7 @@ def _add_experts(
     copy_router_rows: bool,
     seed: int,
     has_updates: bool,
+    stored: StoredModel | None,
 ) -> None:
     for layer, experts in sources.items():
         if not experts:  # a dense layer, maybe, which has no router
@@ -256,11 +267,14 @@ def _add_experts(
                 if name.startswith(of_source):
                     inner = f"experts.{number}.{name.removeprefix(of_source)}"
                     new = f"{prefix}.{inner}"
-                    outputs[new] = (
-                        routing_tensor(new, info.dtype, info.shape, inner, (seed, layer))
-                        if starts_anew
-                        else _copied(reader, new, name)
-                    )
+                    if not starts_anew:
+                        outputs[new] = _copied(reader, new, name)
+                        continue
+                    rows = None
+                    if stored is not None:
+                        block, width = stored.network.expanded_ffns()[layer].experts[0], info.shape[0]
+                        rows = file_rows(stored, block, f"{prefix}.experts.0", inner, width, (seed, layer))
+                    outputs[new] = routing_tensor(new, info.dtype, info.shape, inner, (seed, layer), rows)
         name = f"{prefix}.router.weight"
         rows = experts if copy_router_rows else None
         outputs[name] = _router(reader, name, len(experts), rows, (seed, layer, counts[layer]))

@@ -23,10 +23,15 @@ def _place_seed(*numbers: int) -> int:
     return value
 
 
+def place_generator(*numbers: int) -> torch.Generator:
+    """The random numbers of one tensor's place."""
+    return torch.Generator().manual_seed(_place_seed(*numbers))
+
+
 def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
     """A router's first weights, `[N, h]` float32; `place` (seed, layer, ...) decides them."""
     weight = torch.empty(shape)
-    init_router(weight, torch.Generator().manual_seed(_place_seed(*place)))
+    init_router(weight, place_generator(*place))
     return weight
 
 
@@ -43,7 +48,7 @@ def new_weight(inner: str, shape: tuple[int, ...], place: tuple[int, ...]) -> to
         return new_router(shape, place)
     weight = torch.zeros(shape)
     if inner.endswith(_RANDOM):
-        init_kaiming(weight, torch.Generator().manual_seed(_place_seed(*place, *inner.encode())))
+        init_kaiming(weight, place_generator(*place, *inner.encode()))
     return weight
 
 

@@ -5,7 +5,7 @@ import json
 import struct
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -229,6 +229,21 @@ class CheckpointReader:
                 if len(data) < min(_PIECE, stop - place) * size:
                     raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
                 yield torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype])
+
+    def rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """Rows of a stored floating-point tensor, `[len(rows), h]`, whose last dimension is h; only they are read."""
+        info = self.info(name)
+        if info.made is not None:
+            return self.tensor(name).flatten(0, -2)[list(rows)]
+        size = info.shape[-1] * ITEM_BITS[info.dtype] // 8
+        data = bytearray()
+        with open(info.file, "rb") as file:
+            for row in rows:
+                file.seek(info.start + row * size)
+                data += file.read(size)
+        if len(data) < len(rows) * size:
+            raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype]).view(len(rows), -1)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""

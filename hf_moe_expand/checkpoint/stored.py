@@ -271,6 +271,7 @@ def _put_together(
         parts: the rule's pattern for each stored tensor, the tensor's name, and that in the model before the rule.
     """
     rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
+    parts = sorted(parts, key=lambda part: rule.source_patterns.index(part[0]))  # stable
 
     def made(tensors: dict[str, torch.Tensor]) -> Any:
         convert = copy.deepcopy(rule)
