@@ -1,6 +1,5 @@
 """What a training costs: memory of its activations and logits, arithmetic, and the tokens of a text; estimates."""
 
-import os
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -96,16 +95,6 @@ def _size(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def device_memory() -> int | None:
-    """Bytes of memory of the device that trains here: the GPU's, else the machine's; None where it is not known."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def training_speed(half: bool = False) -> float:
     """Operations a second of a training on this machine's device: 40 % of those of a matrix product, which is timed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,8 +131,3 @@ def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
             total += sum(map(len, ids)) * size / len(whole)
     return int(total)
-
-
-def gigabytes(size: float) -> str:
-    """A number of bytes in GB."""
-    return f"{size / 1e9:,.1f} GB"

@@ -10,9 +10,10 @@ from typing import Any
 from .checkpoint.expand import check_kinds, check_layers, chosen_kind, planned_config
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .costs import activation_bytes, gigabytes, idle_in_mixture, weights_bytes
+from .costs import activation_bytes, idle_in_mixture, weights_bytes
 from .errors import InputError
 from .inspection import Inspection, inspect_config, separability_line
+from .memory import gigabytes
 from .modeling import decoder_ffns
 from .planning.plan import Plan
 from .stages import road

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .. import __version__
-from ..costs import device_memory, gigabytes
 from ..errors import InputError
+from ..memory import device_memory, gigabytes
 from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
 from ..modeling.expanded_config import ExpandedConfig
 from ..modeling.expert_kinds import KINDS, AddedKind, ExpertKind, LoraKind
