@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from transformers import PreTrainedConfig
 
 from .. import __version__
 from ..errors import InputError
-from ..memory import device_memory, gigabytes
-from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
+from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, stack_sizes
 from ..modeling.expanded_config import ExpandedConfig
-from ..modeling.expert_kinds import KINDS, AddedKind, ExpertKind, LoraKind
+from ..modeling.expert_kinds import ExpertKind
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
+from .kinds import check_kinds, chosen_kind, recorded_init
 from .neurons import file_rows
 from .new_weights import new_weight, random_weight
 from .promises import check_architecture
@@ -32,7 +32,6 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 _FEW = 5
 _PART = re.compile(r"(model\.)?[^.]+")
-EXPERT_INITS = ("copy", "random")
 
 
 @dataclass(frozen=True)
@@ -108,24 +107,12 @@ def expand_checkpoint(
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
     # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
-    record = first_record(plan, name, commit, expert_init, seed, base_parameters, parameters)
+    record = first_record(plan, name, commit, recorded_init(kind, expert_init), seed, base_parameters, parameters)
     History([record]).write(config)
     write_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
     )
     return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
-
-
-def check_kinds(expert_init: str, expert_kind: str) -> None:
-    """Refuses an unknown expert_init or expert_kind.
-
-    Raises:
-        InputError: one of the two is unknown.
-    """
-    if expert_init not in EXPERT_INITS:
-        raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
-    if expert_kind not in KINDS:
-        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(KINDS)}.")
 
 
 def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:
@@ -199,82 +186,6 @@ def planned_config(
         **({"language_groups": plan.groups} if plan.groups else {}),
         **fields,
     )
-
-
-def chosen_kind(
-    network: Any,
-    plan: Plan,
-    expert_init: str,
-    expert_kind: str,
-    lora_rank: int,
-    lora_alpha: float,
-    expert_width: int | None,
-) -> ExpertKind:
-    """The kind of the new experts of the dense model `network`, with its settings.
-
-    Raises:
-        InputError: the model, the plan or `expert_init` does not allow experts of this kind, or a setting is out of
-            range.
-    """
-    ffns = decoder_ffns(network)
-    grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
-    if expert_width is not None and expert_kind != "added":
-        raise InputError(
-            f"expert_width is {expert_width}, but expert_kind is {expert_kind!r}: only added experts have a width of "
-            "their own; leave it out, or set expert_kind to 'added'."
-        )
-    mixtures = [layer for layer in grown if ffns[layer].is_mixture]
-    if mixtures and expert_kind != "added":
-        names = layer_names(network.config)
-        raise InputError(
-            f"Layers {', '.join(names[layer] for layer in mixtures)} are mixtures of experts of the backbone's own, of "
-            f"which no {'LoRA experts' if expert_kind == 'lora' else 'copies'} are made: take --expert-kind added with "
-            "an --expert-width (expert_kind: added), or give these layers 1 expert in the plan."
-        )
-    if expert_kind == "ffn":
-        return ExpertKind()
-    if plan.groups:
-        raise InputError(
-            f"expert_kind is {expert_kind!r}, but DMoE trains a whole FFN for each group: leave it out, or take "
-            "another method."
-        )
-    if expert_kind == "lora":
-        if expert_init != "copy":
-            raise InputError(
-                f"expert_init is {expert_init!r}, but LoRA experts start as expert 0, with an update of zero: leave it "
-                "out."
-            )
-        _check_lora(ffns, grown, lora_rank, lora_alpha)
-        return LoraKind(lora_rank, float(lora_alpha))
-    _check_width(network, plan, expert_width)
-    return AddedKind(int(expert_width or 0))
-
-
-def _check_lora(ffns: Sequence[DecoderFFN], grown: Sequence[int], rank: int, alpha: float) -> None:
-    ffn = ffns[grown[0]].module if grown else next(ffn.module for ffn in ffns if not ffn.is_mixture)
-    narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
-    if not 1 <= rank < narrowest:
-        raise InputError(
-            f"lora_rank is {rank}: must be at least 1 and below {narrowest}, the narrowest side of the FFN's linear "
-            "layers."
-        )
-    if alpha <= 0:
-        raise InputError(f"lora_alpha is {alpha:g}: must be above 0.")
-
-
-def _check_width(network: Any, plan: Plan, width: int | None) -> None:
-    """Refuses a width that is missing, below 1, or too large for the new experts of one layer to fit into memory."""
-    if width is None:
-        raise InputError("expert_kind is 'added', but there is no expert_width: give the width of the added FFNs.")
-    if width < 1:
-        raise InputError(f"expert_width is {width}: must be at least 1.")
-    memory, hidden = device_memory(), network.config.hidden_size
-    most = max(plan.experts_per_layer) - 1
-    if memory is not None and 3 * 4 * hidden * width * most > memory:
-        raise InputError(
-            f"expert_width is {width:,}: the new experts of one layer ({most} of 3 x {hidden:,} x {width:,} weights in "
-            f"float32) would not fit into this machine's memory of {gigabytes(memory)}."
-        )
 
 
 def tensor_numel(shape: Iterable[int]) -> int:

@@ -15,7 +15,8 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns, model_class
 from ..planning.plan import Plan, PrefixGate
 from ..records import History
-from .expand import check_dense_plan, check_kinds, chosen_kind, first_record, planned_config
+from .expand import check_dense_plan, first_record, planned_config
+from .kinds import check_kinds, chosen_kind, recorded_init
 from .neurons import ROWS, added_rows, neurons_of, rows_in_memory
 from .new_weights import new_weight, random_weight
 from .promises import check_architecture
@@ -91,7 +92,9 @@ def expand_model(
     static = model_class(config)
     expanded.config.architectures = [static.__name__]
     expanded.config.auto_map = static.auto_map(config)
-    History([first_record(plan, name, revision, expert_init, seed, *counts)]).write(expanded.config)
+    History([first_record(plan, name, revision, recorded_init(kind, expert_init), seed, *counts)]).write(
+        expanded.config
+    )
     expanded.generation_config = copy.deepcopy(dense.generation_config)
     return expanded.train(dense.training)
 
