@@ -16,9 +16,10 @@ from conftest import (
     write_texts,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_moe_expand import (
+    DenseConfig,
     LanguageText,
     LayerMoEConfig,
     LayerMoEForCausalLM,
@@ -42,6 +43,7 @@ from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.modeling.added_experts import AddedExpert
+from hf_moe_expand.stages.dense import LoraSettings
 from hf_moe_expand.stages.run import check_frozen
 
 WIDTH = ADDED["expert_width"]
@@ -366,6 +368,44 @@ def test_two_stages_move_what_they_should_and_nothing_else(base, saved, tmp_path
     said = invoke("inspect", before)
     assert f"expert 0 with an added FFN of width {WIDTH}" in said
     assert ("mixtures before" in said) == (base != "qwen2")
+
+
+def test_an_interrupted_stage_on_a_mixture_goes_on_and_ends_the_same(saved, tmp_path, monkeypatch):
+    write_texts(tmp_path / "el.jsonl", [f"η γάτα {number} κάθεται στο χαλί " * 6 for number in range(40)])
+    data = {"el": LanguageText("el", str(tmp_path / "el.jsonl"))}
+    training = {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2, "disable_tqdm": True}
+    options = PostPretrainConfig(block_size=32, **training)
+    whole = train_stage(saved("olmoe") / "new", tmp_path / "whole", data, options)
+    step = Trainer.training_step
+
+    def dies(trainer, *arguments):
+        if trainer.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train_stage(saved("olmoe") / "new", tmp_path / "out", data, options)
+    assert (tmp_path / "out.training" / "checkpoint-2").is_dir()
+    assert train_stage(saved("olmoe") / "new", tmp_path / "out", data, options) == whole
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_mixture_trains_densely_too(method, saved, tmp_path):
+    write_texts(tmp_path / "el.jsonl", [f"η γάτα {number} κάθεται στο χαλί " * 6 for number in range(40)])
+    data = {"el": LanguageText("el", str(tmp_path / "el.jsonl"))}
+    lora = {"lora": LoraSettings(r=2, alpha=4, target_modules=["q_proj", "v_proj"])} if method == "lora" else {}
+    training = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 0.01, "disable_tqdm": True}
+    train_stage(
+        saved("olmoe") / "base", tmp_path / "out", data, DenseConfig(block_size=32, method=method, **lora, **training)
+    )
+    before, after = tensors(saved("olmoe") / "base"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == ({"q_proj", "v_proj"} if method == "lora" else {name.split(".")[-2] for name in before})
+    assert torch.isfinite(load(tmp_path / "out")(IDS).logits).all()
 
 
 @pytest.mark.parametrize("base", ["olmoe", "qwen2"])
