@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .checkpoint.mixtures import idle_in_mixture
 from .data.sources import LanguageText
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
@@ -20,11 +21,6 @@ _HIDDEN, _HIDDEN_EXPERT, _INNER = 6.0, 2.0, 4.5
 _LOGITS = 3
 # The share of float32's bytes under mixed precision.
 _HALF = 0.55
-# The names that configurations have for the number of a mixture's experts that a token takes.
-_ACTIVE = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
-    "expert_num_selected",
-)  # fmt: skip
 # The share of a matrix product's speed that a training reaches.
 _EFFICIENCY = 0.4
 _SAMPLE = 1 << 20
@@ -33,17 +29,6 @@ _SAMPLE = 1 << 20
 def weights_bytes(total: int, trained: int) -> int:
     """Bytes of float32 weights, and of gradients and AdamW's moments of those that train."""
     return WEIGHT * total + (GRADIENT + MOMENTS) * trained
-
-
-def idle_in_mixture(block: Any, config: Any) -> int:
-    """Weights of a mixture of experts of the backbone's own, or of an `ExpandedFFN` around one, that a token does not
-    use. 0 where the configuration does not say how many experts a token takes."""
-    mixture = block.experts[0] if isinstance(block, ExpandedFFN) else block
-    active = next((found for name in _ACTIVE if isinstance(found := getattr(config, name, None), int)), None)
-    fused = [parameter for parameter in mixture.parameters() if parameter.dim() > 2]
-    if active is None:
-        return 0
-    return sum(p.numel() // p.shape[0] * max(0, p.shape[0] - active) for p in fused)
 
 
 def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointing: bool = False) -> int:
