@@ -200,6 +200,7 @@ def size(rng: random.Random, folder: Path) -> str:
         {"backbone_model_type": rng.choice(("gpt2", "llama", "bloom", "x", 7))}, {"tie_word_embeddings": True},
         {"quantization_config": rng.choice(({}, {"quant_method": "x"}, {"quant_method": "fp8"}, 7, "x"))},
         {"expert_kind": "lora", "lora_rank": number, "lora_alpha": 1.0}, {"expert_kind": number},
+        {"expert_kind": "added", "expert_width": number},
         {"conditional_routing": True}, {"language_groups": [["en"], ["el"]], "model_type": "dmoe"},
         {"rope_parameters": {"rope_type": rng.choice(("linear", "yarn", "x", "dynamic")), "factor": number}},
         {"hidden_act": rng.choice(("relu", "x", 7))}, {"dtype": rng.choice(("float16", "x", 7))},

@@ -1,5 +1,12 @@
-"""The small base of the experiments on real text: 6.9 M parameters, good at English, Spanish and Chinese."""
+"""The small bases of the experiments on real text, good at English, Spanish and Chinese: 6.9 M parameters, or a mixture
+of experts (OLMoE's architecture) of 16.7 M, of which a token takes as many as the dense base has.
 
+    python benchmarks/small_base.py --mixture --data DIR --out runs/study/mixture/base
+
+DIR holds help/LANGUAGE.train.jsonl, objects with `text`.
+"""
+
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +19,31 @@ OLD, NEW = ("en", "es", "zh"), ("el", "hu", "tr")
 # Like real bases, this base has seen a little text in the new languages: 3 % of its tokens.
 SHARES = {**dict.fromkeys(OLD, 0.97 / 3), **dict.fromkeys(NEW, 0.01)}
 BASE = BaseSettings(learning_rate=3e-3)
+MIXTURE = replace(BASE, intermediate_size=BASE.intermediate_size // 2, num_experts=8, experts_per_token=2)
 
 
-def make_small_base(pages: Path, out: Path, steps: int = 700) -> None:
+def make_small_base(pages: Path, out: Path, steps: int = 700, base: BaseSettings = BASE) -> None:
     """Trains the base on `LANGUAGE.train.jsonl` of a folder, unless it is there.
 
     Args:
         steps: steps of 4096 tokens.
+        base: `BASE` or `MIXTURE`.
     """
     if not out.exists():
         texts = {code: load(pages, code, "train") for code in (*OLD, *NEW)}
-        make_base(out, texts, SHARES, replace(BASE, steps=steps), seed=0)
+        make_base(out, texts, SHARES, replace(base, steps=steps), seed=0)
 
 
 def load(folder: Path, code: str, split: str) -> Dataset:
     """The documents of `CODE.SPLIT.jsonl`."""
     return LanguageText(code, str(folder / f"{code}.{split}.jsonl")).load()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mixture", action="store_true", help="a mixture of experts")
+    parser.add_argument("--data", type=Path, required=True, help="folder with help/LANGUAGE.train.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--steps", type=int, default=700)
+    options = parser.parse_args()
+    make_small_base(options.data / "help", options.out, options.steps, MIXTURE if options.mixture else BASE)

@@ -22,13 +22,14 @@ from .checkpoint.proven import (
     LEFT_OUT_ENCODER_DECODERS,
     PROVEN,
     PROVEN_ENCODER_DECODERS,
+    PROVEN_MIXTURES,
     reason_left_out,
 )
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .checkpoint.twin import tiny_twin
 from .errors import InputError, first_line
-from .modeling import LayerMoEConfig, decoder_ffns, layer_names
+from .modeling import DecoderFFN, LayerMoEConfig, decoder_ffns, layer_names
 from .modeling.separate_ffn import SeparateFFN
 
 _HEAD = """\
@@ -50,7 +51,8 @@ Of a checkpoint that wraps a text decoder (Gemma 3 from 4B, Gemma 4, Qwen3.5, Mi
 decoder and says what it leaves out: the towers for images and sound are not carried. Llama 3.2-Vision is refused, since
 transformers has no text-only model for its decoder.
 
-In a layer that is a mixture of experts of the backbone's own, nothing is expanded: give it 1 expert in the plan.
+A layer that is a mixture of experts of the backbone's own takes [added experts](added_experts.md) alone: its block must
+map the hidden states alone too. With copies and LoRA experts give such a layer 1 expert in the plan.
 
 """
 
@@ -75,7 +77,8 @@ def answer(model: str, revision: str | None = None) -> list[str]:
         *(f"promise   {promise.words}: holds on a tiny twin" for promise in PROMISES),
     ]
     if mixtures:
-        lines.append(f"dense     layers {', '.join(mixtures)} are mixtures already: give them 1 expert in the plan")
+        where = "all layers" if len(mixtures) == len(ffns) else f"layers {', '.join(mixtures)}"
+        lines.append(f"mixtures  {where}: take --expert-kind added, or give them 1 expert in the plan")
     return lines
 
 
@@ -102,11 +105,17 @@ def backbones_page() -> str:
     """The page: a table of the architectures that keep every promise, and the reasons for the others."""
     titles = ["architecture", "FFN", "layers", "tensor-parallel plan", "native export", "promises"]
     decoders = _rows(name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    mixtures = [
+        [*row[:2], row[-1]] for row in _rows(n for n in PROVEN_MIXTURES if n in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    ]
     pairs = [[*row[:2], row[-1]] for row in _rows(PROVEN_ENCODER_DECODERS)]
     promises = "\n".join(f"- {promise.words};" for promise in PROMISES).removesuffix(";") + "."
     return (
         _HEAD.format(promises=promises)
         + f"## Architectures that keep every promise ({len(decoders)})\n\n{_table(titles, decoders)}\n"
+        + f"## Mixtures of experts that keep every promise ({len(mixtures)})\n\n"
+        + "Their layers, or all but the first ones, are mixtures, which take [added experts](added_experts.md).\n\n"
+        + f"{_table(['architecture', 'block', 'promises'], mixtures)}\n"
         + "## Architectures that are left out\n\n"
         + f"The default configuration of each is:\n\n{_reasons(LEFT_OUT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}\n"
         + f"## Encoder-decoders that keep every promise ({len(pairs)})\n\n"
@@ -147,15 +156,20 @@ def _facts(config: Any) -> list[str]:
     except ValueError as error:
         return [first_line(error), "", "", ""]
     ffns = decoder_ffns(twin)
-    kinds = list(dict.fromkeys(ffn_kind(ffn.module) for ffn in ffns if not ffn.is_mixture))
+    kinds = list(dict.fromkeys(_block(ffn) for ffn in ffns))
     types = set(getattr(twin.config, "layer_types", None) or [])
     mixtures = "some are mixtures" if any(ffn.is_mixture for ffn in ffns) else ""
     hybrid = "hybrid" if types - {"full_attention", "sliding_attention", "chunked_attention"} else ""
     own: Any = LayerMoEConfig.from_dense(twin.config, num_experts_per_layer=[1 if f.is_mixture else 2 for f in ffns])
     with torch.device("meta"):
-        split = any("experts" in rule for rule in _rules(own))
+        split = any("experts" in rule for rule in _rules(own)) and not all(ffn.is_mixture for ffn in ffns)
     forms = [form.model_type for form in NATIVE_FORMS.get(config.model_type, ())]
     return ["; ".join(kinds), ", ".join(filter(None, (hybrid, mixtures))), "yes" if split else "", ", ".join(forms)]
+
+
+def _block(ffn: DecoderFFN) -> str:
+    """The kind of a layer's block: that of its FFN, or the mixture's class."""
+    return f"mixture ({type(ffn.module).__name__})" if ffn.is_mixture else ffn_kind(ffn.module)
 
 
 def _rules(config: Any) -> list[str]:

@@ -266,7 +266,11 @@ def _trainings(history: History, after_join: int) -> Iterator[dict[str, Any]]:
 
 def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
     """The initial weights of an expansion's new experts, in words."""
-    starts = {"copy": "copies of expert 0", "random": "random weights", "branches": "fine-tuned models"}
+    starts = {
+        "copy": "copies of expert 0", "random": "random weights", "branches": "fine-tuned models",
+        "neurons": "expert 0, with neurons of its block beside it",
+        "random neurons": "expert 0, with random neurons beside it",
+    }  # fmt: skip
     if record.expert_init is not None:
         return starts.get(record.expert_init, record.expert_init)
     if record.copied_expert is not None:

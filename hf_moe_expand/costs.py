@@ -1,12 +1,12 @@
 """What a training costs: memory of its activations and logits, arithmetic, and the tokens of a text; estimates."""
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .checkpoint.mixtures import idle_in_mixture
 from .data.sources import LanguageText, read_documents
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
@@ -47,11 +47,15 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
     for ffn in decoder_ffns(network):
         block: Any = ffn.module
         expanded = isinstance(block, ExpandedFFN)
-        one = block.experts[0] if expanded else block
-        active = block.top_k if expanded else 1
+        one = _size(block.experts[0] if expanded else block)
+        one -= idle_in_mixture(block, network.config) if ffn.is_mixture else 0
+        # Expert 0 and K added ones, or K of a size.
+        active = [one] * (block.top_k if expanded else 1)
+        if expanded and block.is_added:
+            active = [one, *[_size(block.experts[1])] * min(block.top_k, len(block.experts) - 1)]
         # Two thirds of the inner size for an FFN that is not gated, which keeps fewer tensors.
-        inner = sum(parameter.numel() for parameter in one.parameters()) / (3 * hidden)
-        layers.append((_HIDDEN + active * _HIDDEN_EXPERT) * hidden + active * _INNER * inner)
+        inner = sum(active) / (3 * hidden)
+        layers.append((_HIDDEN + len(active) * _HIDDEN_EXPERT) * hidden + _INNER * inner)
     kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
     vocabulary = network.get_input_embeddings().weight.shape[0]
     logits = tokens * vocabulary if tokens * vocabulary <= LARGE else PIECE
@@ -66,23 +70,17 @@ def training_flops(network: Any, one_expert_runs: bool = False) -> float:
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
     met = float(sum(parameter.numel() for parameter in network.parameters()) - looked_up)
     trained = float(sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad))
+    met -= sum(idle_in_mixture(ffn.module, network.config) for ffn in decoder_ffns(network) if ffn.is_mixture)
     for ffn in network.expanded_ffns().values() if hasattr(network, "expanded_ffns") else ():
-        experts = list(ffn.experts)
-        active = 1 if one_expert_runs else min(ffn.top_k, len(experts))
-        idle = 1 - active / len(experts)
-        met -= idle * sum(parameter.numel() for parameter in ffn.experts.parameters())
-        trained -= idle * sum(p.numel() for p in ffn.experts.parameters() if p.requires_grad)
+        idle = 1 - (1 if one_expert_runs else min(ffn.top_k, len(ffn.experts))) / len(ffn.experts)
+        experts = [p for expert in list(ffn.experts)[int(ffn.is_added) :] for p in expert.parameters()]
+        met -= idle * sum(parameter.numel() for parameter in experts)
+        trained -= idle * sum(parameter.numel() for parameter in experts if parameter.requires_grad)
     return 4.0 * met + 2.0 * max(trained, 0.0)
 
 
-def device_memory() -> int | None:
-    """Bytes of memory of the device that trains here: the GPU's, else the machine's; None where it is not known."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
+def _size(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def training_speed(half: bool = False) -> float:
@@ -119,8 +117,3 @@ def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
             total += sum(map(len, ids)) * size / whole
     return int(total)
-
-
-def gigabytes(size: float) -> str:
-    """A number of bytes in GB."""
-    return f"{size / 1e9:,.1f} GB"

@@ -3,15 +3,20 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import inf
 from typing import Any
 
 from .checkpoint.expand import check_layers, planned_config
+from .checkpoint.kinds import check_kinds, chosen_kind
+from .checkpoint.mixtures import idle_in_mixture
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .costs import activation_bytes, gigabytes, weights_bytes
+from .costs import activation_bytes, weights_bytes
 from .errors import InputError
 from .inspection import Inspection, inspect_config, separability_line
+from .memory import gigabytes
+from .modeling import decoder_ffns
 from .planning.plan import Plan
 from .stages import road
 from .stages.base import TrainingStage
@@ -68,7 +73,7 @@ class Forecast:
         for name, number in (("tokens", tokens), ("tflops", tflops)):
             if number is not None and not 0 < number < inf:
                 raise InputError(f"{name} is {number:g}: must be above 0, and finite.")
-        lines = self.model.lines()[:4]
+        lines = [*takewhile(lambda line: not line.startswith("active"), self.model.lines())]
         if self.separability:
             lines.insert(2, f"separability        {separability_line(self.separability)}")
         total = self.model.total
@@ -102,8 +107,18 @@ class Forecast:
         return lines
 
 
-def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -> Forecast:
-    """Forecasts the costs of `plan` on `base`; reads only the base's configuration.
+def forecast(
+    base: str | os.PathLike,
+    plan: Plan,
+    revision: str | None = None,
+    *,
+    expert_kind: str = "ffn",
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    expert_width: int | None = None,
+) -> Forecast:
+    """Forecasts the costs of `plan` on `base`, with experts of a kind (see `expand_checkpoint`); reads only the base's
+    configuration.
 
     A token takes 2 operations for each active weight in the forward pass, 2 for the gradient of the activations, and 2
     for the gradient of each active weight that trains, under even routing.
@@ -115,7 +130,9 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
         raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan for a forecast.")
     dense = load_base_config(resolve_checkpoint(base, revision, weights=False))
     check_layers(plan, dense, base)
-    config: Any = planned_config(dense, plan)
+    check_kinds("copy", expert_kind)
+    kind = chosen_kind(network_of(dense), plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width)
+    config: Any = planned_config(dense, plan, kind)
     found = inspect_config(config)
     network = network_of(config)
     tied = bool(config.tie_word_embeddings)
@@ -130,9 +147,14 @@ def forecast(base: str | os.PathLike, plan: Plan, revision: str | None = None) -
             both = _met_and_trained(network) if not stage.trains.everything else met - fewer
             stages.append(_cost(stage.name, trainable, found.total, met - fewer, both, on_top))
     on_top = None if config.is_encoder_decoder else activation_bytes(network_of(dense), AT_ONCE)
-    whole = found.base - looked_up
+    whole = found.base - looked_up - _idle_mixtures(network)
     stages.append(_cost("full fine-tuning of the base", found.base, found.base, whole, whole, on_top))
     return Forecast(found, stages, plan.separability)
+
+
+def _idle_mixtures(network: Any) -> float:
+    """Parameters of mixtures of the backbone's own that are idle for a token."""
+    return sum(idle_in_mixture(ffn.module, network.config) for ffn in decoder_ffns(network) if ffn.is_mixture)
 
 
 def _met_and_trained(network: Any) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .checkpoint.local import check_expanded
+from .checkpoint.mixtures import idle_in_mixture
 from .checkpoint.packs import stages_after_join
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
@@ -32,20 +33,15 @@ class InspectedPack:
         name: folder or hub id.
         languages: those that it adds.
         expansions: number of its expansions.
-        update: rank and alpha of its LoRA experts; None if they are FFNs.
+        experts: the kind of its experts, in words.
         scale: factor of its router, from a calibration.
     """
 
     name: str
     languages: list[str]
     expansions: int
-    update: tuple[int, float] | None
+    experts: str
     scale: float = 1.0
-
-    @property
-    def experts(self) -> str:
-        """The kind of its experts, in words."""
-        return f"expert 0 with {_update_in_words(self.update)}" if self.update else "FFNs"
 
     def line(self) -> str:
         several = f", {self.expansions} expansions" if self.expansions > 1 else ""
@@ -69,7 +65,7 @@ class Inspection:
         base: parameters of the dense base.
         trainable: parameters that each stage trains.
         expansions: the expansions' records in config.json.
-        updates: rank and alpha of LoRA experts.
+        experts: the kind of the new experts, in words, unless they are FFNs.
         mixtures: layers that are mixtures of experts of the backbone's own.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         gate_languages: the languages that fitted gates tell apart, by class.
@@ -88,7 +84,7 @@ class Inspection:
     base: int
     trainable: dict[str, int]
     expansions: Sequence[ExpansionRecord]
-    updates: tuple[int, float] | None = None
+    experts: str | None = None
     mixtures: Sequence[int] = ()
     leftovers: Sequence[str] = ()
     prefix_gate: dict[str, Any] | None = None
@@ -113,6 +109,15 @@ class Inspection:
             lines.append(f"  to new experts     {taken} of the tokens")
         return lines
 
+    @property
+    def _mixtures_in_words(self) -> str:
+        names = layers_in_words(self.mixtures, self.encoder_layers)
+        words = "all layers" if len(self.mixtures) == len(self.layers) else f"layers {names}"
+        left = [layer for layer in self.mixtures if self.layers[layer][0] == 1]
+        if left == list(self.mixtures):
+            return f"{words}, not expanded"
+        return f"{words}; not expanded: {layers_in_words(left, self.encoder_layers)}" if left else words
+
     def lines(self) -> list[str]:
         """The report, line by line."""
         counts = [experts for experts, _, _ in self.layers]
@@ -122,13 +127,9 @@ class Inspection:
         lines = [
             f"backbone            {self.backbone}, {stacks} layers",
             f"experts per layer   {counts_in_words(counts, encoder)} (total {sum(counts)}, top-{self.top_k})",
-            *([f"new experts         expert 0 with {_update_in_words(self.updates)}"] if self.updates else []),
+            *([f"new experts         {self.experts}"] if self.experts else []),
             *(f"{f'pack {number}':<20}{pack.line()}" for number, pack in enumerate(self.packs, start=1)),
-            *(
-                [f"mixtures before     layers {layers_in_words(self.mixtures, encoder)}, not expanded"]
-                if self.mixtures
-                else []
-            ),
+            *([f"mixtures before     {self._mixtures_in_words}"] if self.mixtures else []),
             f"{'gate layers' if self.prefix_gate else 'classifier layers':<20}"
             f"{layers_in_words(classifiers, encoder) or 'none'}",
             *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
@@ -175,24 +176,24 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
 def inspect_config(config: Any) -> Inspection:
     """Inspects the model that an expanded configuration describes; allocates no weights."""
     network = network_of(config)
-    updates = (config.lora_rank, config.lora_alpha) if config.expert_kind == "lora" else None
+    kinds = config.expert_kinds
     layers = [(1, False, 0)] * count_layers(config)
     idle = added = 0
     for index, ffn in network.expanded_ffns().items():
         expert = _size(ffn.experts[0])
         layers[index] = (len(ffn.experts), ffn.classifier is not None, _size(ffn))
-        active = ffn.top_k + (ffn.conditional_gate is not None)
-        if updates:  # a token uses expert 0's weights for every expert, and at most K updates
-            active = min(1 + ffn.top_k, len(ffn.experts))
-        sizes = sorted(map(_size, ffn.experts), reverse=True)
-        idle += sum(sizes[active:])
+        sizes = sorted(map(_size, list(ffn.experts)[1:]), reverse=True)
+        if any(kind.has_ffn for kind in kinds):
+            sizes = sorted([expert, *sizes], reverse=True)[int(ffn.conditional_gate is not None) :]
+        idle += sum(sizes[ffn.top_k :])  # of other kinds a token uses expert 0's weights besides
         added += _size(ffn) - expert
+    idle += sum(idle_in_mixture(ffn.module, config) for ffn in decoder_ffns(network) if ffn.is_mixture)
     total = _size(network)
     parts = trained_parts(config.model_type)
     trainable = {stage: freeze(network, trained).trainable for stage, trained in parts.items()}
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
-        History.of(config).expansions, updates,
+        History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
         prefix_gate=config.prefix_gate, gate_languages=getattr(config, "gate_languages", None), packs=_packs(config),
         encoder_layers=stack_sizes(config).get("encoder", 0),
@@ -202,24 +203,17 @@ def inspect_config(config: Any) -> Inspection:
 
 def _packs(config: Any) -> list[InspectedPack]:
     sizes = getattr(config, "packs", None) or []
-    kinds = config.updates_of_packs if sizes and config.updates_of_packs else None
-    same = [config.lora_rank, config.lora_alpha] if config.expert_kind == "lora" else None
+    kinds = config.expert_kinds if len(config.expert_kinds) == len(sizes) else config.expert_kinds * len(sizes)
     records, found = History.of(config).expansions, []
     for number, end in enumerate(accumulate(sizes)):
         own = records[end - sizes[number] : end]
-        update = same if kinds is None else kinds[number]
         found.append(
             InspectedPack(
                 own[0].pack or "", list(dict.fromkeys(code for record in own for code in record.new_languages)),
-                len(own), None if update is None else (int(update[0]), update[1]), own[0].router_scale or 1.0,
+                len(own), kinds[number].words, own[0].router_scale or 1.0,
             )
         )  # fmt: skip
     return found
-
-
-def _update_in_words(update: tuple[int, float] | None) -> str:
-    rank, alpha = update or (0, 0)
-    return f"updates of rank {rank}, alpha {alpha:g}"
 
 
 def _gate_in_words(gate: dict[str, Any]) -> str:

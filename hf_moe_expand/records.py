@@ -150,7 +150,8 @@ class ExpansionRecord(_Record):
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         gate_languages: the languages that fitted gates tell apart, by class.
         seed: random seed of routers and random experts.
-        expert_init: how a first expansion's experts started: `copy`, `random` or `branches`.
+        expert_init: how a first expansion's experts started: `copy`, `random` or `branches`; added experts: `neurons`
+            or `random neurons`.
         branches: models that became the experts (Branch-Train-Mix).
         copied_expert: the expert that a DMoE adaptation copied in every layer.
         copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).

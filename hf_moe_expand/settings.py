@@ -50,10 +50,15 @@ class ExpandSettings:
         Flag, Field(description="share the original FFN among all tokens; a gate weighs the other experts (CMR)")
     ] = False
     expert_kind: Annotated[
-        Text, Field(description="`ffn`, or `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE)")
+        Text,
+        Field(
+            description="`ffn`; `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE); or `added`: small FFNs "
+            "beside the original block, which may be a mixture of experts"
+        ),
     ] = "ffn"
     lora_rank: Annotated[Count, Field(description="rank of the updates")] = 8
     lora_alpha: Annotated[Positive, Field(description="the updates are scaled by lora_alpha / lora_rank")] = 16.0
+    expert_width: Annotated[Count | None, Field(description="width of the added FFNs")] = None
     max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = "5GB"
 
     def __post_init__(self) -> None:

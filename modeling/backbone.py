@@ -27,7 +27,7 @@ class DecoderFFN(NamedTuple):
         name: prefix of its tensors in the dense model.
         module: the FFN, or its `ExpandedFFN`.
         place: name of the module that the layer calls first; in an expanded model, of the `ExpandedFFN`.
-        is_mixture: whether it is a mixture of experts of the backbone's own, which cannot be expanded.
+        is_mixture: whether it is a mixture of experts of the backbone's own, beside which only added experts can stand.
     """
 
     name: str
@@ -40,7 +40,7 @@ def decoder_ffns(model: nn.Module) -> list[DecoderFFN]:
     """The FFN of each layer, dense or expanded, in layer order; an encoder's layers precede its decoder's.
 
     Raises:
-        ValueError: a layer has no FFN, or all layers are mixtures of experts of the backbone's own.
+        ValueError: a layer has no FFN.
     """
     of_model: Any = model.config
     # Of a model of several kinds of input, the text decoder's.
@@ -57,8 +57,6 @@ def decoder_ffns(model: nn.Module) -> list[DecoderFFN]:
             inner = module.experts[0] if isinstance(module, ExpandedFFN) else module
             name = place.rpartition(".")[0] if isinstance(inner, SeparateFFN) else place
             result.append(DecoderFFN(name, module, place, is_mixture))
-    if all(ffn.is_mixture for ffn in result):
-        raise ValueError(f"{kind} cannot be expanded: it is a mixture of experts already.")
     return result
 
 
@@ -89,7 +87,7 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
     found: list[tuple[int, str, bool]] = []
     for name, child in layer.named_children():
         if isinstance(child, ExpandedFFN):
-            return name, child, False
+            return name, child, child.is_mixture
         if inner := _ffn_of_parts(child, hidden_size):
             return f"{name}.{inner[0]}", *inner[1:]
         if isinstance(child, nn.Linear | Conv1D | nn.Embedding) or not _takes_hidden_states_alone(type(child)):  # type: ignore[arg-type]
@@ -116,7 +114,7 @@ def _ffn_of_parts(parts: nn.Module, hidden_size: int) -> _Found | None:
 
 def _is_mixture(module: nn.Module) -> bool:
     """Whether a module holds experts, fused in three dimensions or listed."""
-    listed = any(isinstance(part, nn.ModuleList) for part in module.modules())
+    listed = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in module.modules())
     return listed or any(len(shape) > 2 for shape in _shapes(module))
 
 

@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from .expanded_config import ExpandedConfig
+from .expert_kinds import ExpertKind, kind_of_settings
 
 
 class LayerMoEConfig(ExpandedConfig):
@@ -18,8 +19,8 @@ class LayerMoEConfig(ExpandedConfig):
             expansion. Expansion g added the languages of the classifiers' class g.
         packs: number of expansions of each language pack that the model joins; None if it joins none. The first
             expansions are those of the packs, in order. A class of a pack may use its pack's experts and expert 0.
-        updates_of_packs: rank and alpha of each pack's LoRA experts, None for a pack whose experts are FFNs; None
-            where `expert_kind` holds for all packs.
+        updates_of_packs: settings of each pack's experts: rank and alpha of LoRA experts, the width of added ones, None
+            for FFNs; None where `expert_kind` holds for all packs.
 
         gate_languages: the languages that the classifiers tell apart, by class: first those that stay with the base's
             FFN, then those of each expansion. None where the classifiers have one row for each class.
@@ -64,23 +65,29 @@ class LayerMoEConfig(ExpandedConfig):
         updates = self.updates_of_packs
         if updates is None:
             return
-        right = packs is not None and len(updates) == len(packs) and sum(packs) == expansions
-        if not right or any(one is not None and (len(one) != 2 or one[0] < 1 or one[1] <= 0) for one in updates):
+        if packs is None or len(updates) != len(packs) or sum(packs) != expansions:
             raise ValueError(
-                f"updates_of_packs is {updates}: must give rank and alpha, or None, for each of the packs {packs}."
+                f"updates_of_packs is {updates}: must give the settings of the experts of each of the packs {packs}."
             )
+        try:
+            names = {kind.name for kind in self.expert_kinds}
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"updates_of_packs is {updates}: {error}") from None
+        if "added" in names and len(names) > 1:
+            raise ValueError(f"updates_of_packs is {updates}: added experts stand beside added experts alone.")
 
-    def update_of(self, layer: int, expert: int) -> tuple[int, float] | None:
+    def kind_of(self, layer: int, expert: int) -> ExpertKind:
         if self.updates_of_packs is None or expert == 0:
-            return super().update_of(layer, expert)
+            return super().kind_of(layer, expert)
         history = [*(self.earlier_experts_per_layer or []), self.num_experts_per_layer or []]
         ends = [history[end - 1][layer] for end in accumulate(self.packs or [])]
-        found = self.updates_of_packs[bisect_right(ends, expert)]
-        return None if found is None else (int(found[0]), found[1])
+        return self.expert_kinds[bisect_right(ends, expert)]
 
     @property
-    def has_updates(self) -> bool:
-        return super().has_updates or any(self.updates_of_packs or [])
+    def expert_kinds(self) -> list[ExpertKind]:
+        return (
+            super().expert_kinds if self.updates_of_packs is None else [*map(kind_of_settings, self.updates_of_packs)]
+        )
 
 
 def joins_packs(config: Any) -> bool:

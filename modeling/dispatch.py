@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from .grouped_experts import can_group, fused, has_kernel, run_grouped
+from .grouped_experts import Experts, can_group, fused, has_kernel, run_grouped
 from .plain_ffn import PlainFFN
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 
 
 def dispatch(
-    experts: nn.ModuleList,
+    experts: Experts,
     x: torch.Tensor,
     weights_TK: torch.Tensor,
     index_TK: torch.Tensor,
@@ -68,7 +68,11 @@ def is_traced(x: torch.Tensor) -> bool:
 
 
 def run_all(
-    experts: nn.ModuleList, x: torch.Tensor, weights_TK: torch.Tensor, index_TK: torch.Tensor, takes_residual: bool
+    experts: Experts,
+    x: torch.Tensor,
+    weights_TK: torch.Tensor,
+    index_TK: torch.Tensor,
+    takes_residual: bool,
 ) -> torch.Tensor:
     """Every expert on every token, `[..., h] -> [T, h]`."""
     N = len(experts)
@@ -88,7 +92,7 @@ def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor) -> torc
 
 
 def run_in_turn(
-    experts: nn.ModuleList,
+    experts: Experts,
     x_Th: torch.Tensor,
     weights_TK: torch.Tensor,
     index_TK: torch.Tensor,
@@ -138,9 +142,11 @@ class ExpertsImplementationMixin:
     `from_pretrained`, in the configuration and in `set_experts_implementation`.
 
     `"eager"` runs one expert after the other, `"grouped_mm"` all in grouped products, and None, the default, chooses.
+    With added experts the switch is the library's own, for the mixtures of the base; the added FFNs choose themselves.
     """
 
     config: Any
+    _dense_class: Any
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -152,6 +158,10 @@ class ExpertsImplementationMixin:
         Raises:
             ValueError: the name is unknown.
         """
+        if self.config.has_kind("added"):
+            if not self._dense_class._can_set_experts_implementation():
+                return requested_experts
+            return super().get_correct_experts_implementation(requested_experts)  # type: ignore[misc]
         if requested_experts is not None and requested_experts not in IMPLEMENTATIONS:
             raise ValueError(
                 f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out "
@@ -170,5 +180,7 @@ class ExpertsImplementationMixin:
 
     def _use_requested_experts(self, has_mixtures: bool) -> None:
         """Sets the request once the model is built; the backbone's own mixtures, if it has any, need a name."""
+        if self.config.has_kind("added"):
+            return
         requested = vars(self).pop("_requested_experts", None)
         self.config._experts_implementation_internal = "grouped_mm" if requested is None and has_mixtures else requested

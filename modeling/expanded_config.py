@@ -10,13 +10,13 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .expert_kinds import KINDS, ExpertKind
 from .prefix_gate import PrefixRule
 from .stacks import layer_names, stack_sizes
 
 _CLASSES: dict[tuple[type, str], type] = {}
 _LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
 
-EXPERT_KINDS = ("ffn", "lora")
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
 
@@ -33,11 +33,12 @@ class ExpandedConfig(PreTrainedConfig):
         expansions: history, one entry for each expansion in order.
         conditional_routing: whether expert 0 of the expanded layers is a shared FFN outside the routed set, beside a
             gate that weighs the routed experts for each token (CMR).
-        expert_kind: kind of experts 1, 2, ...: `"ffn"`, separate FFNs, or `"lora"`, expert 0 with a low-rank update on
-            its linear layers.
+        expert_kind: kind of experts 1, 2, ...: `"ffn"`, separate FFNs; `"lora"`, expert 0 with a low-rank update on its
+            linear layers; or `"added"`, expert 0 with an FFN of any width beside it.
         prefix_gate: `{"decay": ..., "bound": ..., "reach": ...}` where the classifiers judge the text so far
             (`PrefixRule`); None where they judge single tokens.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
+        expert_width: width of the added FFNs.
 
     Raises:
         ValueError: the installed transformers does not know the backbone, or the fields contradict each other.
@@ -52,6 +53,7 @@ class ExpandedConfig(PreTrainedConfig):
     expert_kind: str = "ffn"
     lora_rank: int | None = None
     lora_alpha: float | None = None
+    expert_width: int | None = None
     prefix_gate: dict | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ExpandedConfig":
@@ -108,22 +110,23 @@ class ExpandedConfig(PreTrainedConfig):
             raise ValueError("prefix_gate says how classifiers judge, but classifier_layers names no layer.")
 
     def _check_expert_kind(self) -> None:
-        if self.expert_kind not in EXPERT_KINDS:
-            raise ValueError(f"expert_kind is {self.expert_kind!r}; known: {', '.join(EXPERT_KINDS)}.")
-        if self.expert_kind == "lora" and ((self.lora_rank or 0) < 1 or (self.lora_alpha or 0) <= 0):
-            raise ValueError(
-                f"lora_rank is {self.lora_rank} and lora_alpha {self.lora_alpha}: LoRA experts need a rank of at least "
-                "1 and an alpha above 0."
-            )
+        if self.expert_kind not in KINDS:
+            raise ValueError(f"expert_kind is {self.expert_kind!r}; known: {', '.join(KINDS)}.")
+        if problem := KINDS[self.expert_kind].of(self).problem():
+            raise ValueError(problem)
 
-    def update_of(self, layer: int, expert: int) -> tuple[int, float] | None:
-        """Rank and alpha of a LoRA expert's update; None for an expert with an FFN of its own."""
-        return (self.lora_rank, self.lora_alpha) if self.expert_kind == "lora" and expert > 0 else None  # type: ignore[return-value]
+    def kind_of(self, layer: int, expert: int) -> ExpertKind:
+        """The kind of an expert; expert 0 is an FFN."""
+        return KINDS[self.expert_kind].of(self) if expert > 0 else ExpertKind()
 
     @property
-    def has_updates(self) -> bool:
-        """Whether the model has LoRA experts."""
-        return self.expert_kind == "lora"
+    def expert_kinds(self) -> list[ExpertKind]:
+        """The kind of the new experts; of a model that joins packs, each pack's."""
+        return [KINDS[self.expert_kind].of(self)]
+
+    def has_kind(self, name: str) -> bool:
+        """Whether the model has experts of a kind."""
+        return any(kind.name == name for kind in self.expert_kinds)
 
     def __reduce__(self) -> tuple:
         return _blank_config, (static_class(type(self)), self.backbone_model_type), self.__dict__
@@ -132,6 +135,8 @@ class ExpandedConfig(PreTrainedConfig):
     def from_dense(cls, dense: PreTrainedConfig, **fields: Any) -> "ExpandedConfig":
         """The configuration of the expanded model of `dense`; `fields` are the fields of this class."""
         inherited = {name: value for name, value in dense.to_dict().items() if name not in _NOT_INHERITED}
+        if "output_router_logits" in inherited:  # with them comes the auxiliary loss of a mixture, which stays frozen
+            inherited["output_router_logits"] = False
         return cls(backbone_model_type=dense.model_type, **inherited, **fields)
 
 

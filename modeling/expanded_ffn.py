@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .added_experts import AddedExpert, run_added, run_one_added
 from .dispatch import dispatch, is_traced, run_alone
 from .experts import copy_ffn
 from .plain_ffn import plain_form
@@ -47,8 +48,11 @@ class ExpandedFFN(nn.Module):
         packs: number of expansions of each language pack.
         config: the model's configuration, whose `experts_implementation` says how the experts run.
         gate_languages: number of languages of each class, where the classifier is a gate that tells languages apart.
+        is_mixture: whether `ffn` is a mixture of experts of the backbone's own. It runs as in inference, without noise
+            in its router, in training too.
 
     Attributes:
+        is_added: whether the new experts are added to expert 0's output (`added_experts.py`).
         experts_of_class: number of experts before any expansion (1), and after each expansion.
         experts_of_classes: the experts that each class may use besides expert 0, as `(first, end)`.
     """
@@ -69,12 +73,14 @@ class ExpandedFFN(nn.Module):
         packs: Sequence[int] = (),
         config: Any = None,
         gate_languages: Sequence[int] | None = None,
+        is_mixture: bool = False,
     ) -> None:
         super().__init__()
         others = range(1, num_experts)
         new = [copy_ffn(ffn) if new_expert is None else new_expert(ffn, number) for number in others]
         self.experts = nn.ModuleList([ffn, *new])
-        self.form = plain_form(ffn)
+        self.is_added, self.is_mixture = isinstance(self.experts[1], AddedExpert), is_mixture
+        self.form = None if self.is_added else plain_form(ffn)
         self.router = Router(hidden_size, num_experts)
         self.experts_of_class = (1, *earlier_counts, num_experts)
         self.experts_of_classes = experts_of_classes(self.experts_of_class, packs)
@@ -91,8 +97,15 @@ class ExpandedFFN(nn.Module):
     def _implementation(self) -> str | None:
         return None if self.model_config is None else self.model_config._experts_implementation
 
-    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once.
+    def train(self, mode: bool = True) -> "ExpandedFFN":
+        super().train(mode)
+        if self.is_mixture:
+            self.experts[0].eval()
+        return self
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """`[..., h] -> [..., h]`. `residual` is for BLOOM, whose FFN adds the residual itself; it is added once. What a
+        mixture returns beside its output (its router's logits) comes with it.
 
         Raises:
             ValueError: `use_expert` names an expert that the layer does not have.
@@ -106,17 +119,19 @@ class ExpandedFFN(nn.Module):
             # Not in training: a recomputation, which nothing captures, must save the tensors that the first pass saved.
             if self.classifier is not None and text is not None:
                 text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
-            return run_alone(self.experts, alone, hidden_states, residual, self.training)
+            return self._run_alone(alone, hidden_states, residual, self.training)
         classified = self._classify(x_Th, text)
         is_home = self._is_all_home(classified[0])
         if is_home and self.control.capture is None:
-            return run_alone(self.experts, 0, hidden_states, residual, training=False)
+            return self._run_alone(0, hidden_states, residual, training=False)
         routing = self.route(x_Th, text, classified)
         if self.control.capture is not None:
             self.control.capture.layers[self.layer_index] = routing
         alone = 0 if is_home else alone
         if alone is not None:
-            return run_alone(self.experts, alone, hidden_states, residual, self.training)
+            return self._run_alone(alone, hidden_states, residual, self.training)
+        if self.is_added:
+            return run_added(self.experts, hidden_states, residual, routing.weights, routing.experts, self.training)
         home_T = self._said_home(x_Th)
         index_TK = routing.experts
         if home_T is not None:
@@ -130,8 +145,14 @@ class ExpandedFFN(nn.Module):
         if home_T is None:
             return y
         # On all tokens, as in the dense layer: on a part of them a matrix product may round in another way.
-        base = run_alone(self.experts, 0, hidden_states, residual, training=False)
+        base = self._run_alone(0, hidden_states, residual, training=False)
         return torch.where(home_T.view(hidden_states.shape[:-1]).unsqueeze(-1), base, y)
+
+    def _run_alone(
+        self, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
+    ) -> Any:
+        run = run_one_added if self.is_added else run_alone
+        return run(self.experts, number, hidden_states, residual, training)
 
     def route(
         self,

@@ -17,18 +17,20 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from .added_experts import AddedExpert, activation_of
 from .backbone import decoder_ffns
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import carry_packs, load_assembled
-from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_lora_a, lora_expert
+from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_kaiming, lora_expert
 from .prefix_gate import PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl
 from .separate_ffn import SeparateFFN, put_in_place
 from .spoken_language import check_count, classes_of, with_languages
 from .stacks import layer_names
+from .stored_layout import mixture_rules, use_rules
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
@@ -88,11 +90,13 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         gate_languages = None if known is None else [len(codes) for codes in known]
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
-        if any(config.num_experts_per_layer[index] > 1 for index in mixtures):
+        grown = [index for index in mixtures if config.num_experts_per_layer[index] > 1]
+        if grown and not config.has_kind("added"):
             names = layer_names(config)
             raise ValueError(
-                f"num_experts_per_layer must be 1 in layers {', '.join(names[index] for index in mixtures)}, where the "
-                "backbone has mixtures of experts of its own."
+                f"Layers {', '.join(names[index] for index in grown)} are mixtures of experts of the backbone's own, "
+                "beside which only added experts can stand: set expert_kind to 'added', or num_experts_per_layer to 1 "
+                "there."
             )
         if config.is_encoder_decoder:
             # A layer that training leaves out at random (M2M100) would leave its routers without a gradient.
@@ -107,7 +111,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 expanded = ExpandedFFN(
                     ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
                     earlier, config.conditional_routing, partial(_new_expert, config, index), rule,
-                    getattr(config, "packs", None) or (), config, gate_languages,
+                    getattr(config, "packs", None) or (), config, gate_languages, ffn.is_mixture,
                 )  # fmt: skip
                 parent, attribute = ffn.place.rsplit(".", 1)
                 layer = self.get_submodule(parent)  # type: ignore[attr-defined]
@@ -117,6 +121,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                     setattr(layer, attribute, expanded)
         self.routing_control = control
         self._use_requested_experts(bool(mixtures))
+        use_rules(self, mixture_rules(self, decoder_ffns(self)) if mixtures else [])  # type: ignore[arg-type]
         if rule is not None:
             check_runner(config)
             # On the module that owns the layers: it always runs, also for heads of other libraries.
@@ -139,9 +144,11 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             prefix = next((prefix for prefix in places if rule.startswith(prefix)), None)
             if prefix is None or not all(places[prefix]):
                 plan[rule] = style
-            # A LoRA expert's update has no rule: every rank keeps its layers whole, including expert 0.
-            if prefix is not None and any(places[prefix]) and not self.config.has_updates:  # type: ignore[attr-defined]
-                plan[f"{prefix}experts.*.{rule.removeprefix(prefix)}"] = style
+            # A LoRA expert's update has no rule: every rank keeps its layers whole, including expert 0. Added experts
+            # are small, and every rank keeps them whole.
+            if prefix is not None and any(places[prefix]) and not self.config.has_kind("lora"):  # type: ignore[attr-defined]
+                split = "0" if self.config.has_kind("added") else "*"  # type: ignore[attr-defined]
+                plan[f"{prefix}experts.{split}.{rule.removeprefix(prefix)}"] = style
         self._tp_plan = plan
 
     @classmethod
@@ -160,13 +167,13 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         # Our modules first: the library passes all modules of the inner base model to that model's class, which cannot
         # initialise them.
         for ffn in self.expanded_ffns().values():
-            updates = (module for module in ffn.experts.modules() if isinstance(module, LoraFactor))
-            for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *updates):
+            new = (module for module in ffn.experts.modules() if isinstance(module, LoraFactor | AddedExpert))
+            for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *new):
                 if module is not None:
                     self._initialize_weights(module)  # type: ignore[attr-defined]
             for number, expert in enumerate(ffn.experts):
-                if self.config.update_of(ffn.layer_index, number):  # type: ignore[attr-defined]
-                    # GPT-2 initialises a layer of its FFN by name; in these experts an update stands there.
+                if not self.config.kind_of(ffn.layer_index, number).has_ffn:  # type: ignore[attr-defined]
+                    # GPT-2 initialises a layer of its FFN by name; in LoRA experts an update stands there.
                     for part in expert.modules():
                         part._is_hf_initialized = True  # type: ignore[assignment]
         super().initialize_weights()  # type: ignore[misc]
@@ -178,7 +185,9 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             for parameter in module.parameters():
                 init.zeros_(parameter)
         elif isinstance(module, LoraA):
-            init_lora_a(module.weight)
+            init_kaiming(module.weight)
+        elif isinstance(module, AddedExpert):
+            module.init_weights()
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
@@ -356,11 +365,13 @@ def _check_server(config: Any) -> None:
         return
     if config.is_encoder_decoder:
         raise ValueError("vLLM's transformers backend serves decoders alone, and this model is an encoder-decoder.")
-    if getattr(config, "has_updates", False):
+    if config.has_kind("lora"):
         raise ValueError(
             "vLLM merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
             "`hf-moe-expand export --merge-lora`."
         )
+    if config.has_kind("added"):
+        raise ValueError("vLLM's transformers backend was not tried with added experts: serve it with transformers.")
     if getattr(config, "expansion_base", None):
         raise ValueError(
             "vLLM reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
@@ -376,8 +387,12 @@ def _check_server(config: Any) -> None:
 
 
 def _new_expert(config: Any, layer: int, ffn: nn.Module, number: int) -> nn.Module:
-    update = config.update_of(layer, number)
-    return lora_expert(ffn, *update) if update else copy_ffn(ffn)
+    kind = config.kind_of(layer, number)
+    if kind.name == "lora":
+        return lora_expert(ffn, kind.rank, kind.alpha)
+    if kind.name == "added":
+        return AddedExpert(config.hidden_size, kind.width, activation_of(config))
+    return copy_ffn(ffn)
 
 
 def _begin_text(control: RoutingControl, rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:

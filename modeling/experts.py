@@ -1,4 +1,5 @@
-"""New experts: copies of the backbone's FFN, or expert 0 with a low-rank update on its linear layers (LoRA).
+"""New experts: copies of the backbone's FFN, or expert 0 with a low-rank update on its linear layers (LoRA). A third
+kind is in `added_experts.py`.
 
 LoRA (Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B `[out, r]`, named, scaled and initialised
 as in PEFT: A is Kaiming-uniform and B zero, so that a new expert gives the output of expert 0.
@@ -63,8 +64,8 @@ class LoraB(LoraFactor):
     """`[..., r] -> [..., out]`. Starts at zero, so that the update is zero at first."""
 
 
-def init_lora_a(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """Kaiming uniform, as PEFT and `nn.Linear`."""
+def init_kaiming(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Kaiming uniform, as PEFT (for A) and `nn.Linear`."""
     init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
 
 

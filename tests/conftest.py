@@ -246,6 +246,7 @@ class Configuration:
 
 
 _OLD_AND_NEW: dict[str, Any] = {"old": ["en"], "new": ["el"]}
+ADDED = {"expert_kind": "added", "expert_width": 16}
 # Each stands in the matrix of test_behaviour.py with every backbone. `layer-moe` is the one that the other files use.
 CONFIGURATIONS = (
     Configuration("layer-moe", Plan("layer-moe", [3, 1, 2], [2], **_OLD_AND_NEW)),
@@ -260,6 +261,9 @@ CONFIGURATIONS = (
         "conditional-lora", Plan("mola", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
         {"expert_kind": "lora", "lora_rank": 2, "lora_alpha": 4.0, "conditional_routing": True},
     ),
+    Configuration("added", Plan("uniform", [3, 1, 4], [2], **_OLD_AND_NEW), ADDED),
+    Configuration("conditional-added", Plan("uniform", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
+        {**ADDED, "conditional_routing": True}),
     Configuration("dmoe", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr", "hu"]])),
 )  # fmt: skip
 

@@ -18,9 +18,12 @@ def make(root: Path) -> None:
 
     from hf_moe_expand import expand_checkpoint
 
-    for backbone in (*COMMON_BACKBONES, "mistral", "qwen3", "granite"):
-        save_dense(root / f"{backbone}-base", backbone)
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2}
+    for backbone in (*COMMON_BACKBONES, "mistral", "qwen3", "granite", "olmoe"):
+        save_dense(root / f"{backbone}-base", backbone, **(mixture if backbone == "olmoe" else {}))
         for one in CONFIGURATIONS:
+            if backbone == "olmoe" and one.arguments.get("expert_kind") != "added":
+                continue
             folder = root / f"{backbone}-{one.name}"
             expand_checkpoint(root / f"{backbone}-base", folder, one.plan, **one.arguments)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -177,6 +177,8 @@ def test_p1_each_expert_is_the_original_ffn(dense, expanded, configuration):
     for ffn in expanded.expanded_ffns().values():
         if expanded.config.expert_kind == "lora":
             check_updates_of_nothing(ffn)
+        elif expanded.config.expert_kind == "added":
+            check_additions_of_nothing(ffn)
         else:
             original = ffn.experts[0].state_dict()
             for expert in ffn.experts[1:]:
@@ -192,6 +194,21 @@ def check_updates_of_nothing(ffn):
         bound = update.lora_A.weight.shape[1] ** -0.5
         assert 0.5 * bound < update.lora_A.weight.abs().max() <= bound
         assert not update.lora_B.weight.any()
+
+
+def check_additions_of_nothing(ffn):
+    """Each added FFN's `down` is zero, and its rows are neurons of expert 0 or, where that has no gates, random."""
+    gate = getattr(ffn.experts[0], "gate_proj", None)
+    rows = None if gate is None else {tuple(row.tolist()) for row in gate.weight}
+    for added in ffn.experts[1:]:
+        assert not added.down_proj.weight.any()
+        found = [tuple(row.tolist()) for row in added.gate_proj.weight]
+        assert len(set(found)) == len(found)
+        if rows is not None:
+            assert rows.issuperset(found)
+        elif type(ffn.experts[0]).__name__ != "Phi3MLP":
+            bound = added.gate_proj.in_features**-0.5
+            assert 0.5 * bound < added.gate_proj.weight.abs().max() <= bound
 
 
 @EVERYWHERE
@@ -346,14 +363,14 @@ def test_copies_and_pickles_stand_on_their_own(trained):
             assert len(routing) == 0
             logits(twin)
             assert routing.layers.keys() == trained.expanded_ffns().keys()
-        with torch.no_grad():  # expert 0 is part of a LoRA expert: the copy's of the copy's
+        with torch.no_grad():  # expert 0 is part of a LoRA or added expert: the copy's of the copy's
             for parameter in next(iter(twin.expanded_ffns().values())).experts[0].parameters():
                 parameter.zero_()
         with twin.use_expert(1):
             alone = logits(twin)
         with trained.use_expert(1):
             changed = not torch.equal(logits(trained), alone)
-        assert changed == (trained.config.expert_kind == "lora")
+        assert changed == (trained.config.expert_kind != "ffn")
         assert torch.equal(logits(trained), expected)
 
 
@@ -400,7 +417,11 @@ def test_use_expert_sends_all_tokens_to_one_expert_while_it_lasts(trained, confi
         with trained.use_expert(expert), ffn_calls(trained) as calls:
             found.append(logits(trained))
         for ffn, inputs, output in calls:
-            assert torch.equal(output, ffn.experts[expert](*inputs))
+            if ffn.is_added and expert:
+                expected = ffn.experts[0](*inputs) + ffn.experts[expert](inputs[0])
+            else:
+                expected = ffn.experts[expert](*inputs)
+            assert torch.equal(output, expected)
         assert torch.equal(logits(trained), routed)
     assert all(not torch.allclose(a, b, atol=1e-3) for a, b in zip(found, [*found[1:], routed], strict=True))
     with trained.use_expert(1):

@@ -9,9 +9,10 @@ from conftest import byte_tokenizer, write_texts
 from transformers import AutoConfig
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
-from hf_moe_expand.costs import activation_bytes, device_memory, tokens_at_hand, training_flops, training_speed
+from hf_moe_expand.costs import activation_bytes, tokens_at_hand, training_flops, training_speed
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.memory import device_memory
 from hf_moe_expand.stages import trained_parts
 from hf_moe_expand.trainers.freezing import freeze
 

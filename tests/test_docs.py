@@ -64,6 +64,8 @@ TESTED = {
     ("publish.md", "bash"): "test_docs.py::test_the_guide_to_publishing",
     ("chat.md", "bash"): "test_chat_guide.py::test_the_chat_guide",
     ("chat.md", "python"): "test_chat_guide.py::test_the_chat_guide",
+    ("added_experts.md", "bash"): "test_docs.py::test_the_guide_to_added_experts",
+    ("added_experts.md", "yaml"): "test_docs.py::test_the_guide_to_added_experts",
     ("choose.md", "yaml"): "test_docs.py::test_the_guide_to_gates",
     ("gates.md", "bash"): "test_docs.py::test_the_guide_to_gates",
     ("choose.md", "json"): "test_plan_methods.py::test_the_guides_own_plan_is_a_plan",
@@ -504,6 +506,16 @@ def test_the_lora_guide(workplace):
     said = run("lora_experts.md")
     assert "expert 0 with updates of rank 8, alpha 16" in said["inspect qwen-mola-2"]
     assert "Qwen2ForCausalLM" in said["export qwen-mola-2"]
+
+
+def test_the_guide_to_added_experts(workplace, tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
+    save_dense(tmp_path / "Qwen" / "Qwen3-30B-A3B", "qwen3_moe", **sizes)
+    workplace("added_experts.md")
+    said = run("added_experts.md")
+    assert "expert 0 with an added FFN of width 512" in said["inspect Qwen/Qwen3-30B-A3B"]
+    assert "mixtures before     all layers" in said["inspect moe-el-3"]
+    assert "fitted gates" in said["inspect moe-el-3"]
 
 
 def test_the_lifelong_guide(workplace):

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
 ROOMS = (
     ("_auto_classes", "errors"),
     ("",),
-    ("auto_class", "disk", "extra", "hub_access", "layer_names", "lock", "scratch"),
+    ("auto_class", "disk", "extra", "hub_access", "layer_names", "lock", "memory", "scratch"),
     ("jsonfile", "languages", "local_paths", "recipe_paths", "records", "schema", "yamlfile"),
     ("anchors", "recipes", "results", "run_record", "settings"),
     ("modeling",),

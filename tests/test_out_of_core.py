@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bpe import bpe_tokenizer
-from conftest import save_dense
+from conftest import ADDED, save_dense
 
 from hf_moe_expand import Plan, expand_checkpoint, graft_delta, grow_checkpoint, shrink_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches
@@ -30,11 +30,14 @@ def place(tmp_path_factory):
     grow_checkpoint(root / "expanded", root / "grown", further)
     expand_checkpoint(save_dense(root / "qwen3", "qwen3"), root / "gguf", UNIFORM)
     bpe_tokenizer().save_pretrained(root / "gguf")
+    expand_checkpoint(save_dense(root / "olmoe", "olmoe", num_experts=4), root / "mixture", UNIFORM, **ADDED)
     return root
 
 
 WORK = {
     "expand": lambda at, out: expand_checkpoint(at / "base", out, UNIFORM),
+    "expand a mixture": lambda at, out: expand_checkpoint(at / "olmoe", out, UNIFORM, **ADDED),
+    "export --expert of a mixture": lambda at, out: export_expert(at / "mixture", out, 0),
     "grow": lambda at, out: grow_checkpoint(
         at / "expanded", out, Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     ),

@@ -20,7 +20,13 @@ from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_chec
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.backbones import ffn_kind
 from hf_moe_expand.checkpoint.promises import PROMISES, Twin, broken_promise, check_architecture
-from hf_moe_expand.checkpoint.proven import LEFT_OUT, LEFT_OUT_ENCODER_DECODERS, PROVEN, PROVEN_ENCODER_DECODERS
+from hf_moe_expand.checkpoint.proven import (
+    LEFT_OUT,
+    LEFT_OUT_ENCODER_DECODERS,
+    PROVEN,
+    PROVEN_ENCODER_DECODERS,
+    PROVEN_MIXTURES,
+)
 from hf_moe_expand.checkpoint.twin import LAYERS, tiny_twin
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
@@ -28,6 +34,9 @@ from hf_moe_expand.modeling import decoder_ffns
 from hf_moe_expand.models import load_for_inference
 
 INSTALLED = [name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+MIXTURES = [name for name in PROVEN_MIXTURES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+# Mixtures that users bring today.
+MIXTURES_OF_TODAY = ("gpt_oss", "granitemoe", "llama4_text", "qwen3_5_moe_text", "qwen3_moe")
 # Those that users bring today, in a fresh process.
 TODAY = (
     "apertus", "cohere2", "ernie4_5", "exaone4", "gemma4_text", "glm4", "lfm2", "ministral3", "olmo3", "opt",
@@ -53,17 +62,23 @@ def expanded(name, folder):
 
 def test_every_architecture_of_the_library_is_proven_or_has_a_reason():
     """A new release of transformers shows its architectures here: each belongs in one of the two tables."""
-    known = {*PROVEN, *LEFT_OUT}
+    known = {*PROVEN, *PROVEN_MIXTURES, *LEFT_OUT}
     assert sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known) == []
-    assert not set(PROVEN) & set(LEFT_OUT)
+    assert not {*PROVEN, *PROVEN_MIXTURES} & set(LEFT_OUT)
+    assert not set(PROVEN) & set(PROVEN_MIXTURES)
     known = {*PROVEN_ENCODER_DECODERS, *LEFT_OUT_ENCODER_DECODERS}
     assert sorted(set(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) - known) == []
     assert not set(PROVEN_ENCODER_DECODERS) & set(LEFT_OUT_ENCODER_DECODERS)
     assert len(INSTALLED) >= 70
 
 
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name in MIXTURES_OF_TODAY])
+def test_a_mixture_of_today_keeps_every_promise(name):
+    assert broken_promise(CONFIG_MAPPING[name]()) is None
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", [*INSTALLED, *(name for name in MIXTURES if name not in MIXTURES_OF_TODAY)])
 def test_a_proven_architecture_keeps_every_promise(name):
     assert broken_promise(CONFIG_MAPPING[name]()) is None
 
@@ -171,7 +186,7 @@ def test_a_class_that_breaks_a_promise_is_refused_by_its_name(fourth, tmp_path):
 @pytest.mark.parametrize("broken", [promise.name for promise in PROMISES])
 def test_each_promise_can_fail(broken):
     """The twin is damaged in the way that its promise speaks of."""
-    twin = Twin.of(CONFIG_MAPPING["qwen2"]())
+    (twin,) = Twin.of(CONFIG_MAPPING["qwen2"]())
     check = next(promise.holds for promise in PROMISES if promise.name == broken)
     assert check(twin)
     with torch.no_grad():
@@ -206,15 +221,12 @@ def test_two_modules_that_map_the_hidden_states_the_larger_is_the_ffn():
 def test_layers_that_are_mixtures_stay_as_they_are(tmp_path):
     twin = saved_twin("glm4_moe", tmp_path / "dense")
     assert [ffn.is_mixture for ffn in decoder_ffns(twin)] == [False, True, True, True]
-    with pytest.raises(
-        InputError, match=r"num_experts_per_layer must be 1 in layers 1, 2, 3, where the backbone has mixtures"
-    ):
+    with pytest.raises(InputError, match="Layers 1 are mixtures of experts of the backbone's own"):
         expand_checkpoint(tmp_path / "dense", tmp_path / "out", Plan("own", [2, 2, 1, 1], new=["el"]))
     Plan("own", [2, 1, 1, 1], new=["el"]).save(tmp_path / "plan.json")
     said = invoke("inspect", tmp_path / "dense", "--plan", tmp_path / "plan.json")
     assert "mixtures before     layers 1, 2, 3, not expanded" in said
-    with pytest.raises(ValueError, match="it is a mixture of experts already"):
-        decoder_ffns(AutoModelForCausalLM.from_config(tiny_twin(CONFIG_MAPPING["mixtral"]()).config))
+    assert all(ffn.is_mixture for ffn in decoder_ffns(tiny_twin(CONFIG_MAPPING["mixtral"]())))
 
 
 def test_experts_of_opt_have_the_names_of_its_layers(tmp_path):
@@ -338,7 +350,7 @@ def test_the_verb_answers_for_a_model(tmp_path):
     said = invoke("backbones", tmp_path / "base")
     assert "a glm4_moe checkpoint; it can be expanded" in said
     assert "gated (1 layers), mixture of experts (3 layers)" in said
-    assert "layers 1, 2, 3 are mixtures already: give them 1 expert in the plan" in said
+    assert "mixtures  layers 1, 2, 3: take --expert-kind added, or give them 1 expert in the plan" in said
     assert said.count("holds on a tiny twin") == len(PROMISES)
     CONFIG_MAPPING["mamba"]().save_pretrained(tmp_path / "mamba")
     with pytest.raises(InputError, match="a mamba checkpoint cannot be expanded: it is a state-space"):
@@ -350,7 +362,7 @@ def test_the_verb_answers_for_a_model(tmp_path):
 def test_the_page_lists_the_proven_architectures():
     page = (Path(__file__).parents[1] / "docs" / "backbones.md").read_text("utf-8")
     rows = re.findall(r"^\| (\S+) \|.*\| all hold \|$", page, re.MULTILINE)
-    assert rows == [*PROVEN, *PROVEN_ENCODER_DECODERS]
+    assert rows == [*PROVEN, *PROVEN_MIXTURES, *PROVEN_ENCODER_DECODERS]
     for left_out in (LEFT_OUT, LEFT_OUT_ENCODER_DECODERS):
         for reason in set(left_out.values()):
             (named,) = re.findall(rf"^\| {re.escape(reason)} \| (.*) \|$", page, re.MULTILINE)

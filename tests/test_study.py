@@ -2,7 +2,10 @@
 
 import functools
 import importlib
+import inspect
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ import torch
 import yaml
 from conftest import save_dense, write_texts
 
+from hf_moe_expand import expand_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 
@@ -488,3 +492,31 @@ def test_a_rate_at_the_ladders_end_is_marked():
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert cells[0][5:7] == ["learning rate", "review's"]
     assert [row[5:7] for row in cells[2:]] == [["", ""], ["0.3 (end)", "1"], ["0.2", ""]]
+
+
+def test_the_small_mixture_and_a_row_on_it(quick_study, tmp_path, monkeypatch):
+    small = importlib.import_module("small_base")
+    sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 16, "num_layers": 2, "num_heads": 2}
+    settings = replace(small.MIXTURE, **sizes, blocks_per_step=2)
+    shutil.rmtree(tmp_path / "base")
+    small.make_small_base(tmp_path / "data" / "help", tmp_path / "base", 2, settings)
+    config = json.loads((tmp_path / "base" / "config.json").read_text("utf-8"))
+    assert (config["model_type"], config["num_experts"], config["output_router_logits"]) == ("olmoe", 8, False)
+    lora = {"method": "lora", "lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]}}
+    added = {
+        "plan": {"method": "moe-lpr", "experts": 2}, "expand": {"expert_kind": "added", "expert_width": 8},
+        "post_pretrain": {}, "review": {"distillation_coef": 1.0},
+    }  # fmt: skip
+    quick_study("run", "--seeds", "0", rows={"LoRA": {"dense": lora}, "added": added}, curves=[], claims={})
+    results = [json.loads((tmp_path / "out" / "results" / f"{name}.0.json").read_text()) for name in ("LoRA", "added")]
+    assert [found["trained"] for found in results] == [2 * 2 * 2 * (32 + 32), 2 * (3 * 32 * 8 + 2 * 32)]
+
+
+@pytest.mark.parametrize("name", ["added", "mixture"])
+def test_the_rows_of_added_experts_are_expansions(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    settings = importlib.import_module("study_settings").read_settings(BENCHMARKS / "studies" / f"{name}.yaml")
+    known = set(inspect.signature(expand_checkpoint).parameters)
+    assert all(known.issuperset(row.get("expand", {})) for row in settings["rows"].values())
+    claimed = {row for claims in settings["claims"].values() for _, _, *rows in claims for row in rows}
+    assert claimed <= set(settings["rows"])

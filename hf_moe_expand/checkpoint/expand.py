@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from transformers import PreTrainedConfig
 from .. import __version__
 from ..errors import InputError
 from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, stack_sizes
-from ..modeling.expanded_config import EXPERT_KINDS, ExpandedConfig
+from ..modeling.expanded_config import ExpandedConfig
+from ..modeling.expert_kinds import ExpertKind
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
+from .kinds import check_kinds, chosen_kind, recorded_init
+from .neurons import file_rows
 from .new_weights import new_weight, random_weight
 from .promises import check_architecture
 from .reader import TORCH_DTYPES, TensorInfo
@@ -29,7 +32,6 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 _FEW = 5
 _PART = re.compile(r"(model\.)?[^.]+")
-EXPERT_INITS = ("copy", "random")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def expand_checkpoint(
     expert_kind: str = "ffn",
     lora_rank: int = 8,
     lora_alpha: float = 16,
+    expert_width: int | None = None,
     seed: int = 0,
     revision: str | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
@@ -73,12 +76,15 @@ def expand_checkpoint(
         plan: experts and classifiers of each layer.
         expert_init: `copy` makes every new expert a copy of the original FFN, so that the expanded model gives the
             dense model's outputs; `random` draws the weights as the backbone's own initialisation does (MoE-LPR's
-            ablation "w/o EC").
+            ablation "w/o EC"). Added experts compute nothing at first: their rows are neurons of the original block,
+            or random ones.
         conditional_routing: make expert 0 a shared FFN outside the routed set; a gate decides whether the routed
             experts add to a token's output (CMR).
         expert_kind: kind of the new experts: `ffn`, separate FFNs, or `lora`, expert 0 with a low-rank update on its
-            linear layers (MoLA, LoRAMoE), which is zero at first.
+            linear layers (MoLA, LoRAMoE), which is zero at first; or `added`, expert 0 with an FFN of any width beside
+            it, whose output is zero at first, for a base that is a mixture of experts too.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
+        expert_width: width of the added FFNs.
         seed: random seed of the routers, of random experts and of updates.
         revision: revision of a hub id.
         max_shard_size: size of the largest weight file.
@@ -94,31 +100,19 @@ def expand_checkpoint(
     check_architecture(dense_config, base)
     check_dense_plan(plan, dense_config, base, conditional_routing)
     dense = StoredModel(folder, dense_config)
-    lora = lora_fields(dense.network, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
-    config = planned_config(dense_config, plan, conditional_routing=conditional_routing, **lora)
+    kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
+    config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(dense.reader.tensors[dense.names[key]].numel for key in dense.tensors)
     parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
     # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
-    record = first_record(plan, name, commit, expert_init, seed, base_parameters, parameters)
+    record = first_record(plan, name, commit, recorded_init(kind, expert_init), seed, base_parameters, parameters)
     History([record]).write(config)
     write_checkpoint(
         out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size=max_shard_size, overwrite=overwrite
     )
     return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
-
-
-def check_kinds(expert_init: str, expert_kind: str) -> None:
-    """Refuses an unknown expert_init or expert_kind.
-
-    Raises:
-        InputError: one of the two is unknown.
-    """
-    if expert_init not in EXPERT_INITS:
-        raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
-    if expert_kind not in EXPERT_KINDS:
-        raise InputError(f"expert_kind is {expert_kind!r}; known: {', '.join(EXPERT_KINDS)}.")
 
 
 def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:
@@ -174,44 +168,24 @@ def check_dense_plan(
         )
 
 
-def planned_config(dense_config: PreTrainedConfig, plan: Plan, **fields: Any) -> ExpandedConfig:
-    """The configuration of a dense model expanded by `plan`; `fields` are further ones of `ExpandedConfig`."""
+def planned_config(
+    dense_config: PreTrainedConfig, plan: Plan, kind: ExpertKind | None = None, **fields: Any
+) -> ExpandedConfig:
+    """The configuration of a dense model expanded by `plan` with experts of a kind, FFNs by default; `fields` are
+    further ones of `ExpandedConfig`."""
     config_class = DMoEConfig if plan.groups else LayerMoEConfig
+    kind = kind or ExpertKind()
     return config_class.from_dense(
         dense_config,
         num_experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
         router_top_k=plan.top_k,
         prefix_gate=plan.prefix_rule,
+        expert_kind=kind.name,
+        **dict(zip(kind.names, kind.settings or [], strict=True)),
         **({"language_groups": plan.groups} if plan.groups else {}),
         **fields,
     )
-
-
-def lora_fields(network: Any, plan: Plan, expert_init: str, rank: int, alpha: float) -> dict[str, Any]:
-    """The configuration's fields for LoRA experts of the dense model `network`.
-
-    Raises:
-        InputError: the plan or `expert_init` does not allow LoRA experts, or rank or alpha is out of range.
-    """
-    if plan.groups:
-        raise InputError(
-            "expert_kind is 'lora', but DMoE trains a whole FFN for each group: leave it out, or take another method."
-        )
-    if expert_init != "copy":
-        raise InputError(
-            f"expert_init is {expert_init!r}, but LoRA experts start as expert 0, with an update of zero: leave it out."
-        )
-    ffn = next(ffn.module for ffn in decoder_ffns(network) if not ffn.is_mixture)
-    narrowest = min(min(parameter.shape) for parameter in ffn.parameters() if parameter.dim() > 1)
-    if not 1 <= rank < narrowest:
-        raise InputError(
-            f"lora_rank is {rank}: must be at least 1 and below {narrowest}, the narrowest side of the FFN's linear "
-            "layers."
-        )
-    if alpha <= 0:
-        raise InputError(f"lora_alpha is {alpha:g}: must be above 0.")
-    return {"expert_kind": "lora", "lora_rank": rank, "lora_alpha": float(alpha)}
 
 
 def tensor_numel(shape: Iterable[int]) -> int:
@@ -228,11 +202,11 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
     for name, parameter in expanded.state_dict().items():
         place = where[name]
         if place.dense is None:
-            outputs.append(
-                routing_tensor(
-                    name, ffn_dtype(dense, ffns[place.layer]), tuple(parameter.shape), place.inner, (seed, place.layer)
-                )
-            )
+            ffn, shape, where_new = ffns[place.layer], tuple(parameter.shape), (seed, place.layer)
+            rows = None
+            if expert_init == "copy" and config.kind_of(place.layer, place.expert or 0).name == "added":
+                rows = file_rows(dense, ffn.module, ffn.name, place.inner, shape[0], where_new)
+            outputs.append(routing_tensor(name, ffn_dtype(dense, ffn), shape, place.inner, where_new, rows))
             continue
         info = dense.info(place.dense)
         if info is None:  # tied
@@ -244,7 +218,7 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
                 _random_expert_tensor(name, info, dense.network, ffn.module, rest, (seed, place.layer, place.expert))
             )
         else:
-            outputs.append(dense.copied(place.dense, name))
+            outputs += dense.copies(place.dense, name)
     return outputs
 
 
@@ -261,11 +235,19 @@ def ffn_dtype(dense: StoredModel, ffn: DecoderFFN) -> str:
     return dtype
 
 
-def routing_tensor(name: str, dtype: str, shape: tuple[int, ...], inner: str, place: tuple[int, ...]) -> OutputTensor:
-    """`new_weight` as a tensor to write."""
+def routing_tensor(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    inner: str,
+    place: tuple[int, ...],
+    rows: Callable[[], torch.Tensor] | None = None,
+) -> OutputTensor:
+    """`new_weight` as a tensor to write, or what `rows` gives."""
 
     def data() -> Iterable[bytes]:
-        yield tensor_bytes(new_weight(inner, shape, place).to(TORCH_DTYPES[dtype]))
+        weight = new_weight(inner, shape, place) if rows is None else rows()
+        yield tensor_bytes(weight.to(TORCH_DTYPES[dtype]))
 
     return OutputTensor(name, dtype, shape, data)
 

@@ -97,7 +97,7 @@ def save_expansion(
     pointer = dict(zip(("base_model", "revision"), found, strict=True))
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
     record, added, changed = _compare(expanded, dense)
-    in_base, size = (sum(expanded.reader.tensors[name].nbytes for name in names) for names in (record, changed))
+    in_base, size = (sum(expanded.reader.info(name).nbytes for name in names) for names in (record, changed))
     if in_base <= size:
         raise InputError(
             f"{folder}: lacks most tensors of {base or origin.name}, such as {changed[0]}: give the base model that "
@@ -122,17 +122,20 @@ def _compare(
     record, others, changed = {}, [], []
     where = places(expanded.network)
     for key in sorted(expanded.tensors, key=dot_natural_key):
-        place, stored = where[key], expanded.names[key]
-        original = dense.names.get(place.dense) if place.dense and not place.expert else None
-        # Tensors that the library puts together from several are none of the base's files.
-        if original is not None and dense.reader.tensors[original].made is None:
-            a, b = expanded.reader.tensors[stored], dense.reader.tensors[original]
+        place = where[key]
+        own = expanded.files_names(key)
+        homes = dense.files_names(place.dense) if place.dense in dense.names and not place.expert else []
+        if not own or len(own) != len(homes):
+            others += expanded.copies(key)
+            continue
+        for stored, original, copied in zip(own, homes, expanded.copies(key), strict=True):
+            a, b = expanded.reader.info(stored), dense.reader.info(original)
             hashed = _sha256(dense.reader, original)
             if (a.dtype, a.shape) == (b.dtype, b.shape) and _sha256(expanded.reader, stored) == hashed:
                 record[stored] = {"name": original, "sha256": hashed}
-                continue
-            changed.append(stored)
-        others.append(expanded.copied(key))
+            else:
+                changed.append(stored)
+                others.append(copied)
     return record, others, changed
 
 

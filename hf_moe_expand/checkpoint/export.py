@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..errors import InputError
 from ..modeling import layer_names
+from ..modeling.expert_kinds import LoraKind
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .native_forms import NativeForm, native_form
@@ -118,22 +119,27 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
     """The tensors of the dense model that has one expert of every expanded layer as its FFN.
 
     Raises:
-        InputError: an expanded layer lacks this expert.
+        InputError: an expanded layer lacks this expert, or it is an added one.
     """
     for layer, count in enumerate(source.config.num_experts_per_layer):
         if not 0 <= expert < count and count > 1:
             name = layer_names(source.config)[layer]
             raise InputError(f"{source.folder}: layer {name} has no expert {expert}; give one of 0..{count - 1}.")
+    if expert and source.config.has_kind("added"):
+        raise InputError(
+            f"{source.folder}: its experts are added to expert 0's output, and the backbone has no FFN for both: only "
+            "expert 0, the base, is written (--expert 0)."
+        )
     network = network_of(dense_config(source.config))
     tensors = []
     for key, place in places(source.network).items():
-        update = source.config.update_of(place.layer, expert)
-        if key in source.names and place.dense is not None and place.expert in (None, 0 if update else expert):
+        kind = source.config.kind_of(place.layer, expert)
+        if key in source.names and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
             name = _saved_name(network, place.dense)
-            if update and place.expert == 0:
-                tensors.append(merged(source, key, place.inner, expert, update, name))
+            if isinstance(kind, LoraKind) and place.expert == 0:
+                tensors.append(merged(source, key, place.inner, expert, kind, name))
             else:
-                tensors.append(source.copied(key, name))
+                tensors += source.copies(key, name)
     return tensors
 
 

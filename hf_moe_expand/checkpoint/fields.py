@@ -23,7 +23,7 @@ _LAYERS = (
 _SIZES = (
     "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "n_inner", "ffn_hidden_size", "head_dim",
     "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads", "num_kv_heads", "n_positions",
-    "max_position_embeddings", "max_seq_len", "expansion_ratio", "lora_rank", "encoder_ffn_dim",
+    "max_position_embeddings", "max_seq_len", "expansion_ratio", "lora_rank", "expert_width", "encoder_ffn_dim",
     "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "d_ff", "d_kv",
 )  # fmt: skip
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
@@ -135,14 +135,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_update(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, list)
-        and len(value) == 2
-        and _is_count(value[0])
-        and isinstance(value[1], int | float)
-        and not isinstance(value[1], bool)
-        and value[1] > 0
-    )
+    if value is None:
+        return True
+    if not isinstance(value, list) or len(value) not in (1, 2) or not _is_count(value[0]):
+        return False
+    return all(isinstance(one, int | float) and not isinstance(one, bool) and one > 0 for one in value)
 
 
 def _is_stage(value: Any) -> bool:
@@ -159,7 +156,7 @@ _OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "earlier_experts_per_layer": (_list_of(_list_of(_is_count)), "a list of counts for each earlier expansion"),
     "classifier_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
     "packs": (_list_of(_is_count), "a list of numbers of expansions"),
-    "updates_of_packs": (_list_of(_is_update), "a list with rank and alpha, or null, for each pack"),
+    "updates_of_packs": (_list_of(_is_update), "a list with rank and alpha, a width, or null, for each pack"),
     "prefix_gate": (lambda value: isinstance(value, dict), "an object with decay, bound and reach"),
     "gate_languages": (_list_of(_list_of(_is_text)), "a list of languages for each class"),
     "router_top_k": (_is_count, "a whole number of at least 1"),

@@ -78,7 +78,7 @@ def write_gates(
     check_output(out, overwrite, stored.folder)
     config: Any = stored.config
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
-    outputs = [stored.copied(key) for key in stored.tensors if ".classifier." not in key]
+    outputs = [one for key in stored.tensors if ".classifier." not in key for one in stored.copies(key)]
     for layer in gates.rows:
         dtype = stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype
         for inner, tensor in gate_tensors(gates, layer, dtype).items():

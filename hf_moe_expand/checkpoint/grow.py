@@ -13,14 +13,16 @@ from safetensors.torch import save
 
 from ..errors import InputError, at
 from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
+from ..modeling.expert_kinds import KINDS
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from .expand import routing_tensor, versions
 from .folder import write_checkpoint
+from .neurons import file_rows
 from .new_weights import new_router
 from .reader import ITEM_BITS, CheckpointReader, TensorInfo
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import check_complete, network_of
+from .stored import StoredModel, check_complete, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
@@ -107,8 +109,8 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         )
     if config.updates_of_packs:
         raise InputError(
-            f"{folder}: joins packs with FFNs and with LoRA experts, and growth adds experts of one kind: expand the "
-            "base for the new languages and join that pack too."
+            f"{folder}: joins packs with experts of several kinds or sizes, and growth adds experts of one kind: "
+            "expand the base for the new languages and join that pack too."
         )
     counts = config.num_experts_per_layer
     if plan.grows_from != counts:
@@ -212,7 +214,18 @@ def add_experts(
     history = History.of(config)
     before = len(history)
     outputs = {name: _copied(reader, name, name) for name in reader.tensors}
-    _add_experts(outputs, reader, prefixes, counts, sources, copy_router_rows, seed, config.expert_kind == "lora")
+    stored = StoredModel(folder) if config.expert_kind == "added" else None
+    _add_experts(
+        outputs,
+        reader,
+        prefixes,
+        counts,
+        sources,
+        copy_router_rows,
+        seed,
+        not KINDS[config.expert_kind].has_ffn,
+        stored,
+    )
     _replace_classifiers(outputs, reader, prefixes, config, before + 2)
     parameters = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
     history.with_expansion(replace(record, parameters=parameters)).write(config)
@@ -239,25 +252,29 @@ def _add_experts(
     sources: Mapping[int, Sequence[int]],
     copy_router_rows: bool,
     seed: int,
-    lora: bool,
+    has_updates: bool,
+    stored: StoredModel | None,
 ) -> None:
     for layer, experts in sources.items():
         if not experts:  # a dense layer, maybe, which has no router
             continue
         prefix = prefixes[layer]
         for number, expert in enumerate(experts, start=counts[layer]):
-            # A LoRA expert that copies expert 0 has a zero update, of the shape of expert 1's update.
-            starts_anew = lora and expert == 0
+            # A LoRA or added expert that copies expert 0 adds zero to it, with tensors of the shapes of expert 1's.
+            starts_anew = has_updates and expert == 0
             of_source = f"{prefix}.experts.{1 if starts_anew else expert}."
             for name, info in reader.tensors.items():
                 if name.startswith(of_source):
                     inner = f"experts.{number}.{name.removeprefix(of_source)}"
                     new = f"{prefix}.{inner}"
-                    outputs[new] = (
-                        routing_tensor(new, info.dtype, info.shape, inner, (seed, layer))
-                        if starts_anew
-                        else _copied(reader, new, name)
-                    )
+                    if not starts_anew:
+                        outputs[new] = _copied(reader, new, name)
+                        continue
+                    rows = None
+                    if stored is not None:
+                        block, width = stored.network.expanded_ffns()[layer].experts[0], info.shape[0]
+                        rows = file_rows(stored, block, f"{prefix}.experts.0", inner, width, (seed, layer))
+                    outputs[new] = routing_tensor(new, info.dtype, info.shape, inner, (seed, layer), rows)
         name = f"{prefix}.router.weight"
         rows = experts if copy_router_rows else None
         outputs[name] = _router(reader, name, len(experts), rows, (seed, layer, counts[layer]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -14,11 +15,13 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns, model_class
 from ..planning.plan import Plan, PrefixGate
 from ..records import History
-from .expand import check_dense_plan, check_kinds, first_record, lora_fields, planned_config
+from .expand import check_dense_plan, first_record, planned_config
+from .kinds import check_kinds, chosen_kind, recorded_init
+from .neurons import ROWS, added_rows, neurons_of, rows_in_memory
 from .new_weights import new_weight, random_weight
 from .promises import check_architecture
 from .source import check_base_config
-from .stored import places
+from .stored import Place, places
 
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
 # Fields that say how a model was made or loaded and do not affect its outputs.
@@ -34,6 +37,7 @@ def expand_model(
     expert_kind: str = "ffn",
     lora_rank: int = 8,
     lora_alpha: float = 16,
+    expert_width: int | None = None,
     seed: int = 0,
 ) -> Any:
     """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`, without
@@ -46,9 +50,9 @@ def expand_model(
     Args:
         dense: a `...ForCausalLM` or `...ForConditionalGeneration` of a supported backbone, on one device.
         plan: experts and classifiers of each layer; or a configuration from `LayerMoEConfig.from_dense` or
-            `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind`, `lora_rank` and
-            `lora_alpha`.
-        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, seed: see `expand_checkpoint`.
+            `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind` and its settings.
+        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, expert_width, seed: see
+            `expand_checkpoint`.
 
     Returns:
         A `LayerMoEForCausalLM`, a `LayerMoEForSeq2SeqLM` if `dense` is an encoder-decoder, or a `DMoEForCausalLM` if
@@ -67,12 +71,13 @@ def expand_model(
             )
         plan, conditional_routing, expert_kind = _plan_of(given), given.conditional_routing, given.expert_kind
         lora_rank, lora_alpha = given.lora_rank or lora_rank, given.lora_alpha or lora_alpha
+        expert_width = given.expert_width
     else:
         given = None
     name, revision = base_of(dense)
     check_dense_plan(plan, dense.config, name, conditional_routing)
-    lora = lora_fields(dense, plan, expert_init, lora_rank, lora_alpha) if expert_kind == "lora" else {}
-    config = planned_config(dense.config, plan, conditional_routing=conditional_routing, **lora)
+    kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
+    config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if given is not None:
         _check_same(given, config)
     with torch.device("meta"), init.no_init_weights():
@@ -87,7 +92,9 @@ def expand_model(
     static = model_class(config)
     expanded.config.architectures = [static.__name__]
     expanded.config.auto_map = static.auto_map(config)
-    History([first_record(plan, name, revision, expert_init, seed, *counts)]).write(expanded.config)
+    History([first_record(plan, name, revision, recorded_init(kind, expert_init), seed, *counts)]).write(
+        expanded.config
+    )
     expanded.generation_config = copy.deepcopy(dense.generation_config)
     return expanded.train(dense.training)
 
@@ -162,7 +169,7 @@ def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -
         ffn = ffns[place.layer]
         like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
         if place.dense is None:
-            new = new_weight(place.inner, tuple(empty.shape), (seed, place.layer))
+            new = _new_weight(expanded, ffn.module, place, tuple(empty.shape), expert_init, seed)
         elif expert_init == "random" and place.expert:
             rest = place.dense.removeprefix(f"{ffn.name}.")
             new = random_weight(dense, ffn.module, rest, (seed, place.layer, place.expert))
@@ -171,6 +178,19 @@ def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -
             continue
         state[name] = new.to(like.dtype).to(like.device)
     return state
+
+
+def _new_weight(
+    expanded: Any, block: nn.Module, place: Place, shape: tuple[int, ...], expert_init: str, seed: int
+) -> torch.Tensor:
+    """First weights of a tensor that the dense model lacks."""
+    copies = expert_init == "copy" and place.inner.endswith(ROWS)
+    if copies and expanded.config.kind_of(place.layer, place.expert or 0).name == "added":
+        neurons = neurons_of(block, expanded.config.hidden_size)
+        if neurons is not None:
+            where = (seed, place.layer)
+            return added_rows(neurons, place.inner, shape[0], where, rows_in_memory(block, neurons))
+    return new_weight(place.inner, shape, (seed, place.layer))
 
 
 def _tie(model: Any) -> None:

@@ -228,10 +228,12 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
         set_gates(config, gates)
         facts = {name: getattr(config, name) for name in GATE_FIELDS}
         records = [replace(record, **facts) for record in records]
-    updates = [pack.update for pack in packs]
-    if any(update != updates[0] for update in updates):
-        config.expert_kind, config.lora_rank, config.lora_alpha = "ffn", None, None
-        config.updates_of_packs = updates
+    kinds = [pack.kind for pack in packs]
+    if any(kind != kinds[0] for kind in kinds):
+        for name in kinds[0].names:
+            setattr(config, name, None)
+        config.expert_kind = "ffn"
+        config.updates_of_packs = [kind.settings for kind in kinds]
     History(records).write(config)
     return config
 
@@ -256,7 +258,7 @@ def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates:
         if place.dense in base and place.expert in (None, 0):
             source = base[place.dense]
             # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
-            outputs.append(first.copied(source, None if source == key else key))
+            outputs += first.copies(source, None if source == key else key)
     before = [0] * count_layers(config)
     for pack in packs:
         for layer, own, rest, key in pack.experts:

@@ -98,7 +98,7 @@ def _write_alone(pack: Pack, out: str | os.PathLike, max_shard_size: str | int, 
     for key, place in where.items():
         if place.dense in pack.base and place.expert in (None, 0):
             source = pack.base[place.dense]
-            outputs.append(stored.copied(source, None if source == key else key))
+            outputs += stored.copies(source, None if source == key else key)
     for layer, number, rest, key in pack.experts:
         outputs.append(stored.copied(key, keys[layer, f"experts.{number}.{rest}"]))
     types = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -57,7 +57,7 @@ def average_checkpoints(
     stored = [StoredModel(model) for model in models]
     check_output(out, overwrite, *(model.folder for model in stored))
     for model in stored:
-        if getattr(model.config, "has_updates", False):
+        if isinstance(model.config, ExpandedConfig) and model.config.has_kind("lora"):
             raise InputError(
                 f"{model.folder}: has LoRA experts, and the mean of their updates' factors is not the mean of the "
                 "updates. Average the dense models that `export --expert` writes."

@@ -1,4 +1,4 @@
-"""First weights of what an expansion adds: routers, classifiers, gates, updates of LoRA experts, random experts.
+"""First weights of what an expansion adds: routers, classifiers, gates, LoRA updates, added experts, random experts.
 
 Each tensor's place (seed, layer, ...) decides its values, which depend neither on other tensors nor on their order.
 """
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.experts import init_lora_a
+from ..modeling.experts import init_kaiming
 from ..modeling.routing import init_router
+
+_RANDOM = ("lora_A.weight", ".gate_proj.weight", ".up_proj.weight")
 
 
 def _place_seed(*numbers: int) -> int:
@@ -21,16 +23,22 @@ def _place_seed(*numbers: int) -> int:
     return value
 
 
+def place_generator(*numbers: int) -> torch.Generator:
+    """The random numbers of one tensor's place."""
+    return torch.Generator().manual_seed(_place_seed(*numbers))
+
+
 def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
     """A router's first weights, `[N, h]` float32; `place` (seed, layer, ...) decides them."""
     weight = torch.empty(shape)
-    init_router(weight, torch.Generator().manual_seed(_place_seed(*place)))
+    init_router(weight, place_generator(*place))
     return weight
 
 
 def new_weight(inner: str, shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
-    """First weights, float32, of what expansion adds beside experts: a router (see `new_router`), a LoRA expert's A, or
-    a LoRA expert's B, a classifier or a gate, which are zero.
+    """First weights, float32, of tensors that the dense model lacks: a router (see `new_router`), a LoRA expert's A and
+    the rows of an added expert (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and gates are
+    zero.
 
     Args:
         inner: name of the tensor inside the layer's FFN block.
@@ -39,8 +47,8 @@ def new_weight(inner: str, shape: tuple[int, ...], place: tuple[int, ...]) -> to
     if inner == "router.weight":
         return new_router(shape, place)
     weight = torch.zeros(shape)
-    if inner.endswith("lora_A.weight"):
-        init_lora_a(weight, torch.Generator().manual_seed(_place_seed(*place, *inner.encode())))
+    if inner.endswith(_RANDOM):
+        init_kaiming(weight, place_generator(*place, *inner.encode()))
     return weight
 
 

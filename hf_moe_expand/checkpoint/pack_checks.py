@@ -61,6 +61,12 @@ def _same_routing(one: Pack, other: Pack) -> bool:
 
 
 def _check_config(first: Pack, pack: Pack) -> None:
+    if (first.kind.name == "added") != (pack.kind.name == "added"):
+        added, another = (first, pack) if first.kind.name == "added" else (pack, first)
+        raise InputError(
+            f"{added.name}: its experts are added to expert 0's output, but those of {another.name} are "
+            f"{another.kind.words}: added experts are joined with added experts alone."
+        )
     if first.config.router_top_k != pack.config.router_top_k:
         raise InputError(
             f"router_top_k is {first.config.router_top_k} in {first.name}, but {pack.config.router_top_k} in "

@@ -21,6 +21,7 @@ from safetensors.torch import save
 from ..errors import InputError
 from ..modeling import count_layers
 from ..modeling.configuration_layer_moe import joins_packs
+from ..modeling.expert_kinds import ExpertKind
 from ..records import History
 from .pack_file import PACK_FILE, ROUTING, check_rows, own_text, read_pack_file
 from .reader import TORCH_DTYPES
@@ -29,7 +30,7 @@ from .stored import Place, StoredModel, network_of, places
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
 MAY_DIFFER = (
     "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages",
-    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "updates_of_packs",
+    "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "updates_of_packs",
     "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
 )  # fmt: skip
 # Those that training the joined model may change besides.
@@ -78,9 +79,9 @@ class Pack:
         return [*(self.config.earlier_experts_per_layer or []), self.config.num_experts_per_layer]
 
     @property
-    def update(self) -> list[float] | None:
-        """Rank and alpha of its LoRA experts; None for FFNs."""
-        return [self.config.lora_rank, self.config.lora_alpha] if self.config.expert_kind == "lora" else None
+    def kind(self) -> ExpertKind:
+        """The kind of its experts."""
+        return self.config.expert_kinds[0]
 
     @cached_property
     def places(self) -> dict[str, Place]:

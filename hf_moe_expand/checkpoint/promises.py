@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from .stored import places
 from .twin import VOCABULARY, tiny_twin
 
 _EXPERTS = 3
+_WIDTH = 16
 _NEW_TOKENS = 4
 
 
@@ -34,15 +36,26 @@ class Twin:
     trained: Any
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Twin":
-        """The twin of a dense model's configuration.
+    def of(cls, config: PreTrainedConfig) -> list["Twin"]:
+        """The twins of a dense model's configuration: one with experts that are FFNs, unless all layers are mixtures of
+        experts of the backbone's own, and one with added experts if some are.
 
         Raises:
             ValueError: no twin can be built; the message has the reason.
         """
         dense = tiny_twin(config)
-        counts = [1 if ffn.is_mixture else _EXPERTS for ffn in decoder_ffns(dense)]
-        own: Any = LayerMoEConfig.from_dense(dense.config, num_experts_per_layer=counts)
+        mixtures = [ffn.is_mixture for ffn in decoder_ffns(dense)]
+        kinds: list[dict[str, Any]] = []
+        if not all(mixtures):
+            kinds.append({"num_experts_per_layer": [1 if mixture else _EXPERTS for mixture in mixtures]})
+        if any(mixtures):
+            added = {"expert_kind": "added", "expert_width": _WIDTH}
+            kinds.append({"num_experts_per_layer": [_EXPERTS] * len(mixtures), **added})
+        return [cls._expanded(dense, fields) for fields in kinds]
+
+    @classmethod
+    def _expanded(cls, dense: Any, fields: dict[str, Any]) -> "Twin":
+        own: Any = LayerMoEConfig.from_dense(dense.config, **fields)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             expanded = auto_class(own).from_config(own, dtype=torch.float32).eval()
@@ -141,10 +154,10 @@ PROMISES = (
 def broken_promise(config: PreTrainedConfig) -> str | None:
     """What the architecture of a dense configuration does not keep; None if it keeps every promise."""
     try:
-        twin = Twin.of(config)
+        twins = Twin.of(config)
     except Exception as error:  # models raise many types
         return first_line(error)
-    for promise in PROMISES:
+    for twin, promise in product(twins, PROMISES):
         try:
             if not promise.holds(twin):
                 return f"it does not hold that {promise.words}"

@@ -5,7 +5,7 @@ import json
 import struct
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -67,6 +67,9 @@ class CheckpointReader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, TensorInfo] = {}
+        # Of each tensor that is put together, its parts' names in the files, by their names in the model.
+        self.parts: dict[str, dict[str, str]] = {}
+        self._stored_parts: dict[str, TensorInfo] = {}
         self._finite: set[str] = set()
         self.files, wanted = self._files()
         for file in self.files:
@@ -125,17 +128,23 @@ class CheckpointReader:
         return found.hexdigest()
 
     def put_together(
-        self, name: str, shape: tuple[int, ...], parts: Sequence[str], made: Callable[[dict[str, torch.Tensor]], Any]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        parts: Mapping[str, str],
+        made: Callable[[dict[str, torch.Tensor]], Any],
     ) -> None:
         """Replaces stored tensors by the one that transformers makes of them when it loads the checkpoint.
 
         Args:
             name: name of the tensor that is made.
-            parts: names of the stored tensors.
+            parts: names of the stored tensors, by their names in the model.
             made: makes the tensor from its parts.
         """
-        stored = {part: self.tensors.pop(part) for part in parts}
-        first = stored[parts[0]]
+        stored = {part: self.tensors.pop(part) for part in parts.values()}
+        first = next(iter(stored.values()))
+        self.parts[name] = dict(parts)
+        self._stored_parts |= stored
 
         def make() -> torch.Tensor:
             return made({part: self._load(part, info) for part, info in stored.items()})
@@ -143,9 +152,13 @@ class CheckpointReader:
         size = prod(shape) * ITEM_BITS[first.dtype] // 8
         self.tensors[name] = TensorInfo(first.dtype, shape, first.file, 0, size, make)
 
+    def info(self, name: str) -> TensorInfo:
+        """The header of a tensor, or of a part of one that is put together."""
+        return self.tensors[name] if name in self.tensors else self._stored_parts[name]
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor, in pieces."""
-        return self._chunks(name, self.tensors[name])
+        return self._chunks(name, self.info(name))
 
     def _chunks(self, name: str, info: TensorInfo) -> Iterator[bytes]:
         if info.made is not None:
@@ -168,7 +181,7 @@ class CheckpointReader:
         Raises:
             InputError: the tensor is of a floating-point type and holds NaN or infinite values.
         """
-        dtype = TORCH_DTYPES.get(self.tensors[name].dtype)
+        dtype = TORCH_DTYPES.get(self.info(name).dtype)
         for chunk in self.chunks(name):
             if dtype is not None and name not in self._finite and len(chunk) % dtype.itemsize == 0:
                 with warnings.catch_warnings():  # nothing writes to the tensor
@@ -217,9 +230,24 @@ class CheckpointReader:
                     raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
                 yield torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype])
 
+    def rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """Rows of a stored floating-point tensor, `[len(rows), h]`, whose last dimension is h; only they are read."""
+        info = self.info(name)
+        if info.made is not None:
+            return self.tensor(name).flatten(0, -2)[list(rows)]
+        size = info.shape[-1] * ITEM_BITS[info.dtype] // 8
+        data = bytearray()
+        with open(info.file, "rb") as file:
+            for row in rows:
+                file.seek(info.start + row * size)
+                data += file.read(size)
+        if len(data) < len(rows) * size:
+            raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype]).view(len(rows), -1)
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""
-        return self._load(name, self.tensors[name])
+        return self._load(name, self.info(name))
 
     def _load(self, name: str, info: TensorInfo) -> torch.Tensor:
         header = json.dumps(

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import InputError
 from ..modeling import decoder_ffns
+from ..modeling.expert_kinds import LoraKind
 from .stored import StoredModel, rounded, widened
 from .writer import OutputTensor, zeros
 
@@ -58,7 +59,12 @@ def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> No
             f"{folder}: has conditional routing, a gate between expert 0 and the routed experts; no architecture of "
             f"{target} with this backbone's attention has one."
         )
-    if config.has_updates and not merge_lora:
+    if config.has_kind("added"):
+        raise InputError(
+            f"{folder}: its experts are added to expert 0's output; no architecture of {target} has such experts. "
+            "Publish the checkpoint with its own code (`push`)."
+        )
+    if config.has_kind("lora") and not merge_lora:
         raise InputError(
             f"{folder}: its experts are expert 0 with low-rank updates; no architecture of {target} has such experts. "
             "`export --merge-lora` makes FFNs of them; `export --expert` writes a dense model with one of them."
@@ -68,7 +74,7 @@ def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> No
             f"{folder}: layers {', '.join(map(str, config.classifier_layers))} have a classifier; no architecture of "
             f"{target} has one."
         )
-    if merge_lora and not config.has_updates:
+    if merge_lora and not config.has_kind("lora"):
         raise InputError(f"{folder}: has no LoRA experts, so that there is nothing to merge; leave --merge-lora out.")
 
 
@@ -140,11 +146,11 @@ def _expert(
 ) -> dict[str, OutputTensor]:
     if count == 1:
         return {part: source.copied(f"{place}.{part}") for part in parts}
-    update = source.config.update_of(layer, expert)
-    if update is None:
+    kind = source.config.kind_of(layer, expert)
+    if not isinstance(kind, LoraKind):
         return {part: source.copied(f"{place}.experts.{expert}.{part}") for part in parts}
     assert merge_lora, "check_routing refuses LoRA experts"
-    return {part: merged(source, f"{place}.experts.0.{part}", f"experts.0.{part}", expert, update) for part in parts}
+    return {part: merged(source, f"{place}.experts.0.{part}", f"experts.0.{part}", expert, kind) for part in parts}
 
 
 def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[str]:
@@ -154,7 +160,7 @@ def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[st
 
 
 def merged(
-    source: StoredModel, key: str, inner: str, expert: int, update: tuple[int, float], name: str | None = None
+    source: StoredModel, key: str, inner: str, expert: int, update: LoraKind, name: str | None = None
 ) -> OutputTensor:
     """A tensor of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix.
 
@@ -162,7 +168,7 @@ def merged(
         key: the model's name of expert 0's tensor.
         inner: its name inside the layer's FFN block.
         expert: number of the LoRA expert.
-        update: rank and alpha of the update.
+        update: its rank and alpha.
         name: name to write; by default that in the files.
     """
     prefix, layer = key.removesuffix(inner), inner.removeprefix("experts.0.").removesuffix(".weight")
@@ -170,8 +176,7 @@ def merged(
     copied = source.copied(key, name)
     if factors[0] not in source.names:  # a bias
         return copied
-    rank, alpha = update
-    scaling = alpha / rank
+    scaling = update.alpha / update.rank
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
 
     def data() -> Iterable[bytes]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.integrations import deepspeed
 from ..auto_class import auto_class
 from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
+from ..modeling.stored_layout import mixture_rules
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, tensor_bytes
@@ -84,6 +86,40 @@ class StoredModel:
         stored = self.home(key)
         info = self.reader.tensors[stored]
         return OutputTensor(name or stored, info.dtype, info.shape, lambda: self.reader.finite_chunks(stored))
+
+    def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
+        """`copied`; of a tensor whose parts are stored, a mixture's, its parts under the names of the same layout."""
+        parts = self._parts(key)
+        if not parts:
+            return [self.copied(key, name)]
+        name = name or key
+        same = 0  # characters at the end of both names, which are the tensor's name in the block
+        while same < len(key) and key[-same - 1 :] == name[-same - 1 :]:
+            same += 1
+        old, new = key[: len(key) - same], name[: len(name) - same]
+        return [self._copied_part(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
+
+    def files_names(self, key: str) -> list[str]:
+        """The names in the files of a tensor or, of a mixture's, of its parts; none of a tensor that the library puts
+        together otherwise."""
+        if parts := self._parts(key):
+            return list(parts.values())
+        stored = self.names[key]
+        return [stored] if self.reader.tensors[stored].made is None else []
+
+    def _parts(self, key: str) -> dict[str, str]:
+        """Of a mixture's tensor that the files hold in parts: their names in the files, by their names in the model."""
+        parts = self.reader.parts.get(self.names.get(key, ""), {})
+        inside = key.startswith(self._mixtures) and all(part.startswith(self._mixtures) for part in parts)
+        return parts if parts and inside else {}
+
+    @cached_property
+    def _mixtures(self) -> tuple[str, ...]:
+        return tuple(f"{ffn.place}." for ffn in decoder_ffns(self.network) if ffn.is_mixture)
+
+    def _copied_part(self, stored: str, name: str) -> OutputTensor:
+        info = self.reader.info(stored)
+        return OutputTensor(name, info.dtype, info.shape, lambda: self.reader.finite_chunks(stored))
 
 
 def load_any_config(folder: Path) -> Any:
@@ -193,21 +229,26 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     inside. Tensors that the library puts together from several at loading
     are put together in `reader`. Of tied tensors, whichever the files hold, the key is that of the tensor to which the
     others are tied."""
-    rules = get_model_conversion_mapping(network)
+    rules: list[Any] = get_model_conversion_mapping(network)
+    if isinstance(network.config, ExpandedConfig):  # what the library has under the class's name is the latest model's
+        rules = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        rules += mixture_rules(network, decoder_ffns(network))
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     known = network.state_dict()
     names: dict[str, str] = {}
-    parts: dict[str, list[tuple[str, str]]] = {}
+    parts: dict[str, list[tuple[str, str, str]]] = {}
     for name in sorted(reader.tensors, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, network.base_model_prefix, known)
         if key not in known:
             inner = _OF_TEXT.sub("", name)
             key, pattern = rename_source_key(inner, renamings, converters, network.base_model_prefix, known)
+        else:
+            inner = name
         if pattern is None or key not in known:
             names[key] = name
         else:
-            parts.setdefault(key, []).append((pattern, name))
+            parts.setdefault(key, []).append((pattern, name, rename_source_key(inner, renamings, [])[0]))
     for key, found in parts.items():
         _put_together(reader, network, key, found, converters)
         names[key] = key
@@ -218,22 +259,28 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
 
 
 def _put_together(
-    reader: CheckpointReader, network: Any, key: str, parts: list[tuple[str, str]], converters: list[WeightConverter]
+    reader: CheckpointReader,
+    network: Any,
+    key: str,
+    parts: list[tuple[str, str, str]],
+    converters: list[WeightConverter],
 ) -> None:
     """Puts a tensor of the model together from stored ones, as the library's rule does.
 
     Args:
-        parts: the rule's pattern for each stored tensor, and the tensor's name.
+        parts: the rule's pattern for each stored tensor, the tensor's name, and that in the model before the rule.
     """
     rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
+    parts = sorted(parts, key=lambda part: rule.source_patterns.index(part[0]))  # stable
 
     def made(tensors: dict[str, torch.Tensor]) -> Any:
         convert = copy.deepcopy(rule)
-        for pattern, name in parts:
+        for pattern, name, _ in parts:
             convert.add_tensor(key, name, pattern, tensors[name])  # type: ignore[arg-type]
         return convert.convert(key, model=network, config=network.config)[key]
 
-    reader.put_together(key, tuple(network.state_dict()[key].shape), [name for _, name in parts], made)
+    own = {renamed: name for _, name, renamed in parts}
+    reader.put_together(key, tuple(network.state_dict()[key].shape), own, made)
 
 
 @dataclass(frozen=True)
@@ -241,7 +288,8 @@ class Place:
     """Where a tensor of a model belongs.
 
     Attributes:
-        dense: its name in the dense model; None for routers, classifiers, gates and the updates of LoRA experts.
+        dense: its name in the dense model; None for routers, classifiers, gates, the updates of LoRA experts and added
+            experts.
         layer: number of its expanded layer; -1 outside the expanded layers.
         expert: number of its expert; None outside the experts.
         inner: its name inside the layer's FFN block.
@@ -263,8 +311,8 @@ def places(network: Any) -> dict[str, Place]:
             key = f"{found_ffns[layer].place}.{inner}"
             if inner.startswith("experts."):
                 _, expert, rest = inner.split(".", 2)
-                is_update = network.config.update_of(layer, int(expert)) is not None
-                found[key] = Place(None if is_update else f"{found_ffns[layer].name}.{rest}", layer, int(expert), inner)
+                has_ffn = network.config.kind_of(layer, int(expert)).has_ffn
+                found[key] = Place(f"{found_ffns[layer].name}.{rest}" if has_ffn else None, layer, int(expert), inner)
             else:
                 found[key] = Place(None, layer, None, inner)
     return found

@@ -44,7 +44,7 @@ _SIZES: dict[str, int] = {
     "n_routed_experts": 4,
     "num_local_experts": 4,
     "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
     "moe_k": 2,
     "n_group": 1,
     "topk_group": 1,
@@ -108,6 +108,8 @@ def _candidates(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     for base, layered in ((original, config), (switches, config), (switches, defaults), ({}, defaults)):
         for rope in (True, False):
             values = {**base, **_sizes(layered), **_by_layer(layered)}
+            if "layer_types" in _field_names(config) and not _value(layered, "layer_types"):
+                values["layer_types"] = ["full_attention"] * LAYERS  # the class has no default
             if not rope:
                 values = {name: value for name, value in values.items() if not name.startswith("rope_")}
             yield values
@@ -119,6 +121,8 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     sizes: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in known}
     sizes |= {name: size for name, size in _OPTIONAL_SIZES.items() if name in known and _value(config, name)}
     sizes |= {name: 48 for name in _WIDTHS if name in known and isinstance(_value(config, name), int)}
+    if "num_experts_per_tok" in known:  # 1 in a model that takes no other number
+        sizes["num_experts_per_tok"] = min(2, _value(config, "num_experts_per_tok") or 2)
     heads, groups = (_value(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     if "num_key_value_heads" in known:
         groups = heads if groups is None else groups

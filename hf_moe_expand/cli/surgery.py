@@ -24,6 +24,17 @@ from .options import (
     ShardSize,
 )
 
+ExpertKindName = Annotated[
+    str,
+    typer.Option(
+        help="New experts: ffn; lora, expert 0 with low-rank updates (MoLA, LoRAMoE); or added, a small FFN beside the "
+        "original block, which may be a mixture of experts."
+    ),
+]
+LoraRank = Annotated[int, typer.Option(help="Rank of the updates.")]
+LoraAlpha = Annotated[float, typer.Option(help="The updates are scaled by alpha / rank.")]
+ExpertWidth = Annotated[int | None, typer.Option(help="Width of added FFNs.")]
+
 
 @app.command()
 def expand(
@@ -36,19 +47,21 @@ def expand(
     conditional_routing: Annotated[
         bool, typer.Option("--conditional-routing", help="Expert 0 is shared; a gate weighs the other experts (CMR).")
     ] = False,
-    expert_kind: Annotated[
-        str, typer.Option(help="New experts: ffn, or lora, expert 0 with low-rank updates (MoLA, LoRAMoE).")
-    ] = "ffn",
-    lora_rank: Annotated[int, typer.Option(help="Rank of the updates.")] = 8,
-    lora_alpha: Annotated[float, typer.Option(help="The updates are scaled by alpha / rank.")] = 16,
+    expert_kind: ExpertKindName = "ffn",
+    lora_rank: LoraRank = 8,
+    lora_alpha: LoraAlpha = 16,
+    expert_width: ExpertWidth = None,
     seed: Seed = 0,
     revision: Revision = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the expanded checkpoint of a dense one. Needs little memory, whatever the model's size.
+    """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
+    memory, whatever the model's size.
 
     Example: hf-moe-expand expand Qwen/Qwen2.5-0.5B qwen-el --plan plan.json
+
+    Example: hf-moe-expand expand Qwen/Qwen3-30B-A3B moe-el --plan plan.json --expert-kind added --expert-width 512
     """
     from ..planning.plan import Plan
 
@@ -58,8 +71,8 @@ def expand(
 
     report = expand_checkpoint(
         base, out, made, expert_init=expert_init, conditional_routing=conditional_routing,
-        expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, revision=revision,
-        max_shard_size=max_shard_size, overwrite=overwrite,
+        expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha, expert_width=expert_width, seed=seed,
+        revision=revision, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
@@ -382,6 +395,10 @@ def inspect(
     ] = None,
     tokens: Annotated[float | None, typer.Option(help="With --plan: tokens to train on, for hours of one GPU.")] = None,
     tflops: Annotated[float, typer.Option(help="Speed of the GPU in practice, 10^12 operations a second.")] = 200.0,
+    expert_kind: ExpertKindName = "ffn",
+    lora_rank: LoraRank = 8,
+    lora_alpha: LoraAlpha = 16,
+    expert_width: ExpertWidth = None,
     revision: Revision = None,
 ) -> None:
     """Show layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
@@ -399,7 +416,11 @@ def inspect(
         made = Plan.load(plan)
         from ..forecast import forecast
 
-        print("\n".join(forecast(model, made, revision).lines(tokens, tflops)))
+        found = forecast(
+            model, made, revision, expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha,
+            expert_width=expert_width,
+        )  # fmt: skip
+        print("\n".join(found.lines(tokens, tflops)))
         return
     check_checkpoints(model, revision=revision, expanded=True)
     from ..inspection import inspect_checkpoint

@@ -11,6 +11,8 @@ from datasets import Dataset, interleave_datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    OlmoeConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2Tokenizer,
@@ -27,13 +29,20 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class BaseSettings:
-    """Sizes of the model (Qwen2 architecture) and of its pre-training."""
+    """Sizes of the model (Qwen2 architecture; OLMoE's with experts) and of its pre-training.
+
+    Attributes:
+        num_experts: experts of each layer, each of width `intermediate_size`; 0 for a dense model.
+        experts_per_token: experts that a token takes.
+    """
 
     vocab_size: int = 8192
     hidden_size: int = 256
     intermediate_size: int = 704
     num_layers: int = 6
     num_heads: int = 4
+    num_experts: int = 0
+    experts_per_token: int = 2
     block_size: int = 256
     blocks_per_step: int = 16
     steps: int = 1000
@@ -84,21 +93,7 @@ def make_base(
         seed=seed,
         stopping_strategy="all_exhausted",
     )
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_heads,
-        max_position_embeddings=2 * settings.block_size,
-        # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
-        initializer_range=settings.hidden_size**-0.5,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    config = _configuration(settings, tokenizer)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(out) as partial, TemporaryDirectory() as scratch:
         training = {
@@ -109,8 +104,35 @@ def make_base(
         }
         arguments = small_run_arguments(scratch, seed, training)
         Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages).train()
+        if settings.num_experts:
+            model.config.output_router_logits = False  # with them comes the loss that balances the experts
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+
+
+def _configuration(settings: BaseSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "num_key_value_heads": settings.num_heads,
+        "max_position_embeddings": 2 * settings.block_size,
+        # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
+        "initializer_range": settings.hidden_size**-0.5,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not settings.num_experts:
+        return Qwen2Config(**fields)
+    taken = settings.experts_per_token
+    return OlmoeConfig(
+        **fields, num_experts=settings.num_experts, num_experts_per_tok=taken, norm_topk_prob=True,
+        output_router_logits=True,
+    )  # fmt: skip
 
 
 def small_run_arguments(folder: str, seed: int, training: Mapping[str, Any]) -> TrainingArguments:

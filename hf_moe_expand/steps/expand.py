@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analysis.routing import nearest_experts
-from ..checkpoint.expand import check_dense_plan, check_kinds, expand_checkpoint, lora_fields, planned_config
+from ..checkpoint.expand import check_dense_plan, expand_checkpoint, planned_config
 from ..checkpoint.grow import grow_checkpoint
+from ..checkpoint.kinds import check_kinds, chosen_kind
 from ..checkpoint.stored import network_of
 from ..checkpoint.writer import check_shard_size
 from ..disk import Written
@@ -13,6 +14,7 @@ from ..errors import InputError, at
 from ..models import load_for_inference
 from ..planning.plan import Plan
 from ..schema import plain
+from ..settings import ExpandSettings
 from .analyze import check_tokens
 from .base import Checks, Done, Round, Step
 
@@ -64,11 +66,13 @@ class Expand(Step):
         with at("expand"):
             if not plan.grows_from:
                 check_dense_plan(plan, dense, self.round.start, settings.conditional_routing)
-            lora: dict[str, Any] = {}
-            if settings.expert_kind == "lora":
-                rank, alpha = settings.lora_rank, settings.lora_alpha
-                lora = lora_fields(network_of(dense), plan, settings.expert_init, rank, alpha)
-        return network_of(planned_config(dense, plan, conditional_routing=settings.conditional_routing, **lora))
+            kind = chosen_kind(network_of(dense), plan, **self._kind(settings))
+        return network_of(planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing))
+
+    @staticmethod
+    def _kind(settings: ExpandSettings) -> dict[str, Any]:
+        names = ("expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width")
+        return {name: getattr(settings, name) for name in names}
 
     def work(self) -> Done:
         round_, settings = self.round, self.round.expansion.expand
@@ -88,11 +92,8 @@ class Expand(Step):
             round_.start,
             self.output,
             plan,
-            expert_init=settings.expert_init,
             conditional_routing=settings.conditional_routing,
-            expert_kind=settings.expert_kind,
-            lora_rank=settings.lora_rank,
-            lora_alpha=settings.lora_alpha,
+            **self._kind(settings),
             revision=round_.revision,
             **options,
         )

@@ -12,8 +12,6 @@ from ..checkpoint.graft import graft_delta
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..costs import (
     activation_bytes,
-    device_memory,
-    gigabytes,
     tokens_at_hand,
     training_flops,
     training_speed,
@@ -24,6 +22,7 @@ from ..data.sources import LanguageText
 from ..disk import Written, saved_at_once, training_checkpoint
 from ..errors import InputError, at
 from ..evaluation.validation import validation_sources
+from ..memory import device_memory, gigabytes
 from ..models import load_tokenizer, longest_block
 from ..recipe_paths import unset_variable
 from ..records import History

@@ -1,0 +1,618 @@
+"""Added experts: expert 0 and a small FFN beside it, on a dense base and on a base that is a mixture of experts."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    ADDED,
+    byte_tokenizer,
+    enable_checkpointing,
+    invoke,
+    run_fresh,
+    save_dense,
+    tiny_config,
+    write_texts,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_moe_expand import (
+    DenseConfig,
+    LanguageText,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    PostPretrainConfig,
+    ReviewConfig,
+    expand_checkpoint,
+    expand_model,
+    graft_delta,
+    grow_checkpoint,
+    join_expansions,
+    leave_out_pack,
+    save_expansion,
+    shrink_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.neurons import neurons_of
+from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.modeling.added_experts import AddedExpert
+from hf_moe_expand.stages.dense import LoraSettings
+from hf_moe_expand.stages.run import check_frozen
+
+WIDTH = ADDED["expert_width"]
+COUNTS = [3, 1, 4]
+PLAN = Plan("uniform", COUNTS, [2], top_k=2, old=["en"], new=["el"])
+IDS = torch.arange(3, 35).view(2, 16)
+# Fields of a small mixture of each kind: experts one by one in the files, fused ones, shared ones after a dense layer.
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_routed_experts": 4}
+MIXTURES = {
+    "olmoe": EXPERTS,
+    "gpt_oss": EXPERTS,
+    "mixtral": EXPERTS,
+    "deepseek_v3": {
+        **EXPERTS, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+BASES = ("qwen2", "bloom", *MIXTURES)
+# Tensor names of a mixture of which each expert is stored by itself.
+ONE_BY_ONE = "model.layers.0.mlp.experts.0.experts.3.gate_proj.weight"
+
+
+def fields(base):
+    return MIXTURES.get(base, {})
+
+
+def moved(model):
+    """The model after something like training: new experts and routers are far from their start."""
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for module in (*list(ffn.experts)[1:], ffn.router):
+                for parameter in module.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def build(base="olmoe", top_k=2, num_experts_per_layer=COUNTS, **more):
+    torch.manual_seed(0)
+    config = LayerMoEConfig.from_dense(
+        tiny_config(base, **fields(base) | more), num_experts_per_layer=num_experts_per_layer, classifier_layers=[2],
+        router_top_k=top_k, **ADDED,
+    )  # fmt: skip
+    return moved(LayerMoEForCausalLM(config).eval())
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def tensors(folder):
+    reader = CheckpointReader(folder)
+    return {name: reader.tensor(name) for name in reader.tensors}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """`saved("olmoe")`: a folder with a base, its expansion, and that after something like training; made once."""
+    root = tmp_path_factory.mktemp("added")
+
+    def made(base="olmoe"):
+        folder = root / base
+        if not folder.exists():
+            save_dense(folder / "base", base, **fields(base))
+            expand_checkpoint(folder / "base", folder / "new", PLAN, **ADDED)
+            moved(load(folder / "new")).save_pretrained(folder / "moved")
+            byte_tokenizer().save_pretrained(folder / "moved")
+        return folder
+
+    return made
+
+
+def of_definition(ffn, x_Th, residual, activation):
+    """`E_0(x) + sum_e w_e D_e(x)`, one token and expert after the other, in float64."""
+    routing = ffn.route(x_Th)
+    y = ffn.experts[0](x_Th[None], *(() if residual is None else (residual[None],)))
+    y = (y[0] if isinstance(y, tuple) else y)[0].double()
+    for token, (weights, experts) in enumerate(zip(routing.weights, routing.experts, strict=True)):
+        for weight, expert in zip(weights.double(), experts, strict=True):
+            if 0 < expert < len(ffn.experts):
+                gate, up, down = (p.double() for p in ffn.experts[expert].parameters())
+                x = x_Th[token].double()
+                y[token] += weight * (down @ (activation(gate @ x) * (up @ x)))
+    return y
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+def test_it_is_its_definition(base, top_k):
+    model = build(base, top_k)
+    activation = {"bloom": lambda x: F.silu(x)}.get(base, F.silu)  # BLOOM's configuration names none
+    x_BSh = torch.randn(2, 7, 32)
+    residual = torch.randn(2, 7, 32) if base == "bloom" else None
+    flat = None if residual is None else residual.view(-1, 32)
+    for ffn in model.expanded_ffns().values():
+        with torch.no_grad():
+            found = ffn(x_BSh, *(() if residual is None else (residual,)))
+            expected = of_definition(ffn, x_BSh.view(-1, 32), flat, activation)
+            if base == "gpt_oss":
+                found, scores = found
+                assert torch.equal(scores, ffn.experts[0](x_BSh)[1])
+            torch.testing.assert_close(found.view(-1, 32).double(), expected, rtol=1e-4, atol=1e-5)
+            with_one = ffn.experts[1](x_BSh)
+            alone = ffn.experts[0](x_BSh, *(() if residual is None else (residual,)))
+            alone = alone[0] if isinstance(alone, tuple) else alone
+            ffn.control.forced_expert = 1
+            found = ffn(x_BSh, *(() if residual is None else (residual,)))
+            ffn.control.forced_expert = None
+            assert torch.equal(found[0] if isinstance(found, tuple) else found, alone + with_one)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_p1_and_p2_hold_bit_for_bit(base, saved):
+    folder = saved(base)
+    dense, new, later = (load(folder / name) for name in ("base", "new", "moved"))
+    with torch.no_grad():
+        expected = dense(IDS).logits
+        assert torch.equal(new(IDS).logits, expected)
+        assert (later(IDS).logits - expected).abs().max() > 1e-2
+        with later.use_expert(0):
+            assert torch.equal(later(IDS).logits, expected)
+        with later.use_languages(["en", "el"]):  # more experts than a token takes
+            found = later(IDS).logits
+        if base in MIXTURES:  # whose experts get the tokens of both sequences together, in the base too
+            torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(found[0], expected[0])
+        with later.use_languages("en"):
+            assert torch.equal(later(IDS).logits, expected)
+        assert (found[1] - expected[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_gradients_reach_every_added_expert_and_router(base):
+    model = build(base).train()
+    model.requires_grad_(False)
+    for ffn in model.expanded_ffns().values():
+        for module in (*list(ffn.experts)[1:], ffn.router):
+            module.requires_grad_(True)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            enable_checkpointing(model)
+        model.zero_grad()
+        model(IDS, labels=IDS, use_cache=False).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+    assert all(bool(gradient.any()) for gradient in found[0].values())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_mixture_runs_in_training_as_in_inference():
+    """Mixtral's router draws noise in training."""
+    model = build("mixtral", router_jitter_noise=0.5, num_experts_per_layer=[2, 2, 2])
+    with torch.no_grad(), model.use_expert(0):
+        expected = model(IDS).logits
+        assert torch.equal(model.train()(IDS).logits, expected)
+        for ffn in model.expanded_ffns().values():
+            ffn.is_mixture = False
+        assert not torch.equal(model.train()(IDS).logits, expected)
+
+
+def test_the_bases_auxiliary_loss_is_off_and_its_router_logits_are_still_to_be_had():
+    config = LayerMoEConfig.from_dense(
+        tiny_config("olmoe", **EXPERTS, output_router_logits=True), num_experts_per_layer=COUNTS, **ADDED
+    )
+    model = LayerMoEForCausalLM(config).eval()
+    with torch.no_grad():
+        assert model(IDS, labels=IDS).aux_loss is None
+        found = model(IDS, output_router_logits=True)
+    assert len(found.router_logits) == len(COUNTS)
+    assert found.router_logits[0].shape == (IDS.numel(), EXPERTS["num_experts"])
+
+
+@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
+def test_the_bases_mixtures_run_as_the_switch_says(name, saved):
+    folder = saved("olmoe")
+    expected, model = load(folder / "moved"), load(folder / "moved", experts_implementation=name)
+    dense = load(folder / "base", experts_implementation=name)
+    assert model.get_experts_implementation() == {"": name} == dense.get_experts_implementation()
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-5)
+        with model.use_expert(0):
+            assert torch.equal(model(IDS).logits, dense(IDS).logits)
+        expected.set_experts_implementation(name)
+        assert torch.equal(model(IDS).logits, expected(IDS).logits)
+
+
+def test_experts_stay_one_by_one_or_fused_as_the_base_has_them(saved, tmp_path):
+    folder = saved("olmoe")
+    base = load_file(folder / "base" / "model.safetensors")
+    fused = {name: value for name, value in base.items() if ".mlp.experts." not in name}
+    for layer in range(3):
+        parts = {part: [base[f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"] for e in range(4)]
+                 for part in ("gate", "up", "down")}  # fmt: skip
+        gate_up = torch.stack([torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)])
+        fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = gate_up
+        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.stack(parts["down"])
+    (tmp_path / "base").mkdir()
+    save_file(fused, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "base" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
+    expand_checkpoint(tmp_path / "base", tmp_path / "new", PLAN, **ADDED)
+    names = set(load_file(tmp_path / "new" / "model.safetensors"))
+    assert "model.layers.0.mlp.experts.0.experts.gate_up_proj" in names
+    assert ONE_BY_ONE not in names
+    one_by_one = load_file(folder / "new" / "model.safetensors")
+    assert ONE_BY_ONE in one_by_one
+    # A layer that is not expanded keeps its names.
+    assert torch.equal(one_by_one[(name := "model.layers.1.mlp.experts.2.up_proj.weight")], base[name])
+    new = {name for name in names if name.replace(".mlp.experts.0.", ".mlp.", 1) not in fused}
+    assert {name.split(".", 4)[-1] for name in new} == {
+        "router.weight", "classifier.weight",
+        *(f"experts.{e}.{part}_proj.weight" for e in (1, 2, 3) for part in ("gate", "up", "down")),
+    }  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "new")(IDS).logits, load(folder / "new")(IDS).logits)
+    for where in (tmp_path, folder):
+        load(where / "new").save_pretrained(tmp_path / "again")
+        again, new = (path / "model.safetensors" for path in (tmp_path / "again", where / "new"))
+        assert again.read_bytes() == new.read_bytes()
+
+
+@pytest.mark.parametrize("base", ["olmoe", "mixtral", "gpt_oss", "qwen2", "phi3"])
+def test_the_rows_are_neurons_of_the_block(base, saved):
+    folder = saved(base)
+    model = load(folder / "new")
+    seen = []
+    for ffn in model.expanded_ffns().values():
+        block = ffn.experts[0]
+        if base in ("olmoe", "mixtral"):
+            gate_up = block.experts.gate_up_proj
+            gates, ups = gate_up[:, :48].reshape(-1, 32), gate_up[:, 48:].reshape(-1, 32)
+        elif base == "gpt_oss":  # interleaved columns
+            gate_up = block.experts.gate_up_proj.transpose(1, 2)
+            gates, ups = gate_up[:, ::2].reshape(-1, 32), gate_up[:, 1::2].reshape(-1, 32)
+        elif base == "phi3":
+            gates, ups = block.gate_up_proj.weight.chunk(2)
+        else:
+            gates, ups = block.gate_proj.weight, block.up_proj.weight
+        where = {tuple(row.tolist()): number for number, row in enumerate(gates)}
+        for expert in list(ffn.experts)[1:]:
+            chosen = [where[tuple(row.tolist())] for row in expert.gate_proj.weight]
+            assert len(set(chosen)) == WIDTH
+            assert torch.equal(expert.up_proj.weight, ups[chosen])
+            seen.append(tuple(chosen))
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("base", ["bloom", "jetmoe"])
+def test_where_gate_and_up_are_not_known_the_rows_are_random(base):
+    block = build(base).expanded_ffns()[0].experts[0]
+    assert neurons_of(block, 32) is None
+
+
+@pytest.mark.parametrize("base", ["olmoe", "gpt_oss", "deepseek_v3", "qwen2"])
+def test_in_memory_and_from_folder_to_folder_are_the_same(base, saved, tmp_path):
+    folder = saved(base)
+    model = expand_model(load(folder / "base"), PLAN, **ADDED)
+    model.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model/model.safetensors").read_bytes() == (folder / "new/model.safetensors").read_bytes()
+
+
+def test_p4_a_fresh_process_loads_generates_and_saves_the_same_bytes(saved, tmp_path):
+    """Several in one process: each has its own rules for the names of its experts."""
+    program = """
+import json, sys, torch
+from pathlib import Path
+from transformers import AutoModel, AutoModelForCausalLM
+ids = torch.arange(3, 35).view(2, 16)
+out = Path(sys.argv[1])
+models = {}
+for folder in map(Path, sys.argv[2:]):
+    base = AutoModel.from_pretrained(folder / "moved", trust_remote_code=True)
+    models[folder.name] = AutoModelForCausalLM.from_pretrained(folder / "moved", trust_remote_code=True).eval()
+    assert torch.equal(base.eval()(ids)[0], models[folder.name].base_model(ids)[0])
+found = {}
+for name, model in models.items():
+    found[name] = [model(ids).logits[0, -1].tolist(),
+                   model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()]
+    model.save_pretrained(out / name)
+(out / "found.json").write_text(json.dumps(found))
+"""
+    names = ("olmoe", "mixtral", "qwen2", "gpt_oss")
+    run_fresh(program, str(tmp_path), *(str(saved(name)) for name in names))
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name in names:
+        model = load(saved(name) / "moved")
+        with torch.no_grad():
+            assert found[name][0] == model(IDS).logits[0, -1].tolist()
+        assert found[name][1] == model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+        for file in ("model.safetensors", "config.json"):
+            assert (tmp_path / name / file).read_bytes() == (saved(name) / "moved" / file).read_bytes()
+
+
+@pytest.mark.parametrize("base", ["olmoe", "deepseek_v3", "qwen2"])
+def test_two_stages_move_what_they_should_and_nothing_else(base, saved, tmp_path, help_text):
+    data = {}
+    for code in ("en", "el"):
+        write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 12)])
+        data[code] = LanguageText(code, str(tmp_path / f"{code}.jsonl"))
+    training = {"per_device_train_batch_size": 4, "learning_rate": 0.02, "disable_tqdm": True, "max_steps": 4}
+    before = saved(base) / "new"
+    for stage, chosen, kinds in (
+        ("post-pretrain", PostPretrainConfig(block_size=32, replay=True, **training), "router, experts"),
+        ("review", ReviewConfig(block_size=32, **training), "router, classifier"),
+    ):
+        after = tmp_path / stage
+        train_stage(before, after, data, chosen)
+        same = check_frozen(before, after, stage)
+        a, b = tensors(before), tensors(after)
+        changed = {name for name in a if not torch.equal(a[name], b[name])}
+        ours = {name for name in a if "classifier" in name or ".mlp.router." in name}
+        if stage == "post-pretrain":
+            ours = {name for name in a if ".mlp.router." in name} | {
+                name for name in a for layer in (0, 2) for e in range(1, COUNTS[layer])
+                if name.startswith(f"model.layers.{layer}.mlp.experts.{e}.")
+            }  # fmt: skip
+        assert changed == ours, kinds
+        assert same == len(a) - len(changed)
+        before = after
+    said = invoke("inspect", before)
+    assert f"expert 0 with an added FFN of width {WIDTH}" in said
+    assert ("mixtures before" in said) == (base != "qwen2")
+
+
+def test_an_interrupted_stage_on_a_mixture_goes_on_and_ends_the_same(saved, tmp_path, monkeypatch):
+    write_texts(tmp_path / "el.jsonl", [f"η γάτα {number} κάθεται στο χαλί " * 6 for number in range(40)])
+    data = {"el": LanguageText("el", str(tmp_path / "el.jsonl"))}
+    training = {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2, "disable_tqdm": True}
+    options = PostPretrainConfig(block_size=32, **training)
+    whole = train_stage(saved("olmoe") / "new", tmp_path / "whole", data, options)
+    step = Trainer.training_step
+
+    def dies(trainer, *arguments):
+        if trainer.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "training_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train_stage(saved("olmoe") / "new", tmp_path / "out", data, options)
+    assert (tmp_path / "out.training" / "checkpoint-2").is_dir()
+    assert train_stage(saved("olmoe") / "new", tmp_path / "out", data, options) == whole
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_mixture_trains_densely_too(method, saved, tmp_path):
+    write_texts(tmp_path / "el.jsonl", [f"η γάτα {number} κάθεται στο χαλί " * 6 for number in range(40)])
+    data = {"el": LanguageText("el", str(tmp_path / "el.jsonl"))}
+    lora = {"lora": LoraSettings(r=2, alpha=4, target_modules=["q_proj", "v_proj"])} if method == "lora" else {}
+    training = {"per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 0.01, "disable_tqdm": True}
+    train_stage(
+        saved("olmoe") / "base", tmp_path / "out", data, DenseConfig(block_size=32, method=method, **lora, **training)
+    )
+    before, after = tensors(saved("olmoe") / "base"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == ({"q_proj", "v_proj"} if method == "lora" else {name.split(".")[-2] for name in before})
+    assert torch.isfinite(load(tmp_path / "out")(IDS).logits).all()
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_growing_and_shrinking(base, saved, tmp_path):
+    folder = saved(base)
+    plan = Plan("uniform", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    grow_checkpoint(folder / "moved", tmp_path / "grown", plan, copy_from={0: 2}, keep_routers=True)
+    plain = Plan("uniform", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    grow_checkpoint(folder / "moved", tmp_path / "anew", plain)
+    before, copied, anew = tensors(folder / "moved"), tensors(tmp_path / "grown"), tensors(tmp_path / "anew")
+    prefix = "model.layers.0.mlp.experts"
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        assert torch.equal(copied[f"{prefix}.4.{part}.weight"], before[f"{prefix}.2.{part}.weight"])
+    assert not anew[f"{prefix}.3.down_proj.weight"].any()
+    if base == "qwen2":
+        rows = {tuple(row.tolist()) for row in before[f"{prefix}.0.gate_proj.weight"]}
+        assert all(tuple(row.tolist()) in rows for row in anew[f"{prefix}.3.gate_proj.weight"])
+    for name, value in before.items():
+        if ".mlp.router." not in name and "classifier" not in name:
+            assert torch.equal(copied[name], value)
+    old, new = load(folder / "moved"), load(tmp_path / "anew")
+    with torch.no_grad(), new.use_expert(1), old.use_expert(1):
+        assert torch.equal(new(IDS).logits, old(IDS).logits)
+    shrink_checkpoint(tmp_path / "grown", tmp_path / "shrunk", 1)
+    shrunk = tensors(tmp_path / "shrunk")
+    assert shrunk.keys() == before.keys()
+    assert all(torch.equal(shrunk[name], value) for name, value in before.items())
+
+
+def pack_of(folder, base, plan, seed, **arguments):
+    """An expanded checkpoint whose new experts and routers are no one else's."""
+    expand_checkpoint(base, folder, plan, seed=seed, **arguments)
+    model = moved(load(folder))
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            ffn.router.weight.add_(seed)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_packs_of_any_width_are_joined_and_taken_out(base, saved, tmp_path):
+    folder = saved(base)
+    plans = [
+        Plan("uniform", [2, 1, 3], old=["en"], new=["el"]),
+        Plan("uniform", [2, 2, 2], old=["en"], new=["hu"]),
+        Plan("uniform", [3, 1, 1], old=["en"], new=["tr"]),
+    ]
+    widths = (WIDTH, 24, WIDTH)
+    packs = [
+        pack_of(tmp_path / plan.new[0], folder / "base", plan, seed, expert_kind="added", expert_width=width)
+        for seed, (plan, width) in enumerate(zip(plans, widths, strict=True))
+    ]
+    join_expansions(packs, tmp_path / "joined")
+    joined = load(tmp_path / "joined")
+    assert joined.config.updates_of_packs == [[16], [24], [16]]
+    first = 1
+    for number, (pack, plan) in enumerate(zip(packs, plans, strict=True), start=1):
+        alone = load(pack)
+        for e in range(1, plan.experts_per_layer[0]):
+            ours, theirs = (m.expanded_ffns()[0].experts for m in (joined, alone))
+            assert torch.equal(ours[first].down_proj.weight, theirs[e].down_proj.weight)
+            first += 1
+        assert f"pack {number}              {plan.new[0]}" in invoke("inspect", tmp_path / "joined")
+    with torch.no_grad(), joined.use_expert(0):
+        assert torch.equal(joined(IDS).logits, load(folder / "base")(IDS).logits)
+    leave_out_pack(tmp_path / "joined", tmp_path / "left", "hu")
+    join_expansions([packs[0], packs[2]], tmp_path / "two")
+    assert (tmp_path / "left/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    assert load(tmp_path / "left").config.updates_of_packs is None
+    leave_out_pack(tmp_path / "left", tmp_path / "one", "tr")
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (packs[0] / "model.safetensors").read_bytes()
+    if base == "qwen2":
+        copies = tmp_path / "copies"
+        expand_checkpoint(folder / "base", copies, Plan("u", [2, 2, 2], old=["en"], new=["de"]))
+        with pytest.raises(InputError, match="added experts are joined with added experts alone"):
+            join_expansions([packs[0], copies], tmp_path / "out")
+
+
+@pytest.mark.parametrize("base", ["olmoe", "mixtral", "gpt_oss", "qwen2"])
+def test_an_expansion_alone_loads_with_its_base(base, saved, tmp_path):
+    folder = saved(base)
+    written = save_expansion(folder / "moved", tmp_path / "added", folder / "base")
+    assert written.changed == []
+    own = load_file(tmp_path / "added" / "expansion.safetensors")
+    assert not any(".experts.0." in name for name in own)
+    whole, found = load(folder / "moved"), load(tmp_path / "added", base_model=folder / "base")
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, whole(IDS).logits)
+
+
+@pytest.mark.parametrize("base", ["olmoe", "mixtral", "qwen2"])
+def test_expert_0_is_exported_as_the_base(base, saved, tmp_path):
+    folder = saved(base)
+    export_expert(folder / "moved", tmp_path / "base", 0)
+    a, b = (load_file(where / "model.safetensors") for where in (folder / "base", tmp_path / "base"))
+    if base != "mixtral":  # whose files have other names than the library's own modules
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "base")(IDS).logits, load(folder / "base")(IDS).logits)
+    with pytest.raises(InputError, match="only expert 0, the base, is written"):
+        export_expert(folder / "moved", tmp_path / "out", 1)
+    with pytest.raises(InputError, match=r"no (mixture-of-experts )?architecture of transformers"):
+        export_native(folder / "moved", tmp_path / "out")
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_a_graft_goes_to_expert_0_and_averages_are_means(base, saved, tmp_path):
+    folder = saved(base)
+    instruct = load(folder / "base")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in instruct.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    instruct.save_pretrained(tmp_path / "instruct")
+    byte_tokenizer().save_pretrained(tmp_path / "instruct")
+    graft_delta(folder / "new", tmp_path / "grafted", folder / "base", tmp_path / "instruct")
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "grafted")(IDS).logits, instruct(IDS).logits, rtol=1e-4, atol=1e-5)
+    average_checkpoints([folder / "new", folder / "moved"], tmp_path / "mean")
+    models = [load(where).state_dict() for where in (folder / "new", folder / "moved", tmp_path / "mean")]
+    for name, value in models[2].items():
+        torch.testing.assert_close(value, (models[0][name] + models[1][name]) / 2)
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_inspect_and_the_forecast_count_what_there_is(base, saved, tmp_path):
+    folder = saved(base)
+    Plan("uniform", COUNTS, [2], top_k=2, old=["en"], new=["el"]).save(tmp_path / "plan.json")
+    found = inspect_checkpoint(folder / "new")
+    model, dense = load(folder / "new"), load(folder / "base")
+    added, whole = 3 * 32 * WIDTH, sum(p.numel() for p in dense.parameters())
+    routers = (3 + 4 + 2) * 32
+    assert found.total == sum(p.numel() for p in model.parameters()) == whole + 5 * added + routers
+    assert found.base == whole
+    idle = 0 if base == "qwen2" else 3 * 2 * 3 * 32 * 48  # two of four experts in each of three layers
+    assert found.active == found.total - idle - (0 + 1) * added
+    assert found.trainable["post-pretrain"] == 5 * added + 7 * 32
+    options = ("--plan", tmp_path / "plan.json", "--expert-kind", "added", "--expert-width", WIDTH)
+    said = invoke("inspect", folder / "base", *options)
+    assert f"{found.total:,}" in said
+    assert f"active for a token  {found.active:,}" in said
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_every_verb_once(base, saved, tmp_path, help_text):
+    folder, moved_ = saved(base), saved(base) / "moved"
+    dense = folder / "base"
+    for code in ("en", "el"):
+        write_texts(tmp_path / f"{code}.jsonl", [text[:400] for text in help_text(code, "train", 12)])
+    en, el = (f"{code}={tmp_path / f'{code}.jsonl'}" for code in ("en", "el"))
+    out = {name: tmp_path / f"{name}.json" for name in ("analysis", "separability", "plan", "routing", "evaluation")}
+    both = ("--old", en, "--new", el, "--tokens", 400, "--block-size", 32)
+    invoke("analyze", "similarity", dense, *both, "--out", out["analysis"])
+    invoke("analyze", "separability", dense, *both, "--out", out["separability"])
+    measured = ("--analysis", out["analysis"], "--separability", out["separability"], "--similarity-floor", 2)
+    invoke("plan", "separable", *measured, "--total-experts", 7, "--out", out["plan"])
+    expanded = tmp_path / "expanded"
+    kind = ("--expert-kind", "added", "--expert-width", WIDTH)
+    invoke("expand", dense, expanded, "--plan", out["plan"], *kind)
+    config = json.loads((expanded / "config.json").read_text())
+    assert (config["expert_kind"], config["expert_width"]) == ("added", WIDTH)
+    invoke("diff", expanded, expanded)
+    data = ("--data", en, "--data", el)
+    invoke("analyze", "routing", moved_, *data, "--tokens", 200, "--block-size", 32, "--out", out["routing"])
+    invoke("evaluate", moved_, "--data", en, "--block-size", 32, "--out", out["evaluation"])
+    fitted = ("--tokens", 200, "--anchor-tokens", 100)
+    invoke("gates", moved_, tmp_path / "gated", *data, *fitted)
+    gated, before = load(tmp_path / "gated"), load(moved_)
+    with torch.no_grad(), gated.use_expert(2), before.use_expert(2):
+        assert torch.equal(gated(IDS).logits, before(IDS).logits)
+    said = invoke("generate", moved_, "Hello", "--languages", "en", "--base", "inside", "--max-new-tokens", 4)
+    assert "Hello" in said
+
+
+def test_refusals(saved, tmp_path):
+    mixture, dense = saved("olmoe") / "base", saved("qwen2") / "base"
+
+    def refused(message, base, plan=PLAN, **options):
+        with pytest.raises(InputError, match=message):
+            expand_checkpoint(base, tmp_path / "out", plan, **options)
+
+    refused("Layers 0, 2 are mixtures of experts.*no copies are made: take --expert-kind added", mixture)
+    refused("of which no LoRA experts are made", mixture, expert_kind="lora")
+    refused("there is no expert_width: give the width", dense, expert_kind="added")
+    refused("expert_width is 0: must be at least 1", dense, expert_kind="added", expert_width=0)
+    refused("would not fit into this machine's memory", mixture, expert_kind="added", expert_width=1 << 40)
+    refused("expert_width is 16, but expert_kind is 'ffn'", dense, expert_width=16)
+    refused("expert_kind is 'added', but DMoE", dense, Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]), **ADDED)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="expert_width is None: added experts need a width of at least 1"):
+        LayerMoEConfig.from_dense(tiny_config("qwen2"), expert_kind="added")
+    with pytest.raises(ValueError, match="mixtures of experts of the backbone's own, beside which only added experts"):
+        LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("olmoe", **EXPERTS), num_experts_per_layer=[2, 1, 1]))
+
+
+def test_added_experts_compile_into_one_graph():
+    model = build("qwen2")
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_added_expert_is_plain():
+    from hf_moe_expand.modeling.plain_ffn import plain_form
+
+    assert plain_form(AddedExpert(8, 16, "gelu")) == AddedExpert.form
