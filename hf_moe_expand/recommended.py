@@ -15,11 +15,12 @@ from .checkpoint.local import own_name
 from .checkpoint.promises import check_architecture
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .costs import activation_bytes, device_memory, tokens_at_hand, weights_bytes
+from .costs import activation_bytes, tokens_at_hand, weights_bytes
 from .data.sources import LanguageText
 from .errors import InputError, at
 from .forecast import PROCESS
 from .languages import UNDETERMINED, check_old_and_new
+from .memory import device_memory
 from .modeling import decoder_ffns
 from .models import load_tokenizer, longest_block
 from .planning.plan import Plan
