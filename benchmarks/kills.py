@@ -39,6 +39,7 @@ from transformers.utils import logging
 
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions
+from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.stages.resume import remove_training
 
 FULL = "full disk"
@@ -77,10 +78,19 @@ VERBS = {
     "sample": "sample {made}/base --out {out} --documents 2 --tokens 4",
     "card": "card {made}/expanded --out {out} --base a/b",
     "diff": "diff {made}/base {made}/tuned",
+    "review": "train review {made}/expanded {out} --data en={made}/en.jsonl --data el={made}/el.jsonl "
+    "--config {made}/stage.yaml",
+    "gates": "gates {made}/expanded {out} --data en={made}/en.jsonl --data el={made}/el.jsonl --tokens 100 "
+    "--anchor-tokens 100",
+    "separability": "analyze separability {made}/base --old en={made}/en.jsonl --new el={made}/el.jsonl --out {out} "
+    "--tokens 96 --block-size 8",
+    "report": "report {made}/expanded {made}/grown --out {out}",
+    "generate": "generate {made}/expanded word --max-new-tokens 2 --out {out}",
+    "recipes new": "recipes new --base {made}/long --new el={made}/el.jsonl --old en={made}/en.jsonl --out {out}",
 }
 # These replace a checkpoint that is there.
 REPLACING = ("expand", "merge average", "train")
-_TRAINS = ("train", "train dense", "adapt", "run")
+_TRAINS = ("train", "review", "train dense", "adapt", "run")
 
 
 def make_all(folder: Path) -> None:
@@ -94,6 +104,8 @@ def make_all(folder: Path) -> None:
     pack = Plan("layer-moe", [1, 2], old=["en"], new=["hu"])
     expand_checkpoint(folder / "base", folder / "pack", pack)
     join_expansions([folder / "expanded", folder / "pack"], folder / "joined")
+    long = shutil.copytree(folder / "base", folder / "long")  # a recipe's blocks have 512 tokens
+    write_json(long / "config.json", read_json(long / "config.json", "") | {"max_position_embeddings": 512})
     groups = Plan("dmoe", [2, 1], groups=[["en"], ["el"]])
     Plan("dmoe", [2, 2], groups=[["en"], ["el"]]).save(folder / "branches.json")
     expand_checkpoint(folder / "base", folder / "dmoe", groups)

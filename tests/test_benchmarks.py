@@ -10,7 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import save_dense
 from safetensors.torch import load_file, save_file
+
+from hf_moe_expand import Plan, expand_checkpoint
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -320,3 +323,13 @@ def test_the_options_of_make_gpu_are_those_of_the_scripts(script):
     for module, lines in ((gpu.expert_speed, [gpu.FFN]), (gpu.train_step, gpu.TRAIN), (gpu.generate, gpu.DECODE)):
         for line in lines:
             module.options_parser().parse_args([*line.split(), "--device", "cuda"])
+
+
+def test_loss_memory_has_a_row_a_way(script, capsys, tmp_path):
+    module = script("loss_memory")
+    plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "model", plan)
+    module.main([str(tmp_path / "model"), "--batch", "2", "--block", "16", "--stage", "review", "--threads", "1"])
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| review")]
+    assert [row[1].strip() for row in rows] == ["pieces", "whole"]
+    assert all(float(row[3]) > 0.1 for row in rows)

@@ -20,7 +20,11 @@ Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 Config = Annotated[
-    Path | None, typer.Option(help="YAML file with the stage's settings; without it, one epoch at 5e-5 (cosine).")
+    Path | None,
+    typer.Option(
+        help="YAML file with the stage's settings; without it, one epoch at 5e-5 (cosine), the papers' rate for 1.8 B: "
+        "a small base wants more (docs/recipes.md#learning-rates)."
+    ),
 ]
 Layers = Annotated[
     str | None,
