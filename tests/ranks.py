@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.distributed import leave_ranks
 from hf_moe_expand.stages import config as stage_config
 from hf_moe_expand.stages.base import TrainingStage
+from hf_moe_expand.trainers import pieces
 from hf_moe_expand.trainers.losses import classifier_loss, language_prior_routing_loss
 
 # One optimizer step of a stage trainer; `batch` is that of one process alone.
@@ -112,6 +114,12 @@ def one_step(folder, name, step, ranks, backbone="qwen2", **sharding):
 
 def ddp(folder):
     return {step: one_step(folder, f"ddp {step}", step, ranks=2) for step in ("idle", "idle, checkpointing")}
+
+
+def ddp_in_pieces(folder):
+    """The loss of some tokens at a time, outside of the wrapped model's forward pass."""
+    with patch.object(pieces, "LARGE", 2 * 257), patch.object(pieces, "PIECE", 6 * 257):
+        return one_step(folder, "ddp in pieces", "idle", ranks=2)
 
 
 def fsdp_by_hand(folder):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hf_moe_expand import LayerMoEForCausalLM, Plan, ReviewConfig, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 
-CHECKS = ("ddp", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation")
+CHECKS = ("ddp", "ddp_in_pieces", "fsdp_by_hand", "fsdp_native", "tensor_parallel", "stage_native", "adaptation")
 
 
 def prepared(folder):
@@ -63,6 +63,10 @@ def same(parameters, expected):
 @pytest.mark.parametrize("step", ["idle", "idle, checkpointing"])
 def test_data_parallel_with_experts_that_get_no_token(found, alone, step):
     same(found["ddp"][step][0], alone(step))
+
+
+def test_data_parallel_with_the_loss_in_pieces(found, alone):
+    same(found["ddp_in_pieces"][0], alone("idle"))
 
 
 @pytest.mark.parametrize("backbone", ["qwen2", "bloom", "gemma3_text"])
