@@ -39,11 +39,15 @@ def load(folder: Path, code: str, split: str) -> Dataset:
     return LanguageText(code, str(folder / f"{code}.{split}.jsonl")).load()
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixture", action="store_true", help="a mixture of experts")
     parser.add_argument("--data", type=Path, required=True, help="folder with help/LANGUAGE.train.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=700)
-    options = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=700, help="steps of 4096 tokens (%(default)s)")
+    options = parser.parse_args(arguments)
     make_small_base(options.data / "help", options.out, options.steps, MIXTURE if options.mixture else BASE)
+
+
+if __name__ == "__main__":
+    main()
