@@ -66,7 +66,7 @@ study: $(VENV)/.installed-dev
 	  $(STUDY) report $$options --name $$name --table $(RUNS)/$$name.md --json $(RUNS)/$$name.json --figures $(RUNS) || exit 1)
 
 # SmolLM2 and Gemma-3-270M at 1.6 million tokens, on a GPU.
-study-gpu:
+study-gpu: $(VENV)/.installed-dev
 	$(MAKE) study STUDIES="lengths_smollm2_gpu:smollm2 lengths_gemma3_gpu:gemma3" DEVICE=$(or $(DEVICE),cuda)
 
 study-quick: $(VENV)/.installed-dev

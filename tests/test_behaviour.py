@@ -459,6 +459,13 @@ def ffn_calls(model):
             hook.remove()
 
 
+def of_expert(ffn, expert, token, zeros):
+    """One expert's output; an added expert is expert 0 with its own output beside it."""
+    if expert and ffn.is_added:
+        return ffn.experts[0](token, *zeros)[0] + ffn.experts[expert](token)[0]
+    return ffn.experts[expert](token, *zeros)[0]
+
+
 @EVERYWHERE
 def test_the_recorded_decision_is_the_one_that_was_carried_out(trained, configuration):
     with trained.capture_routing() as routing, ffn_calls(trained) as calls, torch.no_grad():
@@ -475,7 +482,7 @@ def test_the_recorded_decision_is_the_one_that_was_carried_out(trained, configur
             for t, token in enumerate(x_Th.split(1)):
                 chosen = zip(decision.weights[t], decision.experts[t].tolist(), strict=True)
                 expected = residual_Th[t] + sum(
-                    weight * ffn.experts[expert](token, *zeros)[0]
+                    weight * of_expert(ffn, expert, token, zeros)
                     for weight, expert in chosen
                     if expert < len(ffn.experts)
                 )
