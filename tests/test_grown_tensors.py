@@ -117,7 +117,7 @@ def test_the_configuration_and_the_history_say_what_was_done(made, tmp_path):
     assert [entry["new_languages"] for entry in config["expansions"]] == [["el"], ["tr"], ["hi"]]
     record = ExpansionRecord.from_dict(config["expansions"][-1])
     assert record == ExpansionRecord(
-        method="uniform", base_model="base", base_revision=None, old_languages=["en", "el", "tr"],
+        method="moe-lpr", base_model="base", base_revision=None, old_languages=["en", "el", "tr"],
         new_languages=["hi"], experts_per_layer=[5, 1, 6], classifier_layers=[2], seed=SEED,
         copied_experts={"0": 0, "1": 0, "2": 3}, versions=versions(),
         parameters=sum(value.numel() for value in weights(tmp_path / "third").values()),
@@ -154,7 +154,7 @@ def test_kept_routers_are_those_of_before_by_the_number_of_the_expansion(made, k
 
 
 def test_new_experts_may_take_the_router_rows_of_the_ones_that_they_copy(made, tmp_path):
-    record = ExpansionRecord(method="uniform", old_languages=["en"], new_languages=["tr"], base_model="base")
+    record = ExpansionRecord(method="moe-lpr", old_languages=["en"], new_languages=["tr"], base_model="base")
     sources = {0: [2, 1], 1: [], 2: [1]}
     add_experts(made(), tmp_path / "out", sources, record, copy_router_rows=True)
     before, found = weights(made()), weights(tmp_path / "out")
@@ -180,7 +180,7 @@ def test_it_writes_shards_and_replaces_a_folder_where_it_is_told(made, tmp_path)
 
 
 def test_an_incomplete_checkpoint_or_an_expert_that_is_not_there_is_refused(made, tmp_path):
-    record = ExpansionRecord(method="uniform", old_languages=["en"], new_languages=["tr"], base_model="base")
+    record = ExpansionRecord(method="moe-lpr", old_languages=["en"], new_languages=["tr"], base_model="base")
     for sources, message in (
         ({0: [-1]}, r"layer 0 has no expert -1 to copy; give one of 0\.\.2"),
         ({-1: [0]}, "layer -1 has no router"),
