@@ -261,8 +261,8 @@ CONFIGURATIONS = (
         "conditional-lora", Plan("mola", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
         {"expert_kind": "lora", "lora_rank": 2, "lora_alpha": 4.0, "conditional_routing": True},
     ),
-    Configuration("added", Plan("uniform", [3, 1, 4], [2], **_OLD_AND_NEW), ADDED),
-    Configuration("conditional-added", Plan("uniform", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
+    Configuration("added", Plan("moe-lpr", [3, 1, 4], [2], **_OLD_AND_NEW), ADDED),
+    Configuration("conditional-added", Plan("moe-lpr", [3, 1, 4], [0], top_k=1, **_OLD_AND_NEW),
         {**ADDED, "conditional_routing": True}),
     Configuration("dmoe", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr", "hu"]])),
 )  # fmt: skip

@@ -48,7 +48,7 @@ from hf_moe_expand.stages.run import check_frozen
 
 WIDTH = ADDED["expert_width"]
 COUNTS = [3, 1, 4]
-PLAN = Plan("uniform", COUNTS, [2], top_k=2, old=["en"], new=["el"])
+PLAN = Plan("moe-lpr", COUNTS, [2], top_k=2, old=["en"], new=["el"])
 IDS = torch.arange(3, 35).view(2, 16)
 # Fields of a small mixture of each kind: experts one by one in the files, fused ones, shared ones after a dense layer.
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_routed_experts": 4}
@@ -411,9 +411,9 @@ def test_a_mixture_trains_densely_too(method, saved, tmp_path):
 @pytest.mark.parametrize("base", ["olmoe", "qwen2"])
 def test_growing_and_shrinking(base, saved, tmp_path):
     folder = saved(base)
-    plan = Plan("uniform", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    plan = Plan("moe-lpr", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
     grow_checkpoint(folder / "moved", tmp_path / "grown", plan, copy_from={0: 2}, keep_routers=True)
-    plain = Plan("uniform", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    plain = Plan("moe-lpr", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
     grow_checkpoint(folder / "moved", tmp_path / "anew", plain)
     before, copied, anew = tensors(folder / "moved"), tensors(tmp_path / "grown"), tensors(tmp_path / "anew")
     prefix = "model.layers.0.mlp.experts"
@@ -450,9 +450,9 @@ def pack_of(folder, base, plan, seed, **arguments):
 def test_packs_of_any_width_are_joined_and_taken_out(base, saved, tmp_path):
     folder = saved(base)
     plans = [
-        Plan("uniform", [2, 1, 3], old=["en"], new=["el"]),
-        Plan("uniform", [2, 2, 2], old=["en"], new=["hu"]),
-        Plan("uniform", [3, 1, 1], old=["en"], new=["tr"]),
+        Plan("moe-lpr", [2, 1, 3], old=["en"], new=["el"]),
+        Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu"]),
+        Plan("moe-lpr", [3, 1, 1], old=["en"], new=["tr"]),
     ]
     widths = (WIDTH, 24, WIDTH)
     packs = [
@@ -535,7 +535,7 @@ def test_a_graft_goes_to_expert_0_and_averages_are_means(base, saved, tmp_path):
 @pytest.mark.parametrize("base", ["olmoe", "qwen2"])
 def test_inspect_and_the_forecast_count_what_there_is(base, saved, tmp_path):
     folder = saved(base)
-    Plan("uniform", COUNTS, [2], top_k=2, old=["en"], new=["el"]).save(tmp_path / "plan.json")
+    Plan("moe-lpr", COUNTS, [2], top_k=2, old=["en"], new=["el"]).save(tmp_path / "plan.json")
     found = inspect_checkpoint(folder / "new")
     model, dense = load(folder / "new"), load(folder / "base")
     added, whole = 3 * 32 * WIDTH, sum(p.numel() for p in dense.parameters())
