@@ -1,5 +1,6 @@
 """llama.cpp in this process: the logits and the tokens of a GGUF file."""
 
+import ctypes
 import json
 import urllib.request
 from pathlib import Path
@@ -23,6 +24,8 @@ class LlamaCpp:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(params)
+        # Its destructor waits for a thread, at times for ever: the server stays until the process ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.server))
 
     def logprobs(self, ids: list[int], vocabulary: int) -> torch.Tensor:
         """`[V]`: the logarithms of the next token's probabilities after a text.
