@@ -10,8 +10,8 @@ from conftest import byte_tokenizer, invoke, run_fresh, save_dense, tiny_config,
 from safetensors.torch import load_file
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, fit_gates, grow_checkpoint
-from hf_moe_expand.analysis.gate_fit import PENALTY, softmax_regression
-from hf_moe_expand.analysis.gate_text import LEAST, gate_examples
+from hf_moe_expand.analysis.gate_fit import PENALTY, _Text, softmax_regression
+from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
 from hf_moe_expand.anchors import shipped_anchors, shipped_sentences
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
@@ -327,3 +327,10 @@ def test_the_command_line(expanded, tmp_path):
     assert "9 languages stay home" in shown
     assert "new: el, hu" in shown
     assert "to new experts" in shown
+
+
+def test_what_follows_a_message_counts_as_its_language_and_what_precedes_it_as_none():
+    chat, line = Example([1, 2, 3, 4, 5], 2, 4), Example([6, 7, 8], 1, 3)
+    own, before = _Text([chat, line], torch.arange(8.0).unsqueeze(1)).parts
+    assert own.flatten().tolist() == [2, 3, 4, 6, 7]  # the message, the template after it, and the line but its first
+    assert before.flatten().tolist() == [0, 1]

@@ -85,7 +85,9 @@ def evaluate(
         from ..evaluation.chat import check_chat
 
         if (chat := check_chat(models[0], models[-1], code, lines)) is None:
-            raise InputError(f"{models[0]}: its tokenizer has no chat template, so it cannot answer --questions.")
+            raise InputError(
+                f"{models[0]} or {models[-1]}: its tokenizer has no chat template, so it cannot answer --questions."
+            )
         result.chats.append(chat)
         print("\n".join(chat.lines()))
     result.to_json(out)
@@ -153,6 +155,8 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
     from ..evaluation.chat import QUESTIONS
 
     ours = {code: list(QUESTIONS[code]) for code in arguments if code in QUESTIONS}
+    if other := next((code for code in arguments if code not in ours and "=" not in code), None):
+        raise InputError(f"--questions {other}: there are questions in {', '.join(QUESTIONS)}; give {other}=FILE.")
     given = text_sources([argument for argument in arguments if argument not in ours])
     return ours | {code: list(source.documents()) for code, source in given.items()}
 

@@ -63,7 +63,7 @@ class ChatCheck:
 def check_chat(
     base: str, result: str, language: str, questions: Sequence[str], revision: str | None = None
 ) -> ChatCheck | None:
-    """Asks both models, one after the other in memory; None if the base has no chat template.
+    """Asks both models, one after the other in memory; None if one has no chat template.
 
     Args:
         base, result: folders or hub ids of decoders.
@@ -87,6 +87,8 @@ def check_chat(
     of_base = answers(first)
     del first  # before the other one is loaded
     second = Asked.load(result)
+    if not second.has_template:
+        return None
     told = answers(second, language) if _can_be_told(second.model.config, language) else None
     return ChatCheck(language, list(questions), of_base, answers(second), told)
 
