@@ -288,7 +288,7 @@ class _Row:
     def expanded(self, new: Sequence[str], plan: Mapping[str, Any]) -> Path:
         models, options = self.models, self.row.get("expand", {})
         settings = read_plan_settings(plan)
-        about = {"plan": plan, "new": new, "expand": options, "seed": self.seed}
+        about = {"plan": plan, "old": models.reviewed, "new": new, "expand": options, "seed": self.seed}
 
         # Before the step, whose time they are no part of.
         similarity = models.similarity() if settings.needs == "similarity" else None

@@ -17,7 +17,7 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_np
 
 
 @dataclass(frozen=True)
-class Written:
+class StepOutput:
     """What a step of a run writes.
 
     Attributes:
@@ -57,7 +57,7 @@ def training_checkpoint(parameters: int, trained: int, config: Any) -> int:
     return _WEIGHT * parameters + (_MOMENTS * trained if config.optim.value in _ADAMW else 0)
 
 
-def peak(steps: Sequence[Written]) -> int:
+def peak(steps: Sequence[StepOutput]) -> int:
     """The most bytes that a run adds to its disk. Steps up to the last one whose output exists are done."""
     done = max((number for number, step in enumerate(steps, start=1) if step.output.exists()), default=0)
     total = most = 0

@@ -23,7 +23,7 @@ class DivergedError(InputError):
 
 
 @contextmanager
-def at(where: str) -> Iterator[None]:
+def errors_at(where: str) -> Iterator[None]:
     """Inside, an InputError gets `where` in front of its message: the file or the key that it is about."""
     try:
         yield

@@ -18,7 +18,7 @@ from .inspection import Inspection, inspect_config, separability_line
 from .memory import gigabytes
 from .modeling import decoder_ffns
 from .planning.plan import Plan
-from .stages import road
+from .stages import stages_for
 from .stages.base import TrainingStage
 from .trainers.freezing import freeze
 from .trainers.router_losses import CHECKPOINTING
@@ -140,7 +140,7 @@ def forecast(
     met = found.active - looked_up
     stages = []
     on_top = None if config.is_encoder_decoder else activation_bytes(network, AT_ONCE)
-    for stage in road(config.model_type):
+    for stage in stages_for(config.model_type):
         if isinstance(stage, TrainingStage):
             trainable = freeze(network, stage.trains).trainable
             fewer = _other_experts(network) if stage.one_expert_runs else 0

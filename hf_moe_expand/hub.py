@@ -26,7 +26,7 @@ from .jsonfile import read_json
 from .load_check import check_code, check_loads_alone
 from .local_paths import without_paths
 from .modeling import MODEL_CLASSES
-from .stages import ROAD, stage_of
+from .stages import RECIPE_STAGES, stage_of
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _evaluation(
 def _name_in_run(folder: Path, run: Path) -> str:
     """The name of a run's checkpoint in the run's evaluation: that of its stage or, in a run with several expansions,
     of the expansion whose last checkpoint it is."""
-    participles = {key: stage_of(key).participle for key in ROAD}
+    participles = {key: stage_of(key).participle for key in RECIPE_STAGES}
     if folder.parent == run:
         return participles.get(folder.name, folder.name)
     last = [stage for stage in participles if (folder.parent / stage).is_dir()][-1:]

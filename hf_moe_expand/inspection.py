@@ -21,7 +21,7 @@ from .layer_names import in_words as layers_in_words
 from .modeling import count_layers, decoder_ffns, stack_sizes
 from .records import ExpansionRecord, History, StageRecord
 from .scratch import leftovers
-from .stages import trained_parts
+from .stages import training_stages
 from .trainers.freezing import freeze
 
 
@@ -189,8 +189,8 @@ def inspect_config(config: Any) -> Inspection:
         added += _size(ffn) - expert
     idle += sum(idle_in_mixture(ffn.module, config) for ffn in decoder_ffns(network) if ffn.is_mixture)
     total = _size(network)
-    parts = trained_parts(config.model_type)
-    trainable = {stage: freeze(network, trained).trainable for stage, trained in parts.items()}
+    stages = [stage for stage in training_stages() if config.model_type in stage.families]
+    trainable = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,

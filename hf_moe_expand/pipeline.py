@@ -15,7 +15,7 @@ from .checkpoint.source import base_config_at_hand, load_base_config, resolve_ch
 from .checkpoint.writer import check_apart, check_place
 from .disk import check_room, free_bytes, peak
 from .distributed import launched
-from .errors import InputError, at
+from .errors import InputError, errors_at
 from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
 from .local_paths import without_paths
@@ -26,7 +26,7 @@ from .recipe_paths import unset_variable
 from .run_record import BEGUN, read_steps
 from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
-from .steps.base import Checks, Done, Round, Step, check_pairs
+from .steps.base import Checks, ExpansionRun, Step, StepResult, check_pairs
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
 from .steps.gates import GatesStep
@@ -49,10 +49,10 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     start, old = recipe.base, recipe.old_languages
     if recipe.self_written is not None:
         steps.append(WriteOldText(recipe))
-    lifelong = len(recipe.rounds) > 1
-    for number, expansion in enumerate(recipe.rounds, start=1):
+    lifelong = len(recipe.all_expansions) > 1
+    for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
-        work = Round(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
+        work = ExpansionRun(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
         steps += [JoinPacks(work)] if expansion.joins else _planned(work)
         if expansion.joins:
             models["joined"] = str(steps[-1].output)
@@ -69,7 +69,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     return steps, Path(start)
 
 
-def _planned(work: Round) -> list[Step]:
+def _planned(work: ExpansionRun) -> list[Step]:
     """The steps from the analyses to the expanded checkpoint."""
     steps: list[Step] = []
     if needs := work.expansion.needs:
@@ -115,7 +115,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         if offline and (unset := unset_variable(source.source)):
             checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
-        with at(key):
+        with errors_at(key):
             if config is not None and config.is_encoder_decoder:
                 check_pairs(source, recipe, offline)
             else:
@@ -124,11 +124,11 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
-    grafts = [expansion.graft.instruct for expansion in recipe.rounds if expansion.graft is not None]
+    grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
     packs = [] if recipe.join is None else [pack_and_name(pack)[0] for pack in recipe.join.packs]
     models = [name for name in (recipe.base, *grafts, *packs) if Path(name).is_dir()]
     for step in steps_of(recipe)[0]:
-        with at("output"):
+        with errors_at("output"):
             check_apart(step.output, *models)
         step.check(checks)
     checks.found.append("training: TrainingArguments takes every setting")
@@ -213,7 +213,7 @@ def _run_steps(
         say(f"{label} ...")
         unrecorded = exists and record.is_begun(step)
         record.begin(step, steps[number:], state.is_main_process)
-        done = Done("")
+        done = StepResult("")
         with record.timed(state.is_main_process):
             if step.every_rank or state.is_main_process:
                 done = (step.finish() if unrecorded else None) or step.work()
@@ -330,7 +330,7 @@ class _Record:
         }  # fmt: skip
         write_json(self.path, {**self.done, BEGUN: begun})
 
-    def end(self, step: Step, done: Done) -> float:
+    def end(self, step: Step, done: StepResult) -> float:
         """Records that the step is done; returns the seconds that its attempts took."""
         self.done[step.name] = {
             "seconds": round(self.seconds, 1), "summary": done.summary,

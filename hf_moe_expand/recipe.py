@@ -8,20 +8,27 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
-from .errors import InputError, at
+from .errors import InputError, errors_at
 from .languages import UNDETERMINED, check_language_code, check_old_and_new
 from .planning.methods import PlanSettings
 from .recipe_paths import fill_packs, fill_sources, fill_stages, filled_in
 from .schema import Declared, Text, Whole, json_schema, read
 from .self_written import SelfWrittenSettings, SelfWrittenText
 from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, JoinSettings
-from .stages import ROAD, road, stage_of
+from .stages import RECIPE_STAGES, stage_of, stages_for
 from .stages.base import Stage
 from .yamlfile import parse_mapping, read_text
 
 Sources = dict[Text, Text]
 # Keys beside which `join` has no meaning: it makes no new experts.
-_NOT_BESIDE_JOIN = ("plan", "expansions", "expand", "analysis", "deviation", *(key for key in ROAD if key != "review"))
+_NOT_WITH_JOIN = (
+    "plan",
+    "expansions",
+    "expand",
+    "analysis",
+    "deviation",
+    *(key for key in RECIPE_STAGES if key != "review"),
+)
 
 
 class _Expansion(Declared):
@@ -63,8 +70,8 @@ class _Expansion(Declared):
 
     def stages(self) -> list[tuple[Stage, Any]]:
         """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
-        keys = self.model_fields_set if self.joins else ROAD
-        found = [(stage, getattr(self, stage.key)) for stage in road(self.family) if stage.key in keys]
+        keys = self.model_fields_set if self.joins else RECIPE_STAGES
+        found = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
         return [(stage, settings) for stage, settings in found if settings is not None]
 
     def has(self, key: str) -> bool:
@@ -82,7 +89,7 @@ class _Expansion(Declared):
 def _stage_keys() -> dict[str, Any]:
     """The fields of a recipe for its stages, by key."""
     keys: dict[str, Any] = {}
-    for stage in map(stage_of, ROAD):
+    for stage in map(stage_of, RECIPE_STAGES):
         hint: Any = stage.settings | None if stage.optional else stage.settings
         default = stage.settings() if stage.runs_unasked else None
         keys[stage.key] = (hint, Field(default=default, description=f"stage `{stage.name}`: {stage.title.lower()}"))
@@ -135,14 +142,14 @@ class Recipe(Expansion):
         if both := sorted(set(self.old) & set(self.written_sources)):
             raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
         for code in self.anchors:
-            with at("anchors"):
+            with errors_at("anchors"):
                 check_language_code(code)
         joins_gates = self.join is not None and self.join.calibrate and self.join.gates
-        if self.anchors and not joins_gates and not any(expansion.has("gates") for expansion in self.rounds):
+        if self.anchors and not joins_gates and not any(expansion.has("gates") for expansion in self.all_expansions):
             raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
         if self.expansions and self.new:
             raise InputError("new: each of `expansions` names its own new languages; leave out the recipe's `new`.")
-        for number, expansion in enumerate(self.rounds, start=1):
+        for number, expansion in enumerate(self.all_expansions, start=1):
             if not expansion.joins:
                 check_languages(known, expansion.new)
             known |= expansion.new
@@ -150,7 +157,7 @@ class Recipe(Expansion):
         unknown = sorted(set(self.test) - set(known))
         if unknown and self.self_written is None and self.join is None:
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
-        with at("test"):
+        with errors_at("test"):
             for code in unknown:
                 check_language_code(code)
         self._check_old()
@@ -158,7 +165,7 @@ class Recipe(Expansion):
 
     def _check_join(self) -> None:
         """Refuses settings of new experts beside a join, and a calibration without text."""
-        for key in _NOT_BESIDE_JOIN:
+        for key in _NOT_WITH_JOIN:
             if key in self.model_fields_set and getattr(self, key) is not None:
                 raise InputError(
                     f"{key}: a recipe with `join` makes and trains no new experts: leave {key} out, and make each pack "
@@ -178,20 +185,20 @@ class Recipe(Expansion):
     def _check_old(self) -> None:
         """Refuses a recipe that needs text of the base's languages and has none, and self-written text that no step
         reads."""
-        first = self.rounds[0]
+        first = self.all_expansions[0]
         if self.self_written is not None and first.family == "dmoe":
             raise InputError(
                 "self_written: DMoE trains the base too, so nothing of it stays that text of its own would keep: leave "
                 "self_written out."
             )
-        if self.self_written is not None and not any(self._reads_old(expansion) for expansion in self.rounds):
+        if self.self_written is not None and not any(self._reads_old(expansion) for expansion in self.all_expansions):
             raise InputError(
                 "self_written: no step would read the text: there is no review and no layer-moe plan. Leave it out."
             )
         if self.old_languages or first.family == "dmoe":
             return
         written = "let the base write it (`self_written: {}`)"
-        if any(getattr(getattr(e, "review", None), "distillation_coef", 0) for e in self.rounds):
+        if any(getattr(getattr(e, "review", None), "distillation_coef", 0) for e in self.all_expansions):
             raise InputError(
                 "review.distillation_coef: keeps the base's predictions on old text, but the recipe has none: give "
                 f"some under `old`, {written}, or leave distillation_coef out."
@@ -209,7 +216,7 @@ class Recipe(Expansion):
         return any(stages) or calibrates or expansion.needs == "similarity"
 
     def _check_expansion(self, number: int, expansion: Expansion) -> None:
-        if expansion.family == "dmoe" and len(self.rounds) > 1:
+        if expansion.family == "dmoe" and len(self.all_expansions) > 1:
             raise InputError(
                 f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "
                 "expansion."
@@ -217,10 +224,10 @@ class Recipe(Expansion):
         copied = expansion.expand.copy_from
         if number == 1 and copied not in (0, "nearest"):
             raise InputError(f"expand.copy_from is {copied}: the first expansion can copy only expert 0; leave it out.")
-        if expansion.graft is not None and number < len(self.rounds):
+        if expansion.graft is not None and number < len(self.all_expansions):
             raise InputError(
                 f"expansion {number}: graft: the delta is added once, in the last expansion, since later expansions "
-                f"would train the fine-tuned model on plain text. Move `graft` to expansion {len(self.rounds)}."
+                f"would train the fine-tuned model on plain text. Move `graft` to expansion {len(self.all_expansions)}."
             )
 
     @property
@@ -229,7 +236,7 @@ class Recipe(Expansion):
         return self._text
 
     @property
-    def rounds(self) -> list[Expansion]:
+    def all_expansions(self) -> list[Expansion]:
         """The expansions, in order: those listed, or the recipe itself as the only one."""
         return self.expansions or [self]
 
@@ -259,7 +266,7 @@ class Recipe(Expansion):
                 mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)
         for kind in ("old", "new", "test", "anchors"):
             fill_sources(mapping, kind, str(path), unset_ok)
-        fill_stages(mapping, ROAD, str(path), unset_ok)
+        fill_stages(mapping, RECIPE_STAGES, str(path), unset_ok)
         fill_packs(mapping, str(path), unset_ok)
         if isinstance(mapping.get("evaluation"), dict):
             fill_sources(mapping["evaluation"], "questions", f"{path}: evaluation", unset_ok)
@@ -287,7 +294,7 @@ class Recipe(Expansion):
     def evaluated_languages(self) -> list[list[str]]:
         """The base's languages, then those that each expansion adds. Where the base writes, languages of which there is
         held-out text alone are the base's too."""
-        new = [list(expansion.new) for expansion in self.rounds]
+        new = [list(expansion.new) for expansion in self.all_expansions]
         added = {code for codes in new for code in codes}
         named = [code for code in self.old_languages if code != UNDETERMINED or code in self.test]
         return [list(dict.fromkeys([*named, *(code for code in self.test if code not in added)])), *new]
@@ -330,6 +337,6 @@ def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
         if isinstance(expansion, dict):
             where = f"{path}: expansions[{number - 1}]"
             fill_sources(expansion, "new", where, unset_ok)
-            fill_stages(expansion, ROAD, where, unset_ok)
+            fill_stages(expansion, RECIPE_STAGES, where, unset_ok)
             last = graft if number == len(mapping["expansions"]) else {}
             mapping["expansions"][number - 1] = {**shared, **last, **expansion}

@@ -17,7 +17,7 @@ from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .costs import activation_bytes, tokens_at_hand, weights_bytes
 from .data.sources import LanguageText
-from .errors import InputError, at
+from .errors import InputError, errors_at
 from .forecast import PROCESS
 from .languages import UNDETERMINED, check_old_and_new
 from .memory import device_memory
@@ -94,7 +94,7 @@ def new_recipe(
     texts = {}
     for option, sources in (("--old", old), ("--new", new), ("--test", test)):
         for code, source in sources.items():
-            with at(f"{option} {code}"):
+            with errors_at(f"{option} {code}"):
                 texts[option, code] = LanguageText(code, filled_in(source, code, unset_ok=False))
                 texts[option, code].check()
     folder = resolve_checkpoint(base, revision, weights=False)

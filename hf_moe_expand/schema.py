@@ -97,7 +97,7 @@ def changed(value: T, **changes: Any) -> T:
     return replace(value, **changes)  # type: ignore[type-var]
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Settings as JSON values."""
     return value.model_dump() if isinstance(value, BaseModel) else asdict(value)
 

@@ -1,5 +1,6 @@
 """Writes docs/settings.md from the declarations of the settings."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
@@ -8,7 +9,7 @@ from pydantic.fields import FieldInfo
 from .planning.methods import METHODS
 from .recipe import Expansion, Recipe
 from .schema import settings_in
-from .stages import BESIDE, ROAD, stage_of, words_of
+from .stages import OTHER_STAGES, RECIPE_STAGES, stage_of
 
 _HEAD = """\
 # Every setting
@@ -39,8 +40,8 @@ _TRAINING = """\
 These keys are passed unchanged to
 [`transformers.TrainingArguments`](https://huggingface.co/docs/transformers/main_classes/trainer).
 
-- Our defaults are `report_to: none`, `logging_steps: 10` and `save_total_limit: 1`. All other defaults are the
-  library's, such as 3 epochs and a linear schedule.
+- Our defaults are `num_train_epochs: 1`, `lr_scheduler_type: cosine`, `logging_steps: 10`, `save_total_limit: 1`,
+  `report_to: none` and `seed: 0`. All other defaults are the library's.
 - `report_to: tensorboard` draws every logged figure (`pip install tensorboard`). Set the variable
   `TENSORBOARD_LOGGING_DIR` to a folder, since the training's own is removed when the stage is done, and run
   `tensorboard --logdir` on it.
@@ -62,12 +63,12 @@ def settings_page() -> str:
     for key in (*steps, "join", "self_written", "evaluation"):
         if key == "plan":
             parts.append(_plan())
-        elif key in ROAD:
+        elif key in RECIPE_STAGES:
             parts.append(_stage(f"`{key}`", key, inner))
         else:
             (cls,) = settings_in(Recipe.model_fields[key].annotation)
             parts.append(_section(f"`{key}`", [cls.__doc__ or ""], cls))
-    parts += [_stage(f"A file of `train {stage_of(key).name}`", key, inner) for key in BESIDE]
+    parts += [_stage(f"A file of `train {stage_of(key).name}`", key, inner) for key in OTHER_STAGES]
     parts += [_section(f"`{key}`", [cls.__doc__ or ""], cls) for key, cls in inner.items()]
     return "\n".join([*parts, _TRAINING])
 
@@ -78,12 +79,32 @@ def _stage(title: str, key: str, inner: dict[str, type]) -> str:
     for name, field in _fields(stage.settings).items():
         inner.update((name, cls) for cls in settings_in(field.annotation))
     when = ""
-    if key in ROAD and not stage.runs_unasked:
+    if key in RECIPE_STAGES and not stage.runs_unasked:
         when = " It runs where a recipe has the key."
     elif stage.optional:
         when = f" `{key}: null` leaves it out."
-    about = [_first(words_of(key)) + when, getattr(stage, "config_class", stage.settings).__doc__ or ""]
+    about = [_first(_docstring(key)) + when, getattr(stage, "config_class", stage.settings).__doc__ or ""]
     return _section(title, about, stage.settings)
+
+
+def stage_help(key: str) -> str:
+    """The `--help` text of a stage that trains: its file's docstring, and the keys of its configuration."""
+    fields = _fields(stage_of(key).settings)
+    keys = [name for name in fields if name != "training"]
+    width = max(map(len, keys))
+    lines = [f"  {name.ljust(width)}  {_help(fields[name])}" for name in keys]
+    # The first character keeps typer from joining the lines.
+    return f"{_docstring(key)}\n\n\b\nKeys of --config, besides `training`:\n" + "\n".join(lines)
+
+
+def _help(field: FieldInfo) -> str:
+    default = _default(field)
+    return (field.description or "") + ("" if default in ("–", "below") else f" ({default})")
+
+
+def _docstring(key: str) -> str:
+    """The docstring of a stage's file."""
+    return inspect.getdoc(inspect.getmodule(type(stage_of(key)))) or ""
 
 
 def _plan() -> str:

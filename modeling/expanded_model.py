@@ -22,7 +22,7 @@ from .backbone import decoder_ffns
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
-from .expansion_only import carry_packs, load_assembled
+from .expansion_only import carry_packs, index_weights, load_assembled
 from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_kaiming, lora_expert
 from .prefix_gate import PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
@@ -301,6 +301,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         result = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             carry_packs(self.config, save_directory)  # type: ignore[attr-defined]
+            index_weights(save_directory)
         return result
 
 
@@ -381,8 +382,9 @@ def _check_server(config: Any) -> None:
     more = [path.name for name in ("pack_*", "routers_after_*") for path in sorted(folder.glob(f"{name}.safetensors"))]
     if more and not (folder / "model.safetensors.index.json").is_file():
         raise ValueError(
-            f"vLLM reads every safetensors file of a folder, {more[0]} too, which holds what the model can be grown or "
-            "joined from: load it with from_pretrained, save it to another folder with save_pretrained, and serve that."
+            f"vLLM reads every safetensors file of a folder that has no index, {more[0]} too, which holds what the "
+            "model can be grown or joined from: load it with from_pretrained, save it to another folder with "
+            "save_pretrained, which writes an index, and serve that."
         )
 
 

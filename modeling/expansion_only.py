@@ -12,6 +12,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,3 +115,19 @@ def carry_packs(config: Any, folder: Any) -> None:
             )
             return
         shutil.copyfile(source, target)
+
+
+def index_weights(folder: Any) -> None:
+    """Where other safetensors files lie beside a checkpoint's one file of weights, writes the index that says which is
+    meant: servers such as vLLM read every safetensors file of a folder without one."""
+    folder = Path(folder)
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    others = [path for path in folder.glob("*.safetensors") if path != weights]
+    if not others or not weights.is_file():
+        return
+    with open(weights, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        names = sorted(json.loads(file.read(size)).keys() - {"__metadata__"})
+    total = weights.stat().st_size - 8 - size
+    content = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(names, weights.name)}
+    index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -15,7 +15,6 @@ import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.settings import GateSettings
-from hf_moe_expand.stages import trained_parts, training_stages
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -297,15 +296,9 @@ def test_what_a_look_at_the_arguments_refuses_waits_for_no_torch(tmp_path, monke
     assert imported == set()
 
 
-def test_inspect_imports_no_trainer(tmp_path):
+def test_inspect_imports_neither_plots_nor_trl(tmp_path):
     plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
     expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", plan)
     code, error, imported = heavy_imports("inspect", tmp_path / "moe")
     assert code == 0, error
-    assert imported & {"datasets", "trl", "transformers.trainer", "matplotlib"} == set()
-
-
-@pytest.mark.parametrize("family", ["layer_moe", "dmoe"])
-def test_what_inspect_reads_of_the_stages_is_what_they_say(family):
-    wanted = {stage.name: stage.trains for stage in training_stages() if family in stage.families}
-    assert trained_parts(family) == wanted
+    assert imported & {"trl", "matplotlib"} == set()

@@ -32,7 +32,7 @@ def build(experts=2, top_k=2, **sizes):
     )
     counts = [experts] * config.num_hidden_layers
     model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(config, num_experts_per_layer=counts, router_top_k=top_k))
-    freeze(model, trained_parts("layer_moe")["post-pretrain"])
+    freeze(model, trained_parts("post-pretrain"))
     return model.train()
 
 

@@ -1,4 +1,4 @@
-"""The demo, cut short: same road, a few steps; and its text."""
+"""The demo, cut short: the same steps, a few steps; and its text."""
 
 import re
 from dataclasses import replace

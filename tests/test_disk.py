@@ -27,7 +27,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.stored import network_of
 from hf_moe_expand.data.sources import LanguageText
-from hf_moe_expand.disk import Written, peak, saved_at_once, training_checkpoint
+from hf_moe_expand.disk import StepOutput, peak, saved_at_once, training_checkpoint
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.models import load_config
 from hf_moe_expand.recipe import Recipe
@@ -200,7 +200,7 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch, kind):
 
 
 def test_training_checkpoints_that_are_there_need_no_more_room(tmp_path):
-    steps = [Written(tmp_path / "a", 5), Written(tmp_path / "b", 5, 100), Written(tmp_path / "c", 5, 20)]
+    steps = [StepOutput(tmp_path / "a", 5), StepOutput(tmp_path / "b", 5, 100), StepOutput(tmp_path / "c", 5, 20)]
     assert peak(steps) == 110
     (tmp_path / "a").mkdir()
     assert peak(steps) == 105

@@ -51,7 +51,11 @@ def test_the_guides_files_make_a_method_and_a_stage(place):
     for name, text in named.items():
         (package.parent / name).write_text(text, "utf-8")
     changed(package / "planning/methods/__init__.py", "random_counts, dmoe", "random_counts, dmoe, ends")
-    changed(package / "stages/__init__.py", 'ROAD = ("post_pretrain"', 'ROAD = ("warm_up", "post_pretrain"')
+    changed(
+        package / "stages/__init__.py",
+        'RECIPE_STAGES = ("post_pretrain"',
+        'RECIPE_STAGES = ("warm_up", "post_pretrain"',
+    )
     (settings,) = map(yaml.safe_load, blocks("yaml"))
     (place / "warm_up.yaml").write_text(yaml.safe_dump({**settings, "block_size": 32, "training": SMALL}))
     stage = {"block_size": 32, "training": SMALL}

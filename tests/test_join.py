@@ -416,6 +416,12 @@ def test_a_saved_model_keeps_its_packs(packs, tmp_path, caplog):
     kept = [f"pack_{number}.safetensors" for number in (1, 2)]
     for name in kept:
         assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    for folder in ("two", "saved"):  # servers that read every safetensors file read those of an index, if there is one
+        index = json.loads((tmp_path / folder / "model.safetensors.index.json").read_text())
+        weights = load_file(tmp_path / folder / "model.safetensors")
+        assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors")
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+    assert not (packs["el"] / "model.safetensors.index.json").exists()
     shutil.copy(packs["el"] / "tokenizer.json", tmp_path / "saved")
     leave_out_pack(tmp_path / "saved", tmp_path / "one", "hu")
     assert (

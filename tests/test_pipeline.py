@@ -32,7 +32,7 @@ from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.methods import PlanSettings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.schema import changed, plain
+from hf_moe_expand.schema import as_json, changed
 from hf_moe_expand.settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.graft import GraftSettings
@@ -197,13 +197,13 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
 
 def test_two_ranks_run_a_recipe_together(recipe, root):
     recipe = changed(recipe, output=str(root / "ranks"))
-    (root / "recipe.yaml").write_text(yaml.safe_dump(plain(recipe)))
+    (root / "recipe.yaml").write_text(yaml.safe_dump(as_json(recipe)))
     said = run_ranks("-m", "hf_moe_expand.cli", "run", str(root / "recipe.yaml"))
     assert said.count("[1/6] analyze ...") == said.count("[6/6] evaluate: 4 languages, 3 models") == 1
     assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
     assert [stage["steps"] for stage in stages] == [6, 4]
-    size = plain(recipe)["post_pretrain"]["training"]["per_device_train_batch_size"]
+    size = as_json(recipe)["post_pretrain"]["training"]["per_device_train_batch_size"]
     assert [stage["blocks_seen"] for stage in stages] == [6 * size * 2, 4 * size * 2]
     assert all(stage["tokens_seen"] == 32 * stage["blocks_seen"] for stage in stages)
     assert all(sum(stage["tokens_seen_by_language"].values()) == stage["tokens_seen"] for stage in stages)
@@ -407,7 +407,7 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
         instruct.save_pretrained(root / "instruct")
         byte_tokenizer().save_pretrained(root / "instruct")
     mapping = {
-        **plain(recipe),
+        **as_json(recipe),
         "base": "$ROOT/base",
         "output": "$ROOT/delta",
         "plan": {"method": "moe-lpr", "experts": 2},
@@ -453,13 +453,13 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
 
 
 def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_path):
-    mapping = plain(recipe)
+    mapping = as_json(recipe)
     (first, second) = mapping.pop("new").items()
     mapping["expansions"] = [{"new": dict([first])}, {"new": dict([second]), "review": None}]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
     loaded = Recipe.load(tmp_path / "recipe.yaml")
-    assert [expansion.post_pretrain for expansion in loaded.rounds] == [recipe.post_pretrain] * 2
-    assert [expansion.review for expansion in loaded.rounds] == [recipe.review, None]
+    assert [expansion.post_pretrain for expansion in loaded.all_expansions] == [recipe.post_pretrain] * 2
+    assert [expansion.review for expansion in loaded.all_expansions] == [recipe.review, None]
     mapping["expansions"][1]["new"] = dict([first])
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))
     with pytest.raises(InputError, match=f"{first[0]}: given as an old and as a new language"):
@@ -482,7 +482,7 @@ def test_what_a_further_expansion_copies(recipe):
         ]
         return changed(recipe, new={}, expansions=rounds)
 
-    assert [part.expand.copy_from for part in with_copies("nearest", 3).rounds] == ["nearest", 3]
+    assert [part.expand.copy_from for part in with_copies("nearest", 3).all_expansions] == ["nearest", 3]
     with pytest.raises(InputError, match=r"copy_from is 2: the first expansion can copy only expert 0"):
         with_copies(2, 0)
     for wrong in ("next", -1):

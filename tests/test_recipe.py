@@ -7,7 +7,7 @@ from hf_moe_expand import PostPretrainConfig, ReviewConfig, recipes, validate_re
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.schema import changed, keys_of, plain, read
+from hf_moe_expand.schema import as_json, changed, keys_of, read
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
@@ -217,20 +217,20 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     """Values whose types the library's annotations do not tell, its own defaults, and keys of another machine."""
     given = "{max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: no, push_to_hub: false, tf32: true}"
     loaded = recipe(root, a=("{max_steps: 2, learning_rate: 5e-5}", given))
-    before = plain(loaded)
+    before = as_json(loaded)
     assert validate_recipe(loaded)
-    assert plain(loaded) == before
+    assert as_json(loaded) == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "fsdp: full_shard, fsdp_config: {fsdp_version: 2}"))
-    before = plain(loaded)
+    before = as_json(loaded)
     assert validate_recipe(loaded)
-    assert plain(loaded) == before
+    assert as_json(loaded) == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
     found = validate_recipe(loaded, offline=True)
     assert "skipped: post_pretrain: training.deepspeed: /far/away.json is not on this machine" in found
 
 
 def test_the_first_expansion_looks_for_no_nearest_experts(root):
-    first = recipe(root).rounds[0]
+    first = recipe(root).all_expansions[0]
     first = changed(first, plan=PlanSettings("moe-lpr", experts=2), expand=changed(first.expand, copy_from="nearest"))
     assert first.analyzed_languages(["en"], further=False) == []
     assert first.analyzed_languages(["en"], further=True) == ["el"]
@@ -306,7 +306,7 @@ expansions:
 def test_of_several_expansions_the_last_is_grafted(root):
     plan = "plan: {{total_experts: 9}}\n"
     loaded = recipe(root, LIFELONG + plan)
-    assert [expansion.graft for expansion in loaded.rounds] == [None, GraftSettings(f"{root}/instruct")]
+    assert [expansion.graft for expansion in loaded.all_expansions] == [None, GraftSettings(f"{root}/instruct")]
     both = LIFELONG.replace("/el.jsonl}}\n  - new", "/el.jsonl}}\n    graft: {{instruct: x}}\n  - new")
     with pytest.raises(InputError, match=r"expansion 1: graft: .* Move `graft` to expansion 2"):
         recipe(root, both + plan)
@@ -345,7 +345,7 @@ def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
     assert loaded.base == f"{root}/base"
     assert "base: $ROOT/base" in loaded.text
     assert str(root) not in loaded.text
-    assert "text" not in plain(loaded)
+    assert "text" not in as_json(loaded)
     assert changed(loaded, seed=1).text is None
 
 

@@ -64,7 +64,7 @@ def test_each_passes_offline_and_its_plans_fit_its_base(name, tmp_path):
         tiny_config(backbone, **depth).save_pretrained(tmp_path / "base")
     found = validate_recipe(changed(recipe, base=str(tmp_path / "base")), offline=True)
     assert f"base: {tmp_path / 'base'}, {backbone}, {layers} layers" in found
-    assert sum(line.startswith("expansion ") and " experts, " in line for line in found) == len(recipe.rounds)
+    assert sum(line.startswith("expansion ") and " experts, " in line for line in found) == len(recipe.all_expansions)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -170,13 +170,13 @@ def sequences(training, gpus=8):
 
 def found_at(recipe, key):
     """What a recipe has where the table above names it."""
-    first = recipe.rounds[0]
+    first = recipe.all_expansions[0]
     if key == "new":
         return " ".join(first.new)
     if key == "languages":
         return len(first.new)
     if key == "second":
-        second = recipe.rounds[1]
+        second = recipe.all_expansions[1]
         return " ".join(second.new), second.plan.total_experts, second.plan.minimum, second.plan.classifier_layers
     if key == "sequences":
         stages = (first.group, first.joint) if first.family == "dmoe" else (first.post_pretrain, first.review)
@@ -192,7 +192,7 @@ def found_at(recipe, key):
 def test_the_papers_numbers(name):
     recipe = load(name)
     assert {key: found_at(recipe, key) for key in NUMBERS[name]} == NUMBERS[name]
-    assert any(key.startswith("graft") for key in NUMBERS[name]) != (recipe.rounds[-1].graft is None)
+    assert any(key.startswith("graft") for key in NUMBERS[name]) != (recipe.all_expansions[-1].graft is None)
     if name.startswith(("layermoe", "moe-lpr")):
         assert list(recipe.old) == ["en", "es", "zh"]
 

@@ -11,7 +11,7 @@ from conftest import invoke
 from hf_moe_expand.planning.methods import METHODS
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.settings_page import settings_page
-from hf_moe_expand.stages import BESIDE, ROAD, stage_of
+from hf_moe_expand.stages import OTHER_STAGES, RECIPE_STAGES, stage_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -85,8 +85,10 @@ def test_the_page_of_settings_has_every_key_with_its_description():
         title = part.partition("\n")[0].replace("`", "")
         sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
         assert all(sections[title].values()), title
-    stages = {key: set(stage_of(key).settings.__pydantic_fields__) for key in (*ROAD, *BESIDE)}
-    wanted = {key: stages[key] for key in ROAD} | {f"A file of train {key}": stages[key] for key in BESIDE}
+    stages = {key: set(stage_of(key).settings.__pydantic_fields__) for key in (*RECIPE_STAGES, *OTHER_STAGES)}
+    wanted = {key: stages[key] for key in RECIPE_STAGES} | {
+        f"A file of train {key}": stages[key] for key in OTHER_STAGES
+    }
     wanted["plan"] = {key for method in METHODS.values() for key in method.keys}
     wanted["masking"] = {"expert_output", "final_output", "conditional_routing", "gating_dropout"}
     assert {title: set(sections[title]) for title in wanted} == wanted

@@ -245,7 +245,7 @@ def test_validate_refuses_text_of_which_nothing_can_be_held_out(recipe, tmp_path
 
 
 def test_two_expansions_by_the_rule(recipe, tmp_path):
-    rounds = [changed(recipe.rounds[0], new={code: str(tmp_path / f"{code}.jsonl")}) for code in ("el", "tr")]
+    rounds = [changed(recipe.all_expansions[0], new={code: str(tmp_path / f"{code}.jsonl")}) for code in ("el", "tr")]
     keys = {name: getattr(rounds[0], name) for name in ("analysis", "post_pretrain", "review")}
     plans = [recipe.plan, PlanSettings("separable", total_experts=4, similarity_floor=0.5)]
     expansions = [Expansion(new=one.new, plan=plan, **keys) for one, plan in zip(rounds, plans, strict=True)]

@@ -33,6 +33,7 @@ from tqdm.auto import tqdm
 from ..checkpoint.gates import Gates
 from ..errors import InputError
 from ..languages import TEMPLATE
+from ..memory import device_memory
 from ..modeling.prefix_gate import PrefixRule, running_sums
 from .gate_text import Example, held_out
 from .similarity import ffn_inputs, padded_batches
@@ -44,7 +45,7 @@ POSITIONS = (8, 32, 128)
 # A language that takes more than this part of all that unseen languages take is named and left out of the promise.
 _OF_ALL, _MOST_NAMED = 0.5, 0.1
 _WIDEST = 16.0  # nats
-_BYTES = 2**32  # hidden states that are held at once
+_OF_MEMORY, _BYTES = 1 / 3, 2**32  # hidden states that are held at once: a part of the memory, or bytes
 _BATCH = 16
 
 
@@ -134,7 +135,8 @@ def fit_rows(
     again = {code: fitted[code] if classes[code] else fitted[code][::2] for code in order}
     told = {code: code if classes[code] else new[number % len(new)] for number, code in enumerate(order)}
     hidden = model.config.get_text_config(decoder=True).hidden_size
-    at_once = max(1, int(_BYTES / (4 * tokens * hidden)))
+    room = _OF_MEMORY * (device_memory() or _BYTES / _OF_MEMORY)
+    at_once = max(1, int(room / (4 * tokens * hidden)))
     found: dict[int, _OfLayer] = {}
     with tqdm(total=len(layers), desc="fit gates", unit="layer") as bar:
         for start in range(0, len(layers), at_once):

@@ -8,7 +8,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..checkpoint.source import load_config, resolve_checkpoint
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..evaluation.perplexity import LanguageScore, language_stream, target_nats
 from ..models import check_decoder, load_for_inference, longest_block
 
@@ -85,6 +85,6 @@ def evaluate_ensemble(
     scores = {}
     for language, stream in streams.items():
         nats = -mix_models(torch.stack(found[language]), top_m).sum().item()
-        with at(f"ensemble: language {language!r}"):
+        with errors_at(f"ensemble: language {language!r}"):
             scores[language] = stream.score(nats)
     return scores

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
 from ..modeling.expert_kinds import KINDS
 from ..planning.plan import Plan
@@ -124,7 +124,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
             f"The plan says that the first {plan.encoder_layers} layers are an encoder's, but in {folder} it is "
             f"{encoder}: plan with --from {folder}."
         )
-    with at(str(folder)):
+    with errors_at(str(folder)):
         history = History.of(config)
         known = [*history.first.old_languages, *history.languages]
     if again := [code for code in plan.new if code in known]:

@@ -17,7 +17,7 @@ from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from safetensors.torch import save as save_safetensors
 
 from ..errors import InputError, first_line, is_full_disk, named_as
-from ..modeling.expansion_only import RECORD
+from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
 from .reader import ITEM_BITS
 from .source import CODE, COMPANIONS
@@ -227,6 +227,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     try:
         with named_as(partial, out):
             yield partial
+            index_weights(partial)
         _give_usual_modes(partial)
         if os.path.lexists(out):  # perhaps since a moment ago, by another process
             _check_replaceable(out, overwrite)

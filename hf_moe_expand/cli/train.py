@@ -1,17 +1,35 @@
 """Verbs that train one stage, one verb for each stage."""
 
 import os
+import pydoc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from .. import stages
 from ..errors import InputError
-from ..stages import ROAD, help_of
 from .apps import train_app
 from .common import check_checkpoints, evaluate_models, text_sources
 from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation
+
+
+class _StageVerb(TyperCommand):
+    """Its help is the docstring of the stage's file and the keys of its configuration; the import takes seconds, and
+    only `--help` waits for it."""
+
+    def get_help(self, ctx: Any) -> str:
+        from ..settings_page import stage_help
+
+        self.help = stage_help((self.name or "").replace("-", "_"))
+        return super().get_help(ctx)
+
+
+def _add_verb(key: str, work: Callable[..., None]) -> None:
+    file = Path(stages.__path__[0]) / f"{key}.py"
+    train_app.command(key.replace("_", "-"), cls=_StageVerb, help="", short_help=pydoc.synopsis(str(file)))(work)
 
 
 def _verb(key: str) -> Callable[..., None]:
@@ -28,16 +46,9 @@ def _verb(key: str) -> Callable[..., None]:
     ) -> None:
         _train(key, model, out, data, config, validation, seed, overwrite)
 
-    train.__doc__ = help_of(key)
     return train
 
 
-for _key in ROAD:
-    if _key not in ("graft", "gates"):  # which do not train, and are verbs of their own
-        train_app.command(_key.replace("_", "-"))(_verb(_key))
-
-
-@train_app.command("adapt", help=help_of("adapt"))
 def train_adapt(
     model: Model,
     out: OutFolder,
@@ -68,7 +79,6 @@ def train_adapt(
         evaluate_models([model, str(out)], tests, [old, [code for code in tests if code == source.language]])
 
 
-@train_app.command("dense", help=help_of("dense"))
 def train_dense(
     model: Model,
     out: OutFolder,
@@ -139,3 +149,10 @@ def _train(
     if _is_first_rank():
         frozen = check_frozen(model, out, record.stage)
         print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
+
+
+for _key in stages.RECIPE_STAGES:
+    if _key not in ("graft", "gates"):  # which do not train, and are verbs of their own
+        _add_verb(_key, _verb(_key))
+_add_verb("adapt", train_adapt)
+_add_verb("dense", train_dense)

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from ..data.pair_encoder import PairEncoder, SentencePair
 from ..data.pairs import IGNORED, padded
 from ..data.parallel import Pair
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..models import longest_block
 from ..settings import EvaluationSettings
 from ..trainers.two_sides import target_loss, with_decoder_inputs
@@ -126,7 +126,7 @@ def evaluate_pairs(
     scores = {}
     for language in tqdm(list(pairs), desc="evaluate", unit="language"):
         stream = pair_stream(language, pairs[language], tokenizer, max_tokens, longest_block(model.config))
-        with at(f"language {language!r}"):
+        with errors_at(f"language {language!r}"):
             scores[language] = LanguageScore.from_nats(
                 sum(pair_nats(model, stream, batch_size)), stream.tokens, stream.size
             )

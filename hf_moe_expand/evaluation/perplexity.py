@@ -15,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..data.packing import begin_token
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..models import longest_block
 from ..settings import EvaluationSettings
 
@@ -228,6 +228,6 @@ def evaluate_model(
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
         stream = language_stream(language, texts, tokenizer, max_tokens)
-        with at(f"language {language!r}"):
+        with errors_at(f"language {language!r}"):
             scores[language] = score_stream(model, stream, block_size, batch_size)
     return scores

@@ -6,7 +6,7 @@ from typing import Any
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..errors import at
+from ..errors import errors_at
 from ..models import check_decoder, load_for_inference
 from .pairs import evaluate_pairs
 from .perplexity import evaluate_model
@@ -43,7 +43,7 @@ def score_models(
         two_sides = model.config.is_encoder_decoder
         if two_sides not in texts:
             texts[two_sides] = texts_for(model.config, sources)
-        with at(name):
+        with errors_at(name):
             if two_sides:
                 result.models[name] = evaluate_pairs(model, tokenizer, texts[True], batch_size, max_tokens)
             else:

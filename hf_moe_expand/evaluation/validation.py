@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..jsonfile import read_json, write_json
 from ..models import longest_block
 from ..schema import read
@@ -141,7 +141,7 @@ class ValidationCallback(TrainerCallback):
         scores = {}
         with _untouched(model):
             for language, stream in self.streams.items():
-                with at(f"validation at step {state.global_step}: language {language!r}"):
+                with errors_at(f"validation at step {state.global_step}: language {language!r}"):
                     if isinstance(stream, PairStream):
                         nats = sum(pair_nats(model, stream, args.per_device_train_batch_size))
                         scores[language] = LanguageScore.from_nats(nats, stream.tokens, stream.size)

@@ -62,9 +62,9 @@ def readable_recipe(name: str) -> Path:
 
 def recipe_keys() -> list[str]:
     """The keys of a recipe, in order."""
-    from ..stages import ROAD
+    from ..stages import RECIPE_STAGES
 
-    return [*_FIRST, *ROAD, *_LAST]
+    return [*_FIRST, *RECIPE_STAGES, *_LAST]
 
 
 def find_recipe(name: str) -> Path:

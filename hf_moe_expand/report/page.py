@@ -26,7 +26,7 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 from ..run_record import BEGUN, read_steps
-from ..stages import trained_in
+from ..stages import trained_parts
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml
 from .charts import allocation_chart, heat_map, line_chart
@@ -387,7 +387,7 @@ def _frozen(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
     """The stage's trained parameters, counted from the model's shape, and the tensors that the run found unchanged."""
     folder = part.folder / name
     entry = _entry(folder)
-    trained = trained_in(entry.stage) if entry else None
+    trained = trained_parts(entry.stage) if entry else None
     report = None
     if entry is not None and trained is not None:
         config = load_expanded_config(folder)

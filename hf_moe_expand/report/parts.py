@@ -10,7 +10,7 @@ from ..jsonfile import read_json
 from ..planning.plan import Plan
 from ..records import History
 from ..run_record import run_folder
-from ..stages import BESIDE, ROAD, road, stage_of
+from ..stages import OTHER_STAGES, RECIPE_STAGES, stage_of, stages_for
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Part:
     def stages(self) -> list[str]:
         """Names of its stages' folders, in the order in which they were written."""
         plan = self.plan()
-        order = [stage.key for stage in road("dmoe" if plan is not None and plan.groups else "layer_moe")]
+        order = [stage.key for stage in stages_for("dmoe" if plan is not None and plan.groups else "layer_moe")]
         return [name for name in order if (self.folder / name / "config.json").is_file()]
 
     def plan(self) -> Plan | None:
@@ -67,7 +67,7 @@ class Loose(Part):
     def title_of(self, stage: str) -> str:
         history = history_of(Path(stage))
         last = history.last.stages[-1].stage if len(history) and history.last.stages else "expanded"
-        known = {found.name: found for found in map(stage_of, (*ROAD, *BESIDE))}
+        known = {found.name: found for found in map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))}
         return f"{known[last].title if last in known else last}: {Path(stage).name}"
 
 

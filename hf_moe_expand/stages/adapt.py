@@ -47,7 +47,10 @@ class AdaptConfig(StageConfig):
 class Adapt(TrainingStage):
     """DMoE's adaptation."""
 
-    key, name, title, participle = "adapt", "adapt", "Adaptation", "adapted"
+    key = "adapt"
+    name = "adapt"
+    title = "Adaptation"
+    participle = "adapted"
     families = ("dmoe",)
     config_class = AdaptConfig
     trains = Trained(experts="last", last_router_row=True)

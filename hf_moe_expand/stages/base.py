@@ -23,7 +23,7 @@ from .config import StageConfig, StageSettings, declared_losses, settings_of
 
 
 @dataclass(frozen=True)
-class Situation:
+class StageFacts:
     """The facts about a stage that are known before anything runs.
 
     Attributes:
@@ -52,7 +52,7 @@ class Situation:
     offline: bool = False
     skipped: list[str] = field(default_factory=list)
 
-    def at(self, name: str) -> str:
+    def key_of(self, name: str) -> str:
         """The name of a field of the settings in messages."""
         return f"{self.key}.{name}" if self.key else name
 
@@ -98,7 +98,7 @@ class Stage(ABC):
         """The class of its settings in YAML."""
 
     @abstractmethod
-    def check(self, settings: Any, situation: Situation) -> list[str]:
+    def check(self, settings: Any, facts: StageFacts) -> list[str]:
         """Checks the stage as far as possible before anything runs; returns one line for each check that passed.
 
         Raises:
@@ -146,10 +146,10 @@ class TrainingStage(Stage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return list(new)
 
-    def check(self, settings: Any, situation: Situation) -> list[str]:
+    def check(self, settings: Any, facts: StageFacts) -> list[str]:
         from .checks import check_stage
 
-        return check_stage(self, settings, situation)
+        return check_stage(self, settings, facts)
 
     def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
         """Refuses text in languages for which the stage is not made.

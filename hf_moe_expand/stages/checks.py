@@ -6,37 +6,37 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..evaluation.validation import validation_sources
 from ..recipe_paths import unset_variable
 from ..trainers.masking import check_gates
 from .arguments import check_label_smoothing, check_training_arguments
-from .base import Situation, TrainingStage, check_block_size
+from .base import StageFacts, TrainingStage, check_block_size
 from .mixing import is_mixed, read_curriculum
 
 
-def check_stage(stage: TrainingStage, settings: Any, situation: Situation) -> list[str]:
+def check_stage(stage: TrainingStage, settings: Any, facts: StageFacts) -> list[str]:
     """Checks training arguments, languages, curriculum and held-out text of a stage.
 
     Raises:
         InputError: one of them is wrong; the message names the key.
     """
-    check_training_arguments(settings.training, situation.at("training"))
-    check_label_smoothing(settings.training, situation.two_sides, situation.at("training"))
-    settings = _on_this_machine(settings, situation)
-    settings.config(situation.output, situation.seed, situation.key)
-    languages = list(dict.fromkeys(stage.languages(settings, situation.old, situation.new)))
-    with at(situation.key):
-        stage.check_text(settings, languages, list(situation.old), list(situation.new))
-    check_gates(stage.masking(settings), situation.has_gates, situation.at("masking"))
-    check_block_size(settings.block_size, situation.longest, situation.at("block_size"))
+    check_training_arguments(settings.training, facts.key_of("training"))
+    check_label_smoothing(settings.training, facts.two_sides, facts.key_of("training"))
+    settings = _on_this_machine(settings, facts)
+    settings.config(facts.output, facts.seed, facts.key)
+    languages = list(dict.fromkeys(stage.languages(settings, facts.old, facts.new)))
+    with errors_at(facts.key):
+        stage.check_text(settings, languages, list(facts.old), list(facts.new))
+    check_gates(stage.masking(settings), facts.has_gates, facts.key_of("masking"))
+    check_block_size(settings.block_size, facts.longest, facts.key_of("block_size"))
     validation = getattr(settings, "validation", None)
     named_files = [*(validation.texts.values() if validation else ()), getattr(settings, "curriculum", None)]
     unset = next(filter(None, map(unset_variable, filter(None, named_files))), None)
-    if situation.offline and unset:
-        situation.skipped.append(f"skipped: {situation.key}: {unset} is not set")
+    if facts.offline and unset:
+        facts.skipped.append(f"skipped: {facts.key}: {unset} is not set")
     else:
-        check_mix(settings, languages, situation.key)
+        check_mix(settings, languages, facts.key)
     return []
 
 
@@ -53,7 +53,7 @@ def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
     prefix = f"{where}." if where else ""
     validation = getattr(settings, "validation", None)
     for code, source in validation_sources(validation).items() if validation is not None else ():
-        with at(f"{prefix}validation.texts.{code}"):
+        with errors_at(f"{prefix}validation.texts.{code}"):
             source.check()
     temperature = getattr(settings, "temperature", 1.0)
     if not temperature > 0:
@@ -86,13 +86,13 @@ def _given(settings: Any) -> Mapping[str, Any]:
     return settings.chosen() if hasattr(settings, "given") else settings.training
 
 
-def _on_this_machine(settings: Any, situation: Situation) -> Any:
+def _on_this_machine(settings: Any, facts: StageFacts) -> Any:
     """Settings without the arguments that only the machine that trains can check."""
     training = dict(settings.training)
     if not torch.accelerator.is_available():
         training.pop("tf32", None)  # refused without a GPU, but the checking machine may not be the one that trains
     launcher = training.get("deepspeed")
-    if situation.offline and isinstance(launcher, str) and not Path(launcher).is_file():
-        situation.skipped.append(f"skipped: {situation.key}: training.deepspeed: {launcher} is not on this machine")
+    if facts.offline and isinstance(launcher, str) and not Path(launcher).is_file():
+        facts.skipped.append(f"skipped: {facts.key}: training.deepspeed: {launcher} is not on this machine")
         del training["deepspeed"]
     return settings.model_copy(update={"training": training})

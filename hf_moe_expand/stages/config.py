@@ -17,7 +17,7 @@ from pydantic import Field
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..schema import Count, Declared, Text, Whole, read, settings
 from ..trainers.losses import RouterLoss
 from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
@@ -143,7 +143,7 @@ class StageSettings(Declared):
         prefix = f"{where}." if where else ""
         training = check_training_arguments(self.training, f"{prefix}training")
         own = {name: getattr(self, name) for name in own_fields(self.config_class)}
-        with at(where):
+        with errors_at(where):
             config = self.config_class(output_dir=str(output_dir), seed=seed, data_seed=seed, **own, **training)
         config.given = dict(self.training)
         return config

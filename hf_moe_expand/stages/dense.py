@@ -84,7 +84,10 @@ class DenseConfig(StageConfig):
 class Dense(TrainingStage):
     """The plain baselines: full fine-tuning, LoRA, LLaMA-Pro's new blocks."""
 
-    key, name, title, participle = "dense", "dense", "Dense training", "trained"
+    key = "dense"
+    name = "dense"
+    title = "Dense training"
+    participle = "trained"
     families = ()
     config_class = DenseConfig
     trains = EVERYTHING

@@ -7,13 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..settings import GateSettings
-from .base import Situation, Stage
+from .base import Stage, StageFacts
 
 
 class FitGates(Stage):
     """Gates of many classes (`analysis/gate_fit.py`)."""
 
-    key, name, title, participle = "gates", "gates", "Gates", "gated"
+    key = "gates"
+    name = "gates"
+    title = "Gates"
+    participle = "gated"
     settings = GateSettings  # type: ignore[assignment]
     runs_unasked = False
     optional = True
@@ -21,7 +24,7 @@ class FitGates(Stage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
-    def check(self, settings: Any, situation: Situation) -> list[str]:
+    def check(self, settings: Any, facts: StageFacts) -> list[str]:
         return [f"gates: at most {100 * settings.unseen_share:g} % of an unseen language's tokens go to new experts"]
 
 

@@ -10,7 +10,7 @@ from pydantic import AllowInfNan, Field
 
 from ..checkpoint.graft import check_fine_tune
 from ..schema import Flag, Number, Text, settings
-from .base import Situation, Stage
+from .base import Stage, StageFacts
 
 
 @settings
@@ -27,16 +27,19 @@ class GraftSettings:
 class Graft(Stage):
     """DeltaMoE's graft: alignment without alignment data."""
 
-    key, name, title, participle = "graft", "graft", "Graft", "grafted"
+    key = "graft"
+    name = "graft"
+    title = "Graft"
+    participle = "grafted"
     families = ("layer_moe", "dmoe")
     settings = GraftSettings  # type: ignore[assignment]
     runs_unasked = False
     optional = True
 
-    def check(self, settings: Any, situation: Situation) -> list[str]:
-        if situation.offline:
-            return [f"skipped: whether {settings.instruct} is a fine-tune of {situation.base}"]
-        check_fine_tune(situation.base, settings.instruct, settings.keep_tokenizer, situation.revision)
+    def check(self, settings: Any, facts: StageFacts) -> list[str]:
+        if facts.offline:
+            return [f"skipped: whether {settings.instruct} is a fine-tune of {facts.base}"]
+        check_fine_tune(facts.base, settings.instruct, settings.keep_tokenizer, facts.revision)
         return [f"graft: {settings.instruct}, of the base's shapes"]
 
 

@@ -33,7 +33,10 @@ class GroupConfig(MixedConfig):
 class Group(MixingStage):
     """DMoE's first stage."""
 
-    key, name, title, participle = "group", "group", "Group training", "group-trained"
+    key = "group"
+    name = "group"
+    title = "Group training"
+    participle = "group-trained"
     families = ("dmoe",)
     config_class = GroupConfig
     trains = EVERYTHING

@@ -28,7 +28,10 @@ class JointConfig(MixedConfig):
 class Joint(MixingStage):
     """DMoE's second stage; for any expanded model, training of all parameters."""
 
-    key, name, title, participle = "joint", "joint", "Joint training", "trained jointly"
+    key = "joint"
+    name = "joint"
+    title = "Joint training"
+    participle = "trained jointly"
     families = ("dmoe",)
     optional = True
     config_class = JointConfig

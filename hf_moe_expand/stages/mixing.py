@@ -6,7 +6,7 @@ from typing import Any
 
 from ..data.curriculum import Curriculum
 from ..data.packing import PackedText
-from ..errors import at
+from ..errors import errors_at
 from ..schema import Count, Number, Text
 from ..trainers.curriculum_sampler import LanguageMix
 from .base import TrainingStage
@@ -40,7 +40,7 @@ def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
     if getattr(config, "curriculum", None) is None:
         return None
     curriculum = Curriculum.load(config.curriculum)
-    with at(config.curriculum):
+    with errors_at(config.curriculum):
         curriculum.check_languages(languages)
     return curriculum
 

@@ -41,7 +41,10 @@ class PostPretrainConfig(MixedConfig):
 class PostPretrain(MixingStage):
     """MoE-LPR's and LayerMoE's first stage."""
 
-    key, name, title, participle = "post_pretrain", "post-pretrain", "Post-pretraining", "post-pretrained"
+    key = "post_pretrain"
+    name = "post-pretrain"
+    title = "Post-pretraining"
+    participle = "post-pretrained"
     config_class = PostPretrainConfig
     trains = Trained(experts="new")
 

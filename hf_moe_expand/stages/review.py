@@ -10,12 +10,12 @@ from typing import Annotated, Any
 from datasets import Dataset
 
 from ..data.mixing import NEW_PER_OLD, review_documents
-from ..errors import InputError, at
+from ..errors import InputError, errors_at
 from ..records import History
 from ..schema import Coefficient, Count, Flag, Positive
 from ..trainers.freezing import Trained
 from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
-from .base import Situation, TrainingStage, languages_of
+from .base import StageFacts, TrainingStage, languages_of
 from .config import BlockSize, StageConfig, ValidationSettings, key
 from .trainer import StageTrainer
 
@@ -51,7 +51,10 @@ class ReviewConfig(StageConfig):
 class Review(TrainingStage):
     """MoE-LPR's and LayerMoE's second stage."""
 
-    key, name, title, participle = "review", "review", "Review", "reviewed"
+    key = "review"
+    name = "review"
+    title = "Review"
+    participle = "reviewed"
     config_class = ReviewConfig
     trains = Trained(classifiers=True)
     optional = True
@@ -74,10 +77,10 @@ class Review(TrainingStage):
                 "(`hf-moe-expand sample`; `self_written` in a recipe)."
             )
 
-    def check(self, settings: Any, situation: Situation) -> list[str]:
-        with at(situation.key):
-            _check_distillation(settings, situation.two_sides)
-        return super().check(settings, situation)
+    def check(self, settings: Any, facts: StageFacts) -> list[str]:
+        with errors_at(facts.key):
+            _check_distillation(settings, facts.two_sides)
+        return super().check(settings, facts)
 
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
         super().check_data(config, data, model_config)

@@ -27,7 +27,7 @@ from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
-from . import BESIDE, ROAD, stage_of, trained_in
+from . import OTHER_STAGES, RECIPE_STAGES, stage_of, trained_parts
 from .arguments import check_label_smoothing, check_training_arguments
 from .base import TrainingStage
 from .checks import check_mix
@@ -163,7 +163,7 @@ def stage_for(config: StageConfig) -> TrainingStage:
     Raises:
         InputError: the configuration belongs to no stage.
     """
-    for key in (*ROAD, *BESIDE):
+    for key in (*RECIPE_STAGES, *OTHER_STAGES):
         stage = stage_of(key)
         if isinstance(stage, TrainingStage) and isinstance(config, stage.config_class):
             return stage
@@ -185,7 +185,7 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
     before = resolve_checkpoint(before)
     config = load_expanded_config(before)
     network = network_of(config)
-    trained = trained_in(stage)
+    trained = trained_parts(stage)
     if trained is None:
         raise InputError(f"{stage!r} is not a stage that leaves tensors alone.")
     freeze(network, trained, stage)

@@ -11,40 +11,40 @@ from ..analysis.similarity import document_blocks, measure_similarity, token_blo
 from ..checkpoint.source import resolve_checkpoint
 from ..errors import InputError
 from ..models import load_for_inference, load_tokenizer
-from ..schema import plain
+from ..schema import as_json
 from ..self_written import SelfWrittenText
-from .base import Checks, Done, Round, Step
+from .base import Checks, ExpansionRun, Step, StepResult
 
 
 @dataclass
 class AnalyzeSimilarity(Step):
     """Measures the similarity of languages in each layer."""
 
-    round: Round
+    run: ExpansionRun
 
     def __post_init__(self) -> None:
-        self.name, self.output = f"{self.round.prefix}analyze", self.round.folder / "analysis.json"
+        self.name, self.output = f"{self.run.prefix}analyze", self.run.folder / "analysis.json"
 
     def inputs(self) -> dict[str, Any]:
-        codes = self.round.expansion.analyzed_languages(self.round.old, self.round.number > 1)
+        codes = self.run.expansion.analyzed_languages(self.run.old, self.run.number > 1)
         return {
-            "analysis": plain(self.round.expansion.analysis), "old": self.round.old, "new": self.round.new,
-            "texts": self.round.contents(codes),
+            "analysis": as_json(self.run.expansion.analysis), "old": self.run.old, "new": self.run.new,
+            "texts": self.run.contents(codes),
         }  # fmt: skip
 
     def check(self, checks: Checks) -> None:
-        check_tokens(self.round, checks)
+        check_tokens(self.run, checks)
 
-    def work(self) -> Done:
-        round_, settings = self.round, self.round.expansion.analysis
-        model, tokenizer = load_for_inference(round_.start, round_.revision)
+    def work(self) -> StepResult:
+        run, settings = self.run, self.run.expansion.analysis
+        model, tokenizer = load_for_inference(run.start, run.revision)
         result = measure_similarity(
-            model, tokenizer, round_.texts([*round_.old, *round_.new], model.config), round_.old, round_.new,
+            model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new,
             tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
         )  # fmt: skip
         result.to_json(self.output)
         low, high = min(result.similarity), max(result.similarity)
-        return Done(f"similarity {low:.3f} to {high:.3f} over {len(result.similarity)} layers")
+        return StepResult(f"similarity {low:.3f} to {high:.3f} over {len(result.similarity)} layers")
 
 
 @dataclass
@@ -52,62 +52,64 @@ class AnalyzeSeparability(Step):
     """Measures how well each layer tells old text from new, with the settings of the similarity."""
 
     stands_for_earlier: ClassVar[bool] = False  # the plan needs the similarity too
-    round: Round
+    run: ExpansionRun
 
     def __post_init__(self) -> None:
-        self.name = f"{self.round.prefix}analyze separability"
-        self.output = self.round.folder / "separability.json"
+        self.name = f"{self.run.prefix}analyze separability"
+        self.output = self.run.folder / "separability.json"
 
     def inputs(self) -> dict[str, Any]:
-        return AnalyzeSimilarity(self.round).inputs()
+        return AnalyzeSimilarity(self.run).inputs()
 
     def check(self, checks: Checks) -> None:
         """Refuses local text of which nothing can be held out, as far as its order in the files shows."""
-        check_tokens(self.round, checks)
+        check_tokens(self.run, checks)
         if checks.offline:
             return
-        settings, recipe = self.round.expansion.analysis, checks.recipe
+        settings, recipe = self.run.expansion.analysis, checks.recipe
         tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
-        for code in (*self.round.old, *self.round.new):
-            source = self.round.sources[code]
+        for code in (*self.run.old, *self.run.new):
+            source = self.run.sources[code]
             if source.files():
                 sizes = (tokenizer, settings.tokens, settings.block_size)
                 split(code, document_blocks(code, source.documents(), *sizes), recipe.seed)
 
-    def work(self) -> Done:
-        round_, settings = self.round, self.round.expansion.analysis
-        model, tokenizer = load_for_inference(round_.start, round_.revision)
+    def work(self) -> StepResult:
+        run, settings = self.run, self.run.expansion.analysis
+        model, tokenizer = load_for_inference(run.start, run.revision)
         result = measure_separability(
-            model, tokenizer, round_.texts([*round_.old, *round_.new], model.config), round_.old, round_.new,
+            model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new,
             tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
-            seed=round_.recipe.seed,
+            seed=run.recipe.seed,
         )  # fmt: skip
         result.to_json(self.output)
         low, high = min(result.separability), max(result.separability)
-        return Done(f"accuracy after {result.length} tokens {low:.3f} to {high:.3f} over {len(result.token)} layers")
+        return StepResult(
+            f"accuracy after {result.length} tokens {low:.3f} to {high:.3f} over {len(result.token)} layers"
+        )
 
 
 @dataclass
 class AnalyzeDeviation(Step):
     """Measures how far training on each language moves each layer, and how similar these changes are."""
 
-    round: Round
+    run: ExpansionRun
 
     def __post_init__(self) -> None:
-        self.name, self.output = f"{self.round.prefix}analyze", self.round.folder / "analysis.json"
+        self.name, self.output = f"{self.run.prefix}analyze", self.run.folder / "analysis.json"
 
     def inputs(self) -> dict[str, Any]:
-        new = self.round.new
-        return {"deviation": plain(self.round.expansion.deviation), "new": new, "texts": self.round.contents(new)}
+        new = self.run.new
+        return {"deviation": as_json(self.run.expansion.deviation), "new": new, "texts": self.run.contents(new)}
 
     def check(self, checks: Checks) -> None:
         """Refuses text with fewer bytes than the needed tokens, since a token has at least one byte."""
         if checks.offline:
             return
-        settings = self.round.expansion.deviation
+        settings = self.run.expansion.deviation
         needed = settings.steps * settings.batch_size * settings.block_size
-        for code in self.round.new:
-            source = self.round.sources[code]
+        for code in self.run.new:
+            source = self.run.sources[code]
             if not source.files():
                 continue  # text on the hub is assumed to be enough
             size = 0
@@ -122,28 +124,28 @@ class AnalyzeDeviation(Step):
                     "batch_size: ...}`."
                 )
 
-    def work(self) -> Done:
-        round_ = self.round
-        model, tokenizer = load_for_inference(round_.start, round_.revision)
-        work = round_.folder / "deviation.work"
+    def work(self) -> StepResult:
+        run = self.run
+        model, tokenizer = load_for_inference(run.start, run.revision)
+        work = run.folder / "deviation.work"
         result = measure_deviation(
-            model, tokenizer, round_.texts(round_.new, model.config), work_dir=work, seed=round_.recipe.seed,
-            **plain(round_.expansion.deviation),
+            model, tokenizer, run.texts(run.new, model.config), work_dir=work, seed=run.recipe.seed,
+            **as_json(run.expansion.deviation),
         )  # fmt: skip
         result.to_json(self.output)
         shutil.rmtree(work)
         low, high = min(result.deviation), max(result.deviation)
-        return Done(f"deviation {low:.4g} to {high:.4g} over {len(result.deviation)} layers")
+        return StepResult(f"deviation {low:.4g} to {high:.4g} over {len(result.deviation)} layers")
 
 
-def check_tokens(round_: Round, checks: Checks) -> None:
+def check_tokens(run: ExpansionRun, checks: Checks) -> None:
     """Refuses local text with fewer tokens than the similarity or the search for the nearest experts needs."""
     if checks.offline or checks.config.is_encoder_decoder:  # the analysis itself counts sentence pairs at its start
         return
-    settings, recipe = round_.expansion.analysis, checks.recipe
+    settings, recipe = run.expansion.analysis, checks.recipe
     tokenizer: Any = None
-    for code in round_.expansion.analyzed_languages(round_.old, further=round_.number > 1):
-        source = round_.sources[code]
+    for code in run.expansion.analyzed_languages(run.old, further=run.number > 1):
+        source = run.sources[code]
         if isinstance(source, SelfWrittenText):
             if source.tokens_to_come < settings.tokens:
                 raise InputError(

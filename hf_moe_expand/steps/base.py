@@ -12,7 +12,7 @@ from ..checkpoint.source import resolve_checkpoint
 from ..data.pair_encoder import PairEncoder, SentencePair
 from ..data.pairs import texts_for
 from ..data.sources import LanguageText
-from ..disk import Written
+from ..disk import StepOutput
 from ..models import load_tokenizer
 from ..planning.plan import Plan
 from ..recipe import Expansion, Recipe
@@ -20,7 +20,7 @@ from ..self_written import SelfWrittenText
 
 
 @dataclass(frozen=True)
-class Done:
+class StepResult:
     """The result of a step: a line for the user, and facts for the run's page."""
 
     summary: str
@@ -55,7 +55,7 @@ class Checks:
     counted: dict[str, int] = field(default_factory=dict)
     plan: Plan | None = None
     network: Any = None
-    written: list[Written] = field(default_factory=list)
+    written: list[StepOutput] = field(default_factory=list)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Checks:
 
 
 @dataclass(frozen=True)
-class Round:
+class ExpansionRun:
     """One expansion of a run.
 
     Attributes:
@@ -87,7 +87,7 @@ class Round:
     @property
     def prefix(self) -> str:
         """The prefix of its steps' names."""
-        return f"expansion {self.number}: " if len(self.recipe.rounds) > 1 else ""
+        return f"expansion {self.number}: " if len(self.recipe.all_expansions) > 1 else ""
 
     @property
     def new(self) -> list[str]:
@@ -140,10 +140,10 @@ class Step(ABC):
         """
 
     @abstractmethod
-    def work(self) -> Done:
+    def work(self) -> StepResult:
         """Runs the step, which writes `output`."""
 
-    def finish(self) -> Done | None:
+    def finish(self) -> StepResult | None:
         """Finishes a step that was interrupted after it wrote its output; None if the step must run again."""
         return None
 

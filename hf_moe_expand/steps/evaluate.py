@@ -7,15 +7,15 @@ from typing import Any
 
 from ..checkpoint.source import languages_by_expansion, load_config, resolve_checkpoint
 from ..data.sources import LanguageText
-from ..errors import at
+from ..errors import errors_at
 from ..evaluation.chat import QUESTIONS, check_chat
 from ..evaluation.perplexity import language_stream
 from ..evaluation.scoring import score_models
 from ..models import load_tokenizer
 from ..recipe import Recipe
 from ..recipe_paths import unset_variable
-from ..schema import plain
-from .base import Checks, Done, Step, contents
+from ..schema import as_json
+from .base import Checks, Step, StepResult, contents
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Evaluate(Step):
 
     def inputs(self) -> dict[str, Any]:
         questions = {"questions": contents(files)} if (files := self._files()) else {}
-        return {"evaluation": plain(self.recipe.evaluation), "test": contents(self.recipe.test_sources), **questions}
+        return {"evaluation": as_json(self.recipe.evaluation), "test": contents(self.recipe.test_sources), **questions}
 
     def _files(self) -> dict[str, LanguageText]:
         """The files with questions of the chat check."""
@@ -54,7 +54,7 @@ class Evaluate(Step):
         """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it."""
         recipe, most = self.recipe, self.recipe.evaluation.max_tokens
         for code, file in self._files().items():
-            with at(f"evaluation.questions.{code}"):
+            with errors_at(f"evaluation.questions.{code}"):
                 if not checks.offline or not unset_variable(file.source):
                     file.check()
         if checks.offline or most is None or checks.config.is_encoder_decoder:
@@ -62,7 +62,7 @@ class Evaluate(Step):
         tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
         for code, source in recipe.test_sources.items():
             if source.files():
-                with at(f"test.{code}"):
+                with errors_at(f"test.{code}"):
                     language_stream(code, {code: list(islice(source.documents(), 1))}, tokenizer, most)
 
     def _languages(self) -> list[list[str]]:
@@ -74,7 +74,7 @@ class Evaluate(Step):
         known = {code for codes in (old, *new) for code in codes}
         return [[*old, *(code for code in self.recipe.test if code not in known)], *new]
 
-    def work(self) -> Done:
+    def work(self) -> StepResult:
         recipe, settings = self.recipe, self.recipe.evaluation
         kept = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
         models = {name: (path, recipe.revision if name == "base" else None) for name, path in kept.items()}
@@ -89,4 +89,4 @@ class Evaluate(Step):
         result.to_json(self.output)
         gone = f" ({', '.join(set(self.models) - set(kept))}: no longer kept)" if len(kept) < len(self.models) else ""
         chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
-        return Done(f"{len(recipe.test)} languages, {len(kept)} models{gone}{chats}")
+        return StepResult(f"{len(recipe.test)} languages, {len(kept)} models{gone}{chats}")

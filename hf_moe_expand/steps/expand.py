@@ -9,63 +9,60 @@ from ..checkpoint.grow import grow_checkpoint
 from ..checkpoint.kinds import check_kinds, chosen_kind
 from ..checkpoint.stored import network_of
 from ..checkpoint.writer import check_shard_size
-from ..disk import Written
-from ..errors import InputError, at
+from ..disk import StepOutput
+from ..errors import InputError, errors_at
 from ..models import load_for_inference
 from ..planning.plan import Plan
-from ..schema import plain
+from ..schema import as_json
 from ..settings import ExpandSettings
 from .analyze import check_tokens
-from .base import Checks, Done, Round, Step
+from .base import Checks, ExpansionRun, Step, StepResult
 
 
 @dataclass
 class Expand(Step):
     """Writes the checkpoint with new experts."""
 
-    round: Round
+    run: ExpansionRun
 
     def __post_init__(self) -> None:
-        self.name, self.output = f"{self.round.prefix}expand", self.round.folder / "expanded"
+        self.name, self.output = f"{self.run.prefix}expand", self.run.folder / "expanded"
 
     @property
     def _copies_nearest(self) -> bool:
-        return self.round.number > 1 and self.round.expansion.expand.copy_from == "nearest"
+        return self.run.number > 1 and self.run.expansion.expand.copy_from == "nearest"
 
     def inputs(self) -> dict[str, Any]:
-        found = {"expand": plain(self.round.expansion.expand)}
+        found = {"expand": as_json(self.run.expansion.expand)}
         if self._copies_nearest:
-            found |= {"analysis": plain(self.round.expansion.analysis), "texts": self.round.contents(self.round.new)}
+            found |= {"analysis": as_json(self.run.expansion.analysis), "texts": self.run.contents(self.run.new)}
         return found
 
     def check(self, checks: Checks) -> None:
-        settings = self.round.expansion.expand
-        with at("expand"):
+        settings = self.run.expansion.expand
+        with errors_at("expand"):
             check_kinds(settings.expert_init, settings.expert_kind)
             check_shard_size(settings.max_shard_size)
         copied = settings.copy_from
-        if (
-            self.round.number > 1
-            and isinstance(copied, int)
-            and checks.config is not None
-            and copied >= checks.copyable
-        ):
+        if self.run.number > 1 and isinstance(copied, int) and checks.config is not None and copied >= checks.copyable:
             raise InputError(
-                f"expansion {self.round.number}: expand.copy_from is {copied}, but a layer may have only experts "
+                f"expansion {self.run.number}: expand.copy_from is {copied}, but a layer may have only experts "
                 f"0..{checks.copyable - 1}: give one of these."
             )
         if self._copies_nearest:
-            check_tokens(self.round, checks)
+            check_tokens(self.run, checks)
         if checks.plan is not None:
             checks.network = self._network(checks.config, checks.plan)
-            checks.written.append(Written(self.output, checks.checkpoint_bytes))
+            checks.written.append(StepOutput(self.output, checks.checkpoint_bytes))
 
     def _network(self, dense: Any, plan: Plan) -> Any:
         """The model that `plan` makes of the dense base, without weights."""
-        settings = self.round.recipe.rounds[0].expand  # a further expansion keeps the kind of the first one's experts
-        with at("expand"):
+        settings = self.run.recipe.all_expansions[
+            0
+        ].expand  # a further expansion keeps the kind of the first one's experts
+        with errors_at("expand"):
             if not plan.grows_from:
-                check_dense_plan(plan, dense, self.round.start, settings.conditional_routing)
+                check_dense_plan(plan, dense, self.run.start, settings.conditional_routing)
             kind = chosen_kind(network_of(dense), plan, **self._kind(settings))
         return network_of(planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing))
 
@@ -74,32 +71,32 @@ class Expand(Step):
         names = ("expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width")
         return {name: getattr(settings, name) for name in names}
 
-    def work(self) -> Done:
-        round_, settings = self.round, self.round.expansion.expand
-        plan = Plan.load(round_.folder / "plan.json")
+    def work(self) -> StepResult:
+        run, settings = self.run, self.run.expansion.expand
+        plan = Plan.load(run.folder / "plan.json")
         options: dict[str, Any] = {
-            "seed": round_.recipe.seed, "max_shard_size": settings.max_shard_size, "overwrite": True
+            "seed": run.recipe.seed, "max_shard_size": settings.max_shard_size, "overwrite": True
         }  # fmt: skip
         if plan.grows_from:
             nearest = self._copies_nearest
             layers = range(len(plan.grows_from))
             origin = self._nearest() if nearest else dict.fromkeys(layers, int(settings.copy_from))
-            grow_checkpoint(round_.start, self.output, plan, copy_from=origin, keep_routers=True, **options)
+            grow_checkpoint(run.start, self.output, plan, copy_from=origin, keep_routers=True, **options)
             said = f"{plan.total_experts - sum(plan.grows_from)} new experts"
             copied = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else ""
-            return Done(said + copied)
+            return StepResult(said + copied)
         report = expand_checkpoint(
-            round_.start,
+            run.start,
             self.output,
             plan,
             conditional_routing=settings.conditional_routing,
             **self._kind(settings),
-            revision=round_.revision,
+            revision=run.revision,
             **options,
         )
-        return Done(f"{report.base_parameters:,} -> {report.parameters:,} parameters")
+        return StepResult(f"{report.base_parameters:,} -> {report.parameters:,} parameters")
 
     def _nearest(self) -> dict[int, int]:
-        model, tokenizer = load_for_inference(self.round.start)
-        settings = plain(self.round.expansion.analysis)
-        return nearest_experts(model, tokenizer, self.round.texts(self.round.new, model.config), **settings)
+        model, tokenizer = load_for_inference(self.run.start)
+        settings = as_json(self.run.expansion.analysis)
+        return nearest_experts(model, tokenizer, self.run.texts(self.run.new, model.config), **settings)

@@ -5,8 +5,8 @@ from typing import Any
 
 from ..analysis.gating import check_languages, fit_gates
 from ..data.sources import LanguageText
-from ..errors import at
-from .base import Checks, Done, contents
+from ..errors import errors_at
+from .base import Checks, StepResult, contents
 from .stage import StageStep
 
 
@@ -16,39 +16,39 @@ class GatesStep(StageStep):
 
     @property
     def _texts(self) -> dict[str, LanguageText]:
-        codes = self.stage.languages(self.settings, self.round.old, self.round.new)
-        return {code: self.round.sources[code] for code in dict.fromkeys(codes) if code in self.round.sources}
+        codes = self.stage.languages(self.settings, self.run.old, self.run.new)
+        return {code: self.run.sources[code] for code in dict.fromkeys(codes) if code in self.run.sources}
 
     @property
     def _classes(self) -> dict[str, int]:
         """The class of each language of the recipe so far; several rounds are several classes."""
-        recipe = self.round.recipe
+        recipe = self.run.recipe
         found = dict.fromkeys(recipe.old_languages, 0)
-        for number, expansion in enumerate(recipe.rounds[: self.round.number], start=1):
+        for number, expansion in enumerate(recipe.all_expansions[: self.run.number], start=1):
             found |= dict.fromkeys(expansion.new, number)
         return found
 
     def inputs(self) -> dict[str, Any]:
-        anchors = contents(self.round.recipe.anchor_sources)
+        anchors = contents(self.run.recipe.anchor_sources)
         return {**super().inputs(), "texts": contents(self._texts), "anchors": anchors}
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        if checks.config is not None and not self.round.recipe.joins:
-            with at(self.stage.key):
-                anchors = self.round.recipe.anchor_sources or None
+        if checks.config is not None and not self.run.recipe.joins:
+            with errors_at(self.stage.key):
+                anchors = self.run.recipe.anchor_sources or None
                 check_languages(self._classes, self._texts, anchors)  # type: ignore[arg-type]
 
-    def work(self) -> Done:
-        recipe = self.round.recipe
+    def work(self) -> StepResult:
+        recipe = self.run.recipe
         shuffled = {code: source.load().shuffle(seed=recipe.seed)["text"] for code, source in self._texts.items()}
         anchors = {code: source.load()["text"] for code, source in recipe.anchor_sources.items()} or None
         report = fit_gates(
             self.before, self.output, shuffled, anchors, self.settings, seed=recipe.seed,
-            max_shard_size=self.round.expansion.expand.max_shard_size, overwrite=True,
+            max_shard_size=self.run.expansion.expand.max_shard_size, overwrite=True,
         )  # fmt: skip
         found = report.gates
         passing = ", ".join(f"{code} {100 * shares[0]:.0f} %" for code, shares in found.new.items())
-        return Done(
+        return StepResult(
             f"new experts take {passing} of the new languages' tokens", {"unseen": found.unseen, "new": found.new}
         )

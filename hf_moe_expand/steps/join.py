@@ -14,15 +14,15 @@ from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_shard_size
-from ..disk import Written
-from ..errors import InputError, at
+from ..disk import StepOutput
+from ..errors import InputError, errors_at
 from ..modeling.expansion_only import RECORD
 from ..models import check_decoder, load_tokenizer
-from ..schema import plain
+from ..schema import as_json
 from ..self_written import SelfWrittenText
 from ..settings import JoinSettings
 from ..stages.base import languages_of
-from .base import Checks, Done, Round, Step
+from .base import Checks, ExpansionRun, Step, StepResult
 
 
 @dataclass
@@ -31,36 +31,36 @@ class JoinPacks(Step):
 
     name = "join"
 
-    round: Round
+    run: ExpansionRun
 
     def __post_init__(self) -> None:
-        self.output = self.round.folder / "joined"
+        self.output = self.run.folder / "joined"
 
     @property
     def _settings(self) -> JoinSettings:
-        found = self.round.recipe.join
+        found = self.run.recipe.join
         assert found is not None
         return found
 
     @property
     def _given(self) -> list[str]:
         """The languages with training text."""
-        return [*self.round.old, *self.round.new]
+        return [*self.run.old, *self.run.new]
 
     def inputs(self) -> dict[str, Any]:
         folders = [resolve_checkpoint(pack_and_name(pack)[0]) for pack in self._settings.packs]
-        found = {"join": plain(self._settings), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
-        return found | ({"texts": self.round.contents(self._given)} if self._settings.calibrate else {})
+        found = {"join": as_json(self._settings), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
+        return found | ({"texts": self.run.contents(self._given)} if self._settings.calibrate else {})
 
     def check(self, checks: Checks) -> None:
         """Checks all but the bytes of the packs' bases, which `work` compares."""
         settings = self._settings
-        with at("join"):
+        with errors_at("join"):
             check_shard_size(settings.max_shard_size)
         if checks.offline and (checks.config is None or not all(map(_is_whole_folder, settings.packs))):
             checks.found.append("skipped: join: base and packs are not whole on this machine")
             return
-        with at("join.packs"):
+        with errors_at("join.packs"):
             found = load_packs(settings.packs, self.output, overwrite=True)
             check_packs(found, settings.keep_both, bytes_too=False)
             self._check_base(found[0], contents=False)
@@ -68,14 +68,14 @@ class JoinPacks(Step):
         self._check_text(found, config, checks.offline)
         checks.network = network_of(config)
         size = checks.checkpoint_bytes
-        checks.written.append(Written(self.output, size))
+        checks.written.append(StepOutput(self.output, size))
         checks.found.append(f"join: {_in_words([pack.name for pack in found], config.num_experts_per_layer)}")
 
     def _check_base(self, pack: Pack, contents: bool) -> None:
         """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""
         if any(stage.changes_everything for stage in pack.history.stages):
             return
-        recipe = self.round.recipe
+        recipe = self.run.recipe
         base = StoredModel(recipe.base, revision=recipe.revision)
         for dense, key in sorted(pack.base.items()):
             same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
@@ -84,24 +84,24 @@ class JoinPacks(Step):
 
     def _check_text(self, packs: Sequence[Pack], config: Any, offline: bool) -> None:
         old, new = languages_of(config)
-        for kind, ours, theirs in (("old", self.round.old, old), ("new", self.round.new, new)):
+        for kind, ours, theirs in (("old", self.run.old, old), ("new", self.run.new, new)):
             if wrong := [code for code in ours if code not in theirs]:
                 raise InputError(
                     f"{kind}: {', '.join(wrong)}: the packs do not have it as {'an' if kind == 'old' else 'a'} {kind} "
                     f"language (old: {', '.join(old) or 'none'}; new: {', '.join(new)})."
                 )
-        reviewed = self.round.expansion.has("review")
+        reviewed = self.run.expansion.has("review")
         if reviewed and (missing := [code for code in (*old, *new) if code not in self._given]):
             raise InputError(f"review: {', '.join(missing)}: needs text of every language of the packs; give some.")
         if not self._settings.calibrate:
             return
-        with at("join.calibrate"):
-            check_decoder(config, self.round.recipe.base, OF_CALIBRATION)
-        with at("join"):
+        with errors_at("join.calibrate"):
+            check_decoder(config, self.run.recipe.base, OF_CALIBRATION)
+        with errors_at("join"):
             check_calibrated(self._given, packs, self._settings.tokens)
         tokenizer = None if offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
         for code in self._given:
-            source = self.round.sources[code]
+            source = self.run.sources[code]
             if isinstance(source, SelfWrittenText):
                 if source.tokens_to_come < self._settings.tokens:
                     raise InputError(
@@ -111,35 +111,35 @@ class JoinPacks(Step):
             elif tokenizer is not None and source.files():
                 first_tokens(code, source.documents(), tokenizer, self._settings.tokens)
 
-    def work(self) -> Done:
+    def work(self) -> StepResult:
         settings = self._settings
         options: dict[str, Any] = {
             "keep_both": settings.keep_both, "max_shard_size": settings.max_shard_size, "overwrite": True
         }  # fmt: skip
-        with at("join.packs"):
+        with errors_at("join.packs"):
             self._check_base(load_packs(settings.packs, self.output, overwrite=True)[0], contents=True)
         if not settings.calibrate:
             report = join_expansions(settings.packs, self.output, **options)
-            return Done(_in_words(report.packs, report.experts_per_layer))
+            return StepResult(_in_words(report.packs, report.experts_per_layer))
         report, found = join_calibrated(
             settings.packs,
             self.output,
             self._texts(),
             tokens=settings.tokens,
             gates=settings.gates,
-            anchors={code: source.load()["text"] for code, source in self.round.recipe.anchor_sources.items()} or None,
+            anchors={code: source.load()["text"] for code, source in self.run.recipe.anchor_sources.items()} or None,
             **options,
         )
         said = _in_words(report.packs, report.experts_per_layer)
         said += (
             f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}" if not found.gates else ""
         )
-        return Done(said, {"scales": report.scales, "before": found.before, "after": found.after})
+        return StepResult(said, {"scales": report.scales, "before": found.before, "after": found.after})
 
     def _texts(self) -> dict[str, list[str]]:
         """The documents to calibrate on, which decoders alone read."""
-        seed = self.round.recipe.seed
-        return {code: self.round.sources[code].load().shuffle(seed=seed)["text"] for code in self._given}
+        seed = self.run.recipe.seed
+        return {code: self.run.sources[code].load().shuffle(seed=seed)["text"] for code in self._given}
 
 
 def _is_whole_folder(pack: str) -> bool:

@@ -8,27 +8,27 @@ from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
 from ..planning.methods import PlanMethod
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
-from ..schema import plain
-from .base import Checks, Done, Round, Step
+from ..schema import as_json
+from .base import Checks, ExpansionRun, Step, StepResult
 
 
 @dataclass
 class MakePlan(Step):
     """Decides how many experts each layer gets."""
 
-    round: Round
+    run: ExpansionRun
 
     def __post_init__(self) -> None:
-        self.name, self.output = f"{self.round.prefix}plan", self.round.folder / "plan.json"
+        self.name, self.output = f"{self.run.prefix}plan", self.run.folder / "plan.json"
 
     def inputs(self) -> dict[str, Any]:
-        return {"plan": plain(self.round.expansion.planned), "old": self.round.old, "new": self.round.new}
+        return {"plan": as_json(self.run.expansion.planned), "old": self.run.old, "new": self.run.new}
 
     def check(self, checks: Checks) -> None:
         """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""
         if checks.config is None:
             return
-        layers, codes, settings = count_layers(checks.config), self.round.new, self.round.expansion.planned
+        layers, codes, settings = count_layers(checks.config), self.run.new, self.run.expansion.planned
         same = [1.0] * layers
         encoder = _encoder_layers(checks.config)
         similarity = SimilarityResult(checks.recipe.old_languages, codes, 0, {}, None, same, same, encoder)
@@ -50,36 +50,36 @@ class MakePlan(Step):
         checks.counts, checks.plan = grown, plan
         classifiers = len(plan.classifier_layers)
         checks.found.append(
-            f"expansion {self.round.number}: {plan.method}, {plan.total_experts} experts, "
+            f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, "
             f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
         )
 
     @property
     def _method(self) -> PlanMethod:
-        return self.round.expansion.planned.planner
+        return self.run.expansion.planned.planner
 
     def _leaves_layers(self) -> bool:
         """Whether some layers of a model that grows may get no experts."""
-        return self._method.needs_separability or bool(getattr(self.round.expansion.planned, "only_layers", None))
+        return self._method.needs_separability or bool(getattr(self.run.expansion.planned, "only_layers", None))
 
-    def work(self) -> Done:
-        round_, path = self.round, self.round.folder / "analysis.json"
-        needs = round_.expansion.planned.needs
+    def work(self) -> StepResult:
+        run, path = self.run, self.run.folder / "analysis.json"
+        needs = run.expansion.planned.needs
         similarity = SimilarityResult.from_json(path) if needs == "similarity" else None
         deviation = DeviationResult.from_json(path) if needs == "deviation" else None
-        apart = self.round.folder / "separability.json"
+        apart = self.run.folder / "separability.json"
         separability = SeparabilityResult.from_json(apart) if self._method.needs_separability else None
-        config = load_config(resolve_checkpoint(round_.start, round_.revision))
+        config = load_config(resolve_checkpoint(run.start, run.revision))
         plan = make_plan(
-            round_.expansion.planned, count_layers(config), round_.old, round_.new, similarity, round_.recipe.seed,
+            run.expansion.planned, count_layers(config), run.old, run.new, similarity, run.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (), separability=separability,
             encoder_layers=_encoder_layers(config),
         )  # fmt: skip
         plan.save(self.output)
         said = f"experts per layer {plan.counts_in_words}"
         if plan.groups:
-            return Done(f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
-        return Done(f"{said}; classifiers in layers {plan.classifiers_in_words}")
+            return StepResult(f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
+        return StepResult(f"{said}; classifiers in layers {plan.classifiers_in_words}")
 
 
 def _encoder_layers(config: Any) -> int:

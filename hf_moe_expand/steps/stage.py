@@ -19,21 +19,21 @@ from ..costs import (
 )
 from ..data.mixing import NEW_PER_OLD, review_documents
 from ..data.sources import LanguageText
-from ..disk import Written, saved_at_once, training_checkpoint
-from ..errors import InputError, at
+from ..disk import StepOutput, saved_at_once, training_checkpoint
+from ..errors import InputError, errors_at
 from ..evaluation.validation import validation_sources
 from ..memory import device_memory, gigabytes
 from ..models import load_tokenizer, longest_block
 from ..recipe_paths import unset_variable
 from ..records import History
-from ..schema import plain
+from ..schema import as_json
 from ..self_written import SelfWrittenText
-from ..stages.base import Situation, Stage, TrainingStage
+from ..stages.base import Stage, StageFacts, TrainingStage
 from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
 from ..trainers.freezing import freeze
 from ..trainers.router_losses import CHECKPOINTING
-from .base import Checks, Done, Round, Step, check_pairs, contents
+from .base import Checks, ExpansionRun, Step, StepResult, check_pairs, contents
 
 # The training arguments on which the size of the training checkpoints depends.
 _OF_SAVING = (
@@ -52,32 +52,32 @@ _OF_COSTS = (
 class StageStep(Step, ABC):
     """A step that runs a stage on the checkpoint `before`."""
 
-    round: Round
+    run: ExpansionRun
     stage: Stage
     settings: Any
     before: Path
 
     def __post_init__(self) -> None:
-        self.name, self.output = f"{self.round.prefix}{self.stage.key}", self.round.folder / self.stage.key
+        self.name, self.output = f"{self.run.prefix}{self.stage.key}", self.run.folder / self.stage.key
 
-    def _situation(self, checks: Checks) -> Situation:
+    def _facts(self, checks: Checks) -> StageFacts:
         recipe = checks.recipe
-        return Situation(
-            key=self.stage.key, old=self.round.old, new=self.round.new, output=Path(recipe.output), seed=recipe.seed,
-            has_gates=recipe.rounds[0].expand.conditional_routing,
+        return StageFacts(
+            key=self.stage.key, old=self.run.old, new=self.run.new, output=Path(recipe.output), seed=recipe.seed,
+            has_gates=recipe.all_expansions[0].expand.conditional_routing,
             longest=None if checks.config is None else longest_block(checks.config),
             two_sides=None if checks.config is None else bool(checks.config.is_encoder_decoder), base=recipe.base,
             revision=recipe.revision, offline=checks.offline,
         )  # fmt: skip
 
     def inputs(self) -> dict[str, Any]:
-        return {self.stage.key: plain(self.settings)}
+        return {self.stage.key: as_json(self.settings)}
 
     def check(self, checks: Checks) -> None:
-        situation = self._situation(checks)
-        checks.found += self.stage.check(self.settings, situation) + situation.skipped
+        facts = self._facts(checks)
+        checks.found += self.stage.check(self.settings, facts) + facts.skipped
         if checks.network is not None:
-            checks.written.append(Written(self.output, checks.checkpoint_bytes, self._working(checks)))
+            checks.written.append(StepOutput(self.output, checks.checkpoint_bytes, self._working(checks)))
 
     def _working(self, checks: Checks) -> int:
         """The most bytes of the files beside the output while the stage runs."""
@@ -91,8 +91,8 @@ class TrainStep(StageStep):
     stage: TrainingStage
 
     def _data(self) -> dict[str, LanguageText]:
-        codes = self.stage.languages(self.settings, self.round.old, self.round.new)
-        return {code: self.round.sources[code] for code in dict.fromkeys(codes)}
+        codes = self.stage.languages(self.settings, self.run.old, self.run.new)
+        return {code: self.run.sources[code] for code in dict.fromkeys(codes)}
 
     def inputs(self) -> dict[str, Any]:
         return {**super().inputs(), "texts": contents(self._data())}
@@ -169,7 +169,7 @@ class TrainStep(StageStep):
             return
         for code, source in validation_sources(validation).items():
             if not (checks.offline and unset_variable(source.source)):
-                with at(f"{self.stage.key}.validation.texts.{code}"):
+                with errors_at(f"{self.stage.key}.validation.texts.{code}"):
                     check_pairs(source, checks.recipe, checks.offline)
 
     def _working(self, checks: Checks) -> int:
@@ -181,11 +181,11 @@ class TrainStep(StageStep):
     def _check_documents(self, checks: Checks) -> None:
         """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
         it takes if the settings allow fewer."""
-        review, old, new = self.settings, self.round.old, self.round.new
+        review, old, new = self.settings, self.run.old, self.run.new
         wanted = dict.fromkeys(old, review.old_documents)
         each = review.new_per_old or NEW_PER_OLD
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * each)))
-        available = {code: _count(self.round.sources[code], count) for code, count in wanted.items()}
+        available = {code: _count(self.run.sources[code], count) for code, count in wanted.items()}
         asked = (review.old_documents, each, review.fewer_documents)
         written = checks.recipe.self_written
         if written is not None and written.documents < review.old_documents and not review.fewer_documents:
@@ -199,32 +199,32 @@ class TrainStep(StageStep):
             said = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
             checks.found.append(f"{self.name}: fewer documents than asked for: {said}")
 
-    def work(self) -> Done:
-        recipe = self.round.recipe
+    def work(self) -> StepResult:
+        recipe = self.run.recipe
         config = self.settings.config(self.output, recipe.seed)
         train_stage(self.before, self.output, self._data(), config)
         return self.finish()
 
-    def finish(self) -> Done:
+    def finish(self) -> StepResult:
         if not PartialState().is_main_process:
-            return Done("")
+            return StepResult("")
         remove_training(self.output)  # an interruption may have come between the output and its removal
         record = History.of(load_config(self.output)).last.stages[-1]
         frozen = check_frozen(self.before, self.output, record.stage)
-        return Done(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})
+        return StepResult(f"{record.steps} steps; {frozen} frozen tensors are byte-identical", {"frozen": frozen})
 
 
 class GraftStep(StageStep):
     """A step that runs DeltaMoE's graft."""
 
-    def work(self) -> Done:
-        recipe, settings = self.round.recipe, self.settings
+    def work(self) -> StepResult:
+        recipe, settings = self.run.recipe, self.settings
         report = graft_delta(
             self.before, self.output, recipe.base, settings.instruct, scale=settings.scale,
             keep_tokenizer=settings.keep_tokenizer, revision=recipe.revision,
-            max_shard_size=self.round.expansion.expand.max_shard_size, overwrite=True,
+            max_shard_size=self.run.expansion.expand.max_shard_size, overwrite=True,
         )  # fmt: skip
-        return Done(f"base and instruct have a cosine of {report.instruct_cosine:.4f}")
+        return StepResult(f"base and instruct have a cosine of {report.instruct_cosine:.4f}")
 
 
 def _count(source: LanguageText, most: int) -> int:

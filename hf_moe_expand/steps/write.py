@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.source import resolve_checkpoint
-from ..disk import Written
-from ..errors import at
+from ..disk import StepOutput
+from ..errors import errors_at
 from ..models import check_decoder, load_tokenizer
 from ..recipe import Recipe
-from ..schema import plain
+from ..schema import as_json
 from ..self_written import check_positions, write_texts
-from .base import Checks, Done, Step
+from .base import Checks, Step, StepResult
 
 # Generous: bytes of a token's text, and of the words about its origin in a document's row.
 _TOKEN, _ORIGIN = 8, 600
@@ -31,7 +31,7 @@ class WriteOldText(Step):
         self.output = Path(next(iter(self.recipe.written_sources.values())).source)
 
     def inputs(self) -> dict[str, Any]:
-        return {"self_written": plain(self.recipe.self_written)}
+        return {"self_written": as_json(self.recipe.self_written)}
 
     def check(self, checks: Checks) -> None:
         recipe, chosen = self.recipe, self.recipe.self_written
@@ -41,26 +41,26 @@ class WriteOldText(Step):
             tokenizer: Any = None
             if not checks.offline:
                 tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
-            with at("self_written"):
+            with errors_at("self_written"):
                 for sample in chosen.samples(recipe.seed).values():
                     check_positions(sample, checks.config, tokenizer)
             size = len(chosen.prompts) * chosen.documents * (chosen.tokens * _TOKEN + _ORIGIN)
-            checks.written.append(Written(self.output, size))
+            checks.written.append(StepOutput(self.output, size))
         checks.found.append(
             f"self_written: the base writes {chosen.documents:,} documents of up to {chosen.tokens:,} tokens: "
             + ", ".join(chosen.prompts)
         )
 
-    def work(self) -> Done:
+    def work(self) -> StepResult:
         recipe, chosen = self.recipe, self.recipe.self_written
         assert chosen is not None
         return self._done(*write_texts(recipe.base, recipe.revision, chosen.samples(recipe.seed), self.output))
 
-    def finish(self) -> Done:
+    def finish(self) -> StepResult:
         with open(self.output, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         return self._done(len(rows), sum(len(row["text"].split()) for row in rows))
 
-    def _done(self, documents: int, words: int) -> Done:
+    def _done(self, documents: int, words: int) -> StepResult:
         languages = ", ".join(self.recipe.written_sources)
-        return Done(f"{documents:,} documents ({languages}) and {words:,} words, written by the base")
+        return StepResult(f"{documents:,} documents ({languages}) and {words:,} words, written by the base")
