@@ -24,7 +24,7 @@ from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import carry_packs, index_weights, load_assembled
 from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_kaiming, lora_expert
-from .prefix_gate import PrefixRule, cache_of_call, check_runner, texts_of_call
+from .prefix_gate import SERVERS, PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl
 from .separate_ffn import SeparateFFN, put_in_place
@@ -83,13 +83,13 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def post_init(self) -> None:
         # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
         config = self.config  # type: ignore[attr-defined]
-        _check_server(config)
         control = RoutingControl()
         rule = PrefixRule.of(config)
         known = getattr(config, "gate_languages", None)
         gate_languages = None if known is None else [len(codes) for codes in known]
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
+        _check_server(config, bool(mixtures))
         grown = [index for index in mixtures if config.num_experts_per_layer[index] > 1]
         if grown and not config.has_kind("added"):
             names = layer_names(config)
@@ -360,29 +360,35 @@ def _refuse_dense(class_name: str, path: Any, config: Any, hub_options: dict[str
         )
 
 
-def _check_server(config: Any) -> None:
+def _check_server(config: Any, has_mixtures: bool) -> None:
     """Refuses, before a server loads weights, what it would compute wrongly or not at all."""
-    if getattr(config, "_attn_implementation", None) != "vllm":
+    server = SERVERS.get(str(getattr(config, "_attn_implementation", None)))
+    if server is None:
         return
     if config.is_encoder_decoder:
-        raise ValueError("vLLM's transformers backend serves decoders alone, and this model is an encoder-decoder.")
+        raise ValueError(
+            f"{server} serves decoders alone by transformers' code, and this model is an encoder-decoder."
+        )
     if config.has_kind("lora"):
         raise ValueError(
-            "vLLM merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
+            f"{server} merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
             "`hf-moe-expand export --merge-lora`."
         )
-    if config.has_kind("added"):
-        raise ValueError("vLLM's transformers backend was not tried with added experts: serve it with transformers.")
+    if has_mixtures:
+        raise ValueError(
+            f"{server} runs a mixture of experts by code of its own, which knows nothing of the experts beside it: "
+            "serve this model with transformers."
+        )
     if getattr(config, "expansion_base", None):
         raise ValueError(
-            "vLLM reads weight files itself, and this checkpoint holds only the tensors that an expansion added: load "
-            "it with from_pretrained, save the whole model with save_pretrained, and serve that."
+            f"{server} reads weight files itself, and this checkpoint holds only the tensors that an expansion added: "
+            "load it with from_pretrained, save the whole model with save_pretrained, and serve that."
         )
     folder = Path(config.name_or_path or ".")
     more = [path.name for name in ("pack_*", "routers_after_*") for path in sorted(folder.glob(f"{name}.safetensors"))]
     if more and not (folder / "model.safetensors.index.json").is_file():
         raise ValueError(
-            f"vLLM reads every safetensors file of a folder that has no index, {more[0]} too, which holds what the "
+            f"{server} reads every safetensors file of a folder that has no index, {more[0]} too, which holds what the "
             "model can be grown or joined from: load it with from_pretrained, save it to another folder with "
             "save_pretrained, which writes an index, and serve that."
         )

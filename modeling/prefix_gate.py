@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from transformers import Cache
 
 REACHES = ("layer", "later")
+# Servers that run a model's code in place of transformers' generate, by the name of their attention.
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 _FIELDS = ("decay", "bound", "reach")
 _CACHES: dict[type, type] = {}
 
@@ -264,13 +266,13 @@ def _blank_cache(kind: type) -> Any:
 
 
 def check_runner(config: Any) -> None:
-    """Refuses a server whose own cache keeps no evidence: vLLM, and the library's continuous batching.
+    """Refuses a server whose own cache keeps no evidence: vLLM, SGLang, and the library's continuous batching.
 
     Raises:
         ValueError: the attention is such a server's.
     """
     name = str(getattr(config, "_attn_implementation", None) or "")
-    if name == "vllm" or name.startswith("paged"):
+    if name in SERVERS or name.startswith("paged"):
         raise ValueError(
             f"prefix_gate: these gates add up evidence along a text, which {name} attention does not keep beside its "
             "cache, so that tokens would go astray. Fit gates that judge each token by itself (`hf-moe-expand gates "

@@ -218,10 +218,11 @@ def test_state_free_gates_judge_each_token_by_itself(expanded, tmp_path):
 
 
 def test_a_server_that_keeps_no_evidence_is_refused(gated):
-    model = LayerMoEForCausalLM.from_pretrained(gated.out).eval()
-    model.config._attn_implementation_internal = "vllm"
-    with pytest.raises(ValueError, match=r"vllm attention does not keep.*--state-free"):
-        model(torch.arange(5)[None])
+    for server in ("vllm", "sglang"):
+        model = LayerMoEForCausalLM.from_pretrained(gated.out).eval()
+        model.config._attn_implementation_internal = server
+        with pytest.raises(ValueError, match=rf"{server} attention does not keep.*--state-free"):
+            model(torch.arange(5)[None])
     model = LayerMoEForCausalLM.from_pretrained(gated.out).eval()
     model.config._attn_implementation_internal = "paged|sdpa"
     with pytest.raises(ValueError, match=r"paged.*does not keep"):

@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
 from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.gates import Gates, write_gates
+from hf_moe_expand.modeling.prefix_gate import PrefixRule
+from hf_moe_expand.records import StageRecord
 
 # vLLM's attention on a CPU wants heads of at least 32 elements.
 SIZES = {
@@ -33,6 +36,7 @@ MODELS = {
     "dmoe": ("qwen2", Plan("dmoe", [3, 1, 3], groups=[["en", "es"], ["el"], ["tr"]]), {}),
     "gemma3": ("gemma3_text", Plan("moe-lpr", [2, 2, 2], **LANGUAGES), {}),
     "granite": ("granite", Plan("layer-moe", [3, 1, 2], [0], **LANGUAGES), {}),
+    "added": ("qwen2", Plan("layer-moe", [3, 1, 2], [0], **LANGUAGES), {"expert_kind": "added", "expert_width": 24}),
     "mistral": ("mistral", Plan("moe-lpr", [2, 2, 2], **LANGUAGES), {}),
 }
 GENERATOR = torch.Generator().manual_seed(5)
@@ -154,6 +158,25 @@ def test_an_export_needs_none_of_our_code(tmp_path, backbone, counts, options):
     assert served(tmp_path / "native", [PROMPTS], **options) == [expected(tmp_path / "expanded", PROMPTS)]
 
 
+@pytest.mark.parametrize("state_free", [True, False], ids=["state-free", "of the text so far"])
+def test_fitted_gates_serve_the_same_tokens_or_refuse(tmp_path, state_free):
+    save_dense(tmp_path / "base", **SIZES)
+    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", Plan("layer-moe", [3, 1, 2], **LANGUAGES))
+    perturbed(tmp_path / "expanded")
+    generator = torch.Generator().manual_seed(2)
+    rows = {layer: (torch.randn(3, 128, generator=generator) / 3, torch.zeros(3)) for layer in (0, 2)}
+    gates = Gates([["en", "fr"], ["el"]], rows, None if state_free else PrefixRule(0.95, 2.0))
+    write_gates(tmp_path / "expanded", tmp_path / "gated", gates, StageRecord("gates", seed=0))
+    if state_free:
+        tokens = expected(tmp_path / "gated", PROMPTS)
+        assert tokens != expected(tmp_path / "expanded", PROMPTS)  # the gates decide something
+        assert served(tmp_path / "gated", [PROMPTS], **OURS) == [tokens]
+    else:
+        done = run_engine(tmp_path / "gated", [PROMPTS], **OURS)
+        assert done.returncode != 0
+        assert "gates --state-free" in done.stderr, done.stderr[-3000:]
+
+
 def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):
     save_dense(tmp_path / "base", "llama", **SIZES)
     plan = Plan("mola", [3, 1, 4], **LANGUAGES)
@@ -166,7 +189,12 @@ def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):
     expand_checkpoint(
         tmp_path / "nllb", tmp_path / "translator", Plan("moe-lpr", [2] * 5, encoder_layers=3, **LANGUAGES)
     )
+    save_dense(tmp_path / "olmoe", "olmoe", **SIZES)
+    plan = Plan("moe-lpr", [2, 1, 2], **LANGUAGES)
+    expand_checkpoint(tmp_path / "olmoe", tmp_path / "mixture", plan, expert_kind="added", expert_width=24)
+    byte_tokenizer().save_pretrained(tmp_path / "mixture")
     for name, reason in {
+        "mixture": "runs a mixture of experts by code of its own",
         "lora": "make FFN experts of them with `hf-moe-expand export --merge-lora`",
         "added": "holds only the tensors that an expansion added",
         "translator": "encoder-decoder",
