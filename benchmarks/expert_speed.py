@@ -25,7 +25,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, product
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from transformers import MixtralConfig, Qwen2Config
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
+from hf_moe_expand import LayerMoEConfig
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.grouped_experts import can_group
 from hf_moe_expand.modeling.routing import Classifier
@@ -90,9 +90,7 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
     torch.manual_seed(seed)
     size, dtype = ffn_size(hidden), DTYPES[mode]
     with torch.device(device):
-        ours = ExpandedFFN(
-            gated_ffn(hidden, size), hidden, experts, TOP_K, 0, False, RoutingControl(), config=_implementation(None)
-        ).to(dtype)
+        ours = ExpandedFFN(gated_ffn(hidden, size), _config(hidden, experts, None), 0, RoutingControl()).to(dtype)
         dense = gated_ffn(hidden, TOP_K * size).to(dtype)
         with torch.no_grad():
             for parameter in ours.experts.parameters():
@@ -101,7 +99,7 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
     found: dict[str, nn.Module] = {}
     for name, implementation in WAYS.items():
         found[name] = copy.copy(ours)  # the same experts and router
-        found[name].model_config = _implementation(implementation)
+        found[name].model_config = _config(hidden, experts, implementation)
     shared = _stacked(ours)
     for name, implementation in MIXTRAL.items():
         config = MixtralConfig(
@@ -120,8 +118,11 @@ def build(hidden: int, experts: int, mode: str, device: str, seed: int) -> tuple
     return dense, found
 
 
-def _implementation(name: str | None) -> Any:
-    return SimpleNamespace(_experts_implementation=name)
+def _config(hidden: int, experts: int, implementation: str | None) -> LayerMoEConfig:
+    return LayerMoEConfig(
+        backbone_model_type="qwen2", hidden_size=hidden, num_hidden_layers=1, num_experts_per_layer=[experts],
+        router_top_k=TOP_K, experts_implementation=implementation,
+    )  # fmt: skip
 
 
 def _stacked(ours: ExpandedFFN) -> tuple[nn.Parameter, nn.Parameter]:

@@ -17,13 +17,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from .added_experts import AddedExpert, activation_of
+from .added_experts import AddedExpert
 from .backbone import decoder_ffns
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import carry_packs, index_weights, load_assembled
-from .experts import LoraA, LoraB, LoraFactor, copy_ffn, init_kaiming, lora_expert
+from .experts import LoraA, LoraB, LoraFactor, init_kaiming
 from .prefix_gate import SERVERS, PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl
@@ -85,8 +85,6 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         config = self.config  # type: ignore[attr-defined]
         control = RoutingControl()
         rule = PrefixRule.of(config)
-        known = getattr(config, "gate_languages", None)
-        gate_languages = None if known is None else [len(codes) for codes in known]
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
         _check_server(config, bool(mixtures))
@@ -104,15 +102,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 if hasattr(module, "layerdrop"):
                     module.layerdrop = 0.0
         for index, ffn in enumerate(ffns):
-            num_experts = config.num_experts_per_layer[index]
-            if num_experts > 1:
-                has_classifier = index in config.classifier_layers
-                earlier = [counts[index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
-                expanded = ExpandedFFN(
-                    ffn.module, config.hidden_size, num_experts, config.router_top_k, index, has_classifier, control,
-                    earlier, config.conditional_routing, partial(_new_expert, config, index), rule,
-                    getattr(config, "packs", None) or (), config, gate_languages, ffn.is_mixture,
-                )  # fmt: skip
+            if config.num_experts_per_layer[index] > 1:
+                expanded = ExpandedFFN(ffn.module, config, index, control, is_mixture=ffn.is_mixture)
                 parent, attribute = ffn.place.rsplit(".", 1)
                 layer = self.get_submodule(parent)  # type: ignore[attr-defined]
                 if isinstance(ffn.module, SeparateFFN):
@@ -366,9 +357,7 @@ def _check_server(config: Any, has_mixtures: bool) -> None:
     if server is None:
         return
     if config.is_encoder_decoder:
-        raise ValueError(
-            f"{server} serves decoders alone by transformers' code, and this model is an encoder-decoder."
-        )
+        raise ValueError(f"{server} serves decoders alone by transformers' code, and this model is an encoder-decoder.")
     if config.has_kind("lora"):
         raise ValueError(
             f"{server} merges the linear layers of expert 0, which LoRA experts update: make FFN experts of them with "
@@ -392,15 +381,6 @@ def _check_server(config: Any, has_mixtures: bool) -> None:
             "model can be grown or joined from: load it with from_pretrained, save it to another folder with "
             "save_pretrained, which writes an index, and serve that."
         )
-
-
-def _new_expert(config: Any, layer: int, ffn: nn.Module, number: int) -> nn.Module:
-    kind = config.kind_of(layer, number)
-    if kind.name == "lora":
-        return lora_expert(ffn, kind.rank, kind.alpha)
-    if kind.name == "added":
-        return AddedExpert(config.hidden_size, kind.width, activation_of(config))
-    return copy_ffn(ffn)
 
 
 def _begin_text(control: RoutingControl, rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Expanded layers for tests, and the slow definition of what their experts compute."""
 
 import copy
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
+from hf_moe_expand import LayerMoEConfig
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
 from hf_moe_expand.modeling.routing_control import RoutingControl
 
@@ -40,13 +40,19 @@ def fused(hidden, inner):
 FORMS = {"gated": gated, "plain": Plain, "conv1d": conv1d, "fused": fused}
 
 
-def build(
-    form="gated", num_experts=4, top_k=2, hidden=16, inner=24, dtype=torch.float32, has_classifier=False, **fields
-):
+def layer_config(hidden, num_experts, top_k, has_classifier=False, conditional=False, earlier=()):
+    """The configuration of a model whose one layer is expanded."""
+    return LayerMoEConfig(
+        backbone_model_type="qwen2", hidden_size=hidden, num_hidden_layers=1, num_experts_per_layer=[num_experts],
+        router_top_k=top_k, classifier_layers=[0] * has_classifier, conditional_routing=conditional,
+        earlier_experts_per_layer=[[count] for count in earlier] or None,
+    )  # fmt: skip
+
+
+def build(form="gated", num_experts=4, top_k=2, hidden=16, inner=24, dtype=torch.float32, has_classifier=False):
     torch.manual_seed(0)
     ffn = FORMS[form](hidden, inner) if isinstance(form, str) else form(hidden, inner)
-    config = SimpleNamespace(_experts_implementation=None)
-    layer = ExpandedFFN(ffn, hidden, num_experts, top_k, 0, has_classifier, RoutingControl(), config=config, **fields)
+    layer = ExpandedFFN(ffn, layer_config(hidden, num_experts, top_k, has_classifier), 0, RoutingControl())
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)

@@ -210,7 +210,7 @@ def test_the_way_is_chosen_from_shapes_and_modules(monkeypatch):
         layer = build(form, N, K, dtype=torch.bfloat16).eval()
         if change:
             change(layer.experts)
-        layer.model_config._experts_implementation = implementation
+        layer.model_config._experts_implementation_internal = implementation
         layer(torch.randn(1, T, 16, dtype=torch.bfloat16))
         return ran[0]
 

@@ -1,10 +1,10 @@
 """One expanded layer against a slow, obvious definition: forward, gradients, top-k, classifier, residual."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
+from layers import layer_config
 from torch import nn
 
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
@@ -30,7 +30,7 @@ class ResidualFFN(PlainFFN):
 
 def build(num_experts, top_k, classifier=False, ffn=PlainFFN, dtype=torch.float32):
     torch.manual_seed(num_experts * 10 + top_k)
-    layer = ExpandedFFN(ffn(), HIDDEN, num_experts, top_k, 0, classifier, RoutingControl())
+    layer = ExpandedFFN(ffn(), layer_config(HIDDEN, num_experts, top_k, classifier), 0, RoutingControl())
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -129,7 +129,7 @@ def test_with_all_experts_active_an_old_token_has_the_dense_layers_bits_in_a_mix
     num_experts, top_k, ffn, dtype, implementation
 ):
     layer = build(num_experts, top_k, classifier=True, ffn=ffn, dtype=dtype).eval()
-    layer.model_config = SimpleNamespace(_experts_implementation=implementation)
+    layer.model_config._experts_implementation_internal = implementation
     x = torch.randn(3, 17, HIDDEN, dtype=dtype)
     inputs = (x,) if ffn is PlainFFN else (x, torch.randn_like(x))
     logits = layer.classifier(x.flatten(0, 1)).view(3, 17, 2)

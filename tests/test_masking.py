@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import byte_tokenizer, enable_checkpointing, invoke, save_dense, tiny_config, write_texts
+from layers import layer_config
 from test_expanded_ffn import HIDDEN, PlainFFN, ResidualFFN
 from transformers import AutoModelForCausalLM
 
@@ -48,7 +49,8 @@ class OneLayer(ExpandedFFN):
 
 def build(num_experts=4, top_k=2, conditional=False, ffn=PlainFFN, classifier=False, earlier=()):
     torch.manual_seed(0)
-    layer = OneLayer(ffn(), HIDDEN, num_experts, top_k, 0, classifier, RoutingControl(), earlier, conditional)
+    config = layer_config(HIDDEN, num_experts, top_k, classifier, conditional, earlier)
+    layer = OneLayer(ffn(), config, 0, RoutingControl())
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
