@@ -4,11 +4,14 @@ All other modules write and read histories through these records.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import PureWindowsPath
-from typing import Any, TypeVar
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from .errors import InputError
+from .schema import Declared, Number, Text, Whole, changed, read
 
 OLD = 0  # class of the base model's languages
 
@@ -18,83 +21,20 @@ CHANGES_EVERYTHING = frozenset({"graft", "average", "everything", "group", "join
 # Those of them that train the base model inside.
 TRAINS_BASE = frozenset({"everything", "group", "joint"})
 
-R = TypeVar("R", bound="_Record")
+_Count = Annotated[Whole, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class _Record:
-    """A record of known fields that also keeps unknown ones."""
+class _Record(Declared):
+    """A record in config.json; fields that this version does not know are kept."""
 
-    @classmethod
-    def from_dict(cls: type[R], value: Any, where: str) -> R:
-        """Reads a record.
-
-        Raises:
-            InputError: a field is missing or malformed; the message starts with `where`.
-        """
-        if not isinstance(value, Mapping):
-            raise InputError(f"{where}: must be an object, found {type(value).__name__}.")
-        known = {f.name: f for f in fields(cls) if f.name != "other"}
-        for name, f in known.items():
-            if f.metadata.get("required") and name not in value:
-                raise InputError(f"{where}: `{name}` is missing.")
-        for name, item in value.items():
-            metadata = known[name].metadata if name in known else {}
-            check, may_be_null = metadata.get("check"), not metadata.get("required")
-            if check is not None and not (item is None and may_be_null) and not check(item):
-                raise InputError(f"{where}.{name}: {metadata['wanted']} is needed, found {item!r:.60}.")
-        other = {name: item for name, item in value.items() if name not in known}
-        return cls(**{name: item for name, item in value.items() if name in known}, other=other)  # type: ignore[call-arg]
+    model_config = ConfigDict(extra="allow")
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON in config.json, without empty optional fields."""
-        written = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "other" and not (f.metadata.get("optional") and value is None):
-                written[f.name] = [item.to_dict() for item in value] if f.name == "stages" else value
-        return written | self.other  # type: ignore[attr-defined]
+        """The record as JSON in config.json, without its own empty fields."""
+        own = type(self).model_fields
+        return {name: value for name, value in self if not (value is None and name in own)}
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_list_of(kind: type | tuple[type, ...]) -> Any:
-    return lambda value: (
-        isinstance(value, list) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
-    )
-
-
-_KINDS: dict[str, tuple[Any, str]] = {
-    "text": (lambda value: isinstance(value, str), "text"),
-    "whole": (_is_whole, "an integer of at least 0"),
-    "texts": (_is_list_of(str), "a list of texts"),
-    "wholes": (_is_list_of(int), "a list of integers"),
-    "numbers": (_is_list_of((int, float)), "a list of numbers"),
-    "number": (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
-        "a number above 0",
-    ),
-    "list": (lambda value: isinstance(value, list), "a list"),
-    "object": (lambda value: isinstance(value, Mapping), "an object"),
-}
-
-
-def _required(kind: str) -> Any:
-    check, wanted = _KINDS[kind]
-    return field(metadata={"required": True, "check": check, "wanted": wanted})
-
-
-def _field(kind: str, default: Any = None, optional: bool = True) -> Any:
-    check, wanted = _KINDS[kind]
-    metadata = {"optional": optional, "check": check, "wanted": wanted}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=type(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True)
 class StageRecord(_Record):
     """A step on a checkpoint: a training stage, a graft, an average.
 
@@ -110,17 +50,16 @@ class StageRecord(_Record):
         settings: the step's settings; local paths are reduced to their last part.
     """
 
-    stage: str = _required("text")
-    steps: int | None = _field("whole")
-    documents: dict[str, int] | None = _field("object")
-    tokens: dict[str, int] | None = _field("object")
-    blocks_seen: int | None = _field("whole")
-    tokens_seen: int | None = _field("whole")
-    tokens_seen_by_language: dict[str, int] | None = _field("object")
-    written_by: dict[str, str] | None = _field("object")
-    seed: int | None = _field("whole")
-    settings: dict[str, Any] | None = _field("object")
-    other: dict[str, Any] = field(default_factory=dict)
+    stage: Text
+    steps: _Count | None = None
+    documents: dict[Text, Any] | None = None
+    tokens: dict[Text, Any] | None = None
+    blocks_seen: _Count | None = None
+    tokens_seen: _Count | None = None
+    tokens_seen_by_language: dict[Text, Any] | None = None
+    written_by: dict[Text, Any] | None = None
+    seed: _Count | None = None
+    settings: dict[Text, Any] | None = None
 
     @property
     def self_written(self) -> list[str]:
@@ -134,7 +73,6 @@ class StageRecord(_Record):
         return self.stage in CHANGES_EVERYTHING
 
 
-@dataclass(frozen=True)
 class ExpansionRecord(_Record):
     """One expansion of a model.
 
@@ -161,38 +99,30 @@ class ExpansionRecord(_Record):
         stages: the steps after this expansion.
     """
 
-    method: str = _required("text")
-    old_languages: list[str] = _required("texts")
-    new_languages: list[str] = _required("texts")
-    base_model: str | None = _field("text", optional=False)
-    base_revision: str | None = _field("text", optional=False)
-    experts_per_layer: list[int] = _field("wholes", [], optional=False)
-    classifier_layers: list[int] = _field("wholes", [], optional=False)
-    pack: str | None = _field("text")
-    router_scale: float | None = _field("number")
-    prefix_gate: dict[str, Any] | None = _field("object")
-    gate_languages: list[Any] | None = _field("list")
-    seed: int | None = _field("whole")
-    expert_init: str | None = _field("text")
-    branches: list[str] | None = _field("texts")
-    copied_expert: int | None = _field("whole")
-    copied_experts: dict[Any, int] | None = _field("object")
-    base_parameters: int | None = _field("whole")
-    parameters: int | None = _field("whole")
-    versions: dict[str, str] | None = _field("object")
-    separability: list[float] | None = _field("numbers")
-    stages: list[StageRecord] = field(default_factory=list)
-    other: dict[str, Any] = field(default_factory=dict)
+    method: Text
+    old_languages: list[Text]
+    new_languages: list[Text]
+    base_model: Text | None = None
+    base_revision: Text | None = None
+    experts_per_layer: list[Whole] = Field([])
+    classifier_layers: list[Whole] = Field([])
+    pack: Text | None = None
+    router_scale: Annotated[Number, Field(gt=0)] | None = None
+    prefix_gate: dict[Text, Any] | None = None
+    gate_languages: list[Any] | None = None
+    seed: _Count | None = None
+    expert_init: Text | None = None
+    branches: list[Text] | None = None
+    copied_expert: _Count | None = None
+    copied_experts: dict[Any, Any] | None = None
+    base_parameters: _Count | None = None
+    parameters: _Count | None = None
+    versions: dict[Text, Any] | None = None
+    separability: list[Number] | None = None
+    stages: list[StageRecord] = Field([])
 
-    @classmethod
-    def from_dict(cls, value: Any, where: str = "expansions") -> "ExpansionRecord":
-        stages = value.get("stages", []) if isinstance(value, Mapping) else []
-        if not isinstance(stages, list):
-            raise InputError(f"{where}.stages: a list is needed, found {type(stages).__name__}.")
-        read = [StageRecord.from_dict(stage, f"{where}.stages[{i}]") for i, stage in enumerate(stages)]
-        bare = super().from_dict({**value, "stages": []} if isinstance(value, Mapping) else value, where)
-        object.__setattr__(bare, "stages", read)
-        return bare
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "stages": [stage.to_dict() for stage in self.stages]}
 
 
 @dataclass(frozen=True)
@@ -211,9 +141,8 @@ class History:
         value = config.get("expansions") if isinstance(config, Mapping) else getattr(config, "expansions", None)
         if value is not None and not isinstance(value, list):
             raise InputError(f"config.json: expansions: a list is needed, found {type(value).__name__}.")
-        return cls(
-            [ExpansionRecord.from_dict(entry, f"config.json: expansions[{i}]") for i, entry in enumerate(value or [])]
-        )
+        entries = enumerate(value or [])
+        return cls([read(ExpansionRecord, entry, f"config.json: expansions[{number}]") for number, entry in entries])
 
     def write(self, config: Any) -> None:
         """Writes the history into a configuration."""
@@ -279,9 +208,8 @@ class History:
 
     def with_stage(self, record: StageRecord) -> "History":
         """This history with one more step on the last expansion."""
-        last = self.last.to_dict()
-        last["stages"] = [*last["stages"], record.to_dict()]
-        return History([*self.expansions[:-1], ExpansionRecord.from_dict(last)])
+        last = changed(self.last, stages=[*self.last.stages, record])
+        return History([*self.expansions[:-1], last])
 
 
 def add_stage(config: Any, record: StageRecord) -> None:

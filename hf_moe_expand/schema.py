@@ -93,7 +93,7 @@ class Declared(BaseModel, metaclass=_Checked):
 def changed(value: T, **changes: Any) -> T:
     """A copy of settings with some fields changed, checked again."""
     if isinstance(value, BaseModel):
-        return type(value)(**{**{name: getattr(value, name) for name in type(value).model_fields}, **changes})
+        return type(value)(**{**dict(value), **changes})
     return replace(value, **changes)  # type: ignore[type-var]
 
 
@@ -110,11 +110,12 @@ def read(cls: type[T], mapping: Any, where: str = "") -> T:
 
     Raises:
         InputError: a key is unknown (the message suggests the nearest known one) or missing, a value has another type
-            or is out of range, or the class's own check fails.
+            or is out of range, or the class's own check fails. Records keep unknown keys.
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")
-    if unknown := [key for key in mapping if key not in keys_of(cls)]:
+    keeps_unknown = getattr(cls, "model_config", {}).get("extra") == "allow"
+    if unknown := [key for key in mapping if not keeps_unknown and key not in keys_of(cls)]:
         raise InputError(f"{_place(where)}{unknown_key(str(unknown[0]), keys_of(cls))}")
     try:
         return _adapter(cls).validate_python(dict(mapping))  # type: ignore[arg-type]

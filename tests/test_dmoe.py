@@ -195,7 +195,9 @@ def test_group_and_joint_training_move_what_they_should(expanded, trained):
 def test_added_experts_are_copies_and_all_else_is_untouched(backbone, tmp_path):
     base = save_dense(tmp_path / "dense", backbone)
     expand_checkpoint(base, tmp_path / "old", PLAN, expert_init="random")
-    record = ExpansionRecord("test", [code for group in GROUPS for code in group], ["hi"])
+    record = ExpansionRecord(
+        method="test", old_languages=[code for group in GROUPS for code in group], new_languages=["hi"]
+    )
     options = {"copy_router_rows": True, "config_changes": {"language_groups": [*GROUPS, ["hi"]]}}
     add_experts(tmp_path / "old", tmp_path / "new", {0: [1], 2: [1]}, record, **options)
     found = compare_checkpoints(tmp_path / "old", tmp_path / "new")

@@ -16,6 +16,7 @@ from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS, add_experts
 from hf_moe_expand.checkpoint.new_weights import new_router, new_weight
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import ExpansionRecord
+from hf_moe_expand.schema import read
 
 FIRST = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"])
 SECOND = Plan("moe-lpr", [5, 1, 4], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 1, 2])
@@ -115,7 +116,7 @@ def test_the_configuration_and_the_history_say_what_was_done(made, tmp_path):
     assert config["earlier_experts_per_layer"] == [[3, 1, 2], [5, 1, 4]]  # the oldest first
     assert config["classifier_layers"] == [2]
     assert [entry["new_languages"] for entry in config["expansions"]] == [["el"], ["tr"], ["hi"]]
-    record = ExpansionRecord.from_dict(config["expansions"][-1])
+    record = read(ExpansionRecord, config["expansions"][-1])
     assert record == ExpansionRecord(
         method="moe-lpr", base_model="base", base_revision=None, old_languages=["en", "el", "tr"],
         new_languages=["hi"], experts_per_layer=[5, 1, 6], classifier_layers=[2], seed=SEED,

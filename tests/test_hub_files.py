@@ -138,7 +138,7 @@ def test_a_revision_of_a_folder_is_refused(tmp_path):
     with pytest.raises(InputError, match="is a local folder, which has no revision 'main'"):
         expand_checkpoint(base, tmp_path / "out", PLAN, revision="main")
     expand_checkpoint(base, tmp_path / "out", PLAN)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][0]["base_revision"] is None
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["expansions"][0].get("base_revision") is None
 
 
 def test_a_dry_run_checks_the_repository_s_id(folder):

@@ -24,6 +24,7 @@ from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
+from hf_moe_expand.schema import read
 from hf_moe_expand.stages import stage_of, training_stages
 
 QUICK = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
@@ -31,7 +32,7 @@ EXPANSION = {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el
 # As `to_dict` orders its keys; the last two of each are none that this release knows.
 FULL = {
     "method": "dmoe-adapt", "old_languages": ["en", "el"], "new_languages": ["tr"], "base_model": "me/base",
-    "base_revision": None, "experts_per_layer": [3, 1, 3], "classifier_layers": [2], "seed": 0,
+    "experts_per_layer": [3, 1, 3], "classifier_layers": [2], "seed": 0,
     "expert_init": "branches", "branches": ["a", "b"], "copied_expert": 1, "copied_experts": {"0": 2, "2": 0},
     "base_parameters": 10, "parameters": 20, "versions": {"torch": "2.13"},
     "stages": [
@@ -77,7 +78,7 @@ def in_config_json(value):
 def test_what_a_step_writes_comes_back_to_the_byte(folders, kind):
     written = json.loads((folders / kind / "config.json").read_text())["expansions"]
     history = History.of({"expansions": written})
-    assert not any(record.other for record in (*history.expansions, *history.stages))
+    assert not any(record.model_extra for record in (*history.expansions, *history.stages))
     assert in_config_json([record.to_dict() for record in history.expansions]) == in_config_json(written)
     # Through the model's own configuration, as a tool saves it that knows nothing of histories.
     config = AutoModelForCausalLM.from_pretrained(folders / kind, dtype=torch.float32).config
@@ -99,13 +100,13 @@ def test_the_steps_are_in_the_history(folders):
 
 @pytest.mark.parametrize("entry", [EXPANSION, FULL], ids=["least", "all keys"])
 def test_unknown_keys_are_kept(entry):
-    record = ExpansionRecord.from_dict(entry)
+    record = read(ExpansionRecord, entry)
     written = record.to_dict()
     assert {name: written[name] for name in entry} == entry
-    assert ExpansionRecord.from_dict(written) == record
+    assert read(ExpansionRecord, written) == record
     if entry is FULL:
         assert json.dumps(written) == json.dumps(FULL)
-        assert set(record.other) == set(record.stages[0].other) == {"later", "and"}
+        assert set(record.model_extra) == set(record.stages[0].model_extra) == {"later", "and"}
 
 
 def test_a_step_is_added_to_the_last_expansion_and_leaves_the_others():
@@ -114,7 +115,7 @@ def test_a_step_is_added_to_the_last_expansion_and_leaves_the_others():
 
     config = Config()
     config.expansions = [json.loads(json.dumps(FULL)), dict(EXPANSION)]
-    step = StageRecord("review", 3, seed=0)
+    step = StageRecord(stage="review", steps=3, seed=0)
     add_stage(config, step)
     assert config.expansions[0] == FULL
     assert config.expansions[1]["stages"] == [{"stage": "review", "steps": 3, "seed": 0}]
@@ -143,21 +144,27 @@ def test_languages_and_their_classes():
     [
         ("x", "expansions: a list is needed, found str"),
         ({"method": "moe-lpr"}, "expansions: a list is needed, found dict"),
-        (["x"], "expansions[0]: must be an object, found str"),
+        (["x"], "expansions[0]: must hold `key: value` lines, found 'x'"),
         ([EXPANSION, {}], "expansions[1]: `method` is missing"),
-        ([{**EXPANSION, "method": None}], "expansions[0].method: text is needed, found None"),
-        ([{**EXPANSION, "old_languages": None}], "expansions[0].old_languages: a list of texts is needed, found None"),
-        ([{**EXPANSION, "old_languages": "en"}], "expansions[0].old_languages: a list of texts is needed, found 'en'"),
-        ([{**EXPANSION, "new_languages": [1]}], "expansions[0].new_languages: a list of texts is needed, found [1]"),
-        ([{**EXPANSION, "experts_per_layer": [True]}], "expansions[0].experts_per_layer: a list of integers is needed"),
-        ([{**EXPANSION, "separability": [0.5, "x"]}], "expansions[0].separability: a list of numbers is needed, found"),
-        ([{**EXPANSION, "seed": -1}], "expansions[0].seed: an integer of at least 0 is needed, found -1"),
-        ([{**EXPANSION, "versions": []}], "expansions[0].versions: an object is needed, found []"),
-        ([{**EXPANSION, "stages": {}}], "expansions[0].stages: a list is needed, found dict"),
-        ([EXPANSION, {**EXPANSION, "stages": [7]}], "expansions[1].stages[0]: must be an object, found int"),
-        ([{**EXPANSION, "stages": [{"stage": "review"}, {}]}], "expansions[0].stages[1]: `stage` is missing"),
-        ([{**EXPANSION, "stages": [{"stage": None}]}], "expansions[0].stages[0].stage: text is needed, found None"),
-        ([{**EXPANSION, "stages": [{"stage": "review", "steps": "3"}]}], "expansions[0].stages[0].steps: an integer"),
+        ([{**EXPANSION, "method": None}], "expansions[0]: method: expected text, found None"),
+        ([{**EXPANSION, "old_languages": None}], "expansions[0]: old_languages: expected a list, found None"),
+        ([{**EXPANSION, "old_languages": "en"}], "expansions[0]: old_languages: expected a list, found 'en'"),
+        ([{**EXPANSION, "new_languages": [1]}], "expansions[0]: new_languages[0]: expected text, found 1"),
+        (
+            [{**EXPANSION, "experts_per_layer": [True]}],
+            "expansions[0]: experts_per_layer[0]: expected an integer, found True",
+        ),
+        ([{**EXPANSION, "separability": [0.5, "x"]}], "expansions[0]: separability[1]: expected a number, found 'x'"),
+        ([{**EXPANSION, "seed": -1}], "expansions[0]: seed is -1: must be at least 0"),
+        ([{**EXPANSION, "versions": []}], "expansions[0]: versions: expected `key: value` lines, found list"),
+        ([{**EXPANSION, "stages": {}}], "expansions[0]: stages: expected a list, found dict"),
+        ([EXPANSION, {**EXPANSION, "stages": [7]}], "expansions[1]: stages[0]: expected `key: value` lines, found 7"),
+        ([{**EXPANSION, "stages": [{"stage": "review"}, {}]}], "expansions[0]: stages[1]: `stage` is missing"),
+        ([{**EXPANSION, "stages": [{"stage": None}]}], "expansions[0]: stages[0].stage: expected text, found None"),
+        (
+            [{**EXPANSION, "stages": [{"stage": "review", "steps": "3"}]}],
+            "expansions[0]: stages[0].steps: expected an integer, found '3'",
+        ),
     ],
 )
 def test_damaged_histories_name_the_entry(expansions, message):
@@ -170,9 +177,9 @@ def test_every_stage_that_trains_everything_is_known_to_change_everything():
     assert {"group", "joint"} <= {stage.name for stage in everything}
     for stage in everything:
         assert stage.name in CHANGES_EVERYTHING
-        assert StageRecord(stage.name).changes_everything
+        assert StageRecord(stage=stage.name).changes_everything
     name, trained = stage_of("post_pretrain").trained(PostPretrainConfig(everything=True))
     assert trained.everything
     assert name in CHANGES_EVERYTHING
     for stage in training_stages():
-        assert stage.trains.everything or not StageRecord(stage.name).changes_everything
+        assert stage.trains.everything or not StageRecord(stage=stage.name).changes_everything

@@ -96,7 +96,7 @@ def _insert(
         if values is not None:
             setattr(config, name, [values[source] for source, _ in sources])
     config.new_layers = new
-    add_stage(config, StageRecord("expand-depth", settings={"base": dense.name, "blocks": blocks}))
+    add_stage(config, StageRecord(stage="expand-depth", settings={"base": dense.name, "blocks": blocks}))
     write_checkpoint(
         out, config, tensors, [(dense.folder, TOKENIZER_FILES)], "expand-depth",
         max_shard_size=max_shard_size, overwrite=overwrite,

@@ -72,7 +72,7 @@ def export_native(
     tensors = list(_native_tensors(source, form, config, merge_lora))
     _check_fits(source, form, config, tensors)
     settings = {"model": source.name, "expansions": source.config.expansions}
-    add_stage(config, StageRecord("export", settings=settings))
+    add_stage(config, StageRecord(stage="export", settings=settings))
     write_checkpoint(
         out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
     )
@@ -108,7 +108,7 @@ def export_expert(
     config = dense_config(source.config)
     tensors = expert_tensors(source, expert)
     settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
-    add_stage(config, StageRecord("export", settings=settings))
+    add_stage(config, StageRecord(stage="export", settings=settings))
     write_checkpoint(
         out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
     )

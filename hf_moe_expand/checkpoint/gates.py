@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..modeling.prefix_gate import PrefixRule
 from ..records import History, StageRecord
+from ..schema import changed
 from .folder import write_checkpoint
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
@@ -88,7 +89,7 @@ def write_gates(
     history = History.of(config)
     parameters = sum(tensor.nbytes // max(TORCH_DTYPES[tensor.dtype].itemsize, 1) for tensor in outputs)
     fields = {name: getattr(config, name) for name in GATE_FIELDS}
-    last = replace(history.last, parameters=parameters, **fields)
+    last = changed(history.last, parameters=parameters, **fields)
     History([*history.expansions[:-1], last]).with_stage(record).write(config)
     return write_checkpoint(
         out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size=max_shard_size, overwrite=overwrite

@@ -154,7 +154,7 @@ def add_delta(
     ]
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
-    add_stage(config, StageRecord(step, settings=settings))
+    add_stage(config, StageRecord(stage=step, settings=settings))
     companions = [
         (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
         (tokenizer.folder, TOKENIZER_FILES),

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
 from ..modeling.expert_kinds import KINDS
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
+from ..schema import changed
 from .expand import routing_tensor, versions
 from .folder import write_checkpoint
 from .neurons import file_rows
@@ -228,7 +228,7 @@ def add_experts(
     )
     _replace_classifiers(outputs, reader, prefixes, config, before + 2)
     parameters = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
-    history.with_expansion(replace(record, parameters=parameters)).write(config)
+    history.with_expansion(changed(record, parameters=parameters)).write(config)
     kept = {}
     if keep_routers:
         today = {name: reader.tensor(name) for name in reader.tensors if _ROUTING.search(name)}

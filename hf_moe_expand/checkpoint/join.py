@@ -13,6 +13,7 @@ import torch
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, count_layers
 from ..records import ExpansionRecord, History, StageRecord
+from ..schema import changed
 from .folder import write_checkpoint
 from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates
 from .local import pack_and_name
@@ -184,7 +185,7 @@ def write_joined(
     outputs = _outputs(packs, config, routing, gates)
     *earlier, last = History.of(config).expansions
     parameters = sum(prod(tensor.shape) for tensor in outputs)
-    History([*earlier, replace(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
+    History([*earlier, changed(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
     kept = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
     companions = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
     write_checkpoint(
@@ -227,7 +228,7 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     if gates is not None:
         set_gates(config, gates)
         facts = {name: getattr(config, name) for name in GATE_FIELDS}
-        records = [replace(record, **facts) for record in records]
+        records = [changed(record, **facts) for record in records]
     kinds = [pack.kind for pack in packs]
     if any(kind != kinds[0] for kind in kinds):
         for name in kinds[0].names:
@@ -242,7 +243,7 @@ def _joined_record(
     record: ExpansionRecord, pack: Pack, counts: list[int], classifiers: list[int], known: list[str]
 ) -> ExpansionRecord:
     """An expansion of a pack as one of the joined model: what it added is its own, the totals are the model's."""
-    return replace(
+    return changed(
         record, pack=pack.name, old_languages=known, experts_per_layer=counts, classifier_layers=classifiers,
         parameters=None, router_scale=None if pack.scale == 1 else pack.scale,
     )  # fmt: skip

@@ -65,7 +65,7 @@ def average_checkpoints(
     first = stored[0]
     tensors = _mean_of_expanded_and_dense(stored, weights)
     settings = {"models": [model.name for model in stored], "weights": weights}
-    add_stage(first.config, StageRecord("average", settings=settings))
+    add_stage(first.config, StageRecord(stage="average", settings=settings))
     return write_checkpoint(
         out, first.config, tensors, [(first.folder, COMPANIONS)], "average",
         max_shard_size=max_shard_size, overwrite=overwrite,

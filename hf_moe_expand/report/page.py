@@ -108,7 +108,9 @@ def _summary(parts: Sequence[Part], history: History, root: Path) -> dict[str, A
     plans = [plan for part in parts if (plan := part.plan())]
     if not len(history) and not plans:
         return None
-    records = history.expansions or [ExpansionRecord(plan.method, plan.old, plan.new) for plan in plans]
+    records = history.expansions or [
+        ExpansionRecord(method=plan.method, old_languages=plan.old, new_languages=plan.new) for plan in plans
+    ]
     first, last = records[0], records[-1]
     return {
         "methods": list(dict.fromkeys(method_title(record.method) for record in records)),

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..errors import DivergedError, InputError
 from ..evaluation.validation import VALIDATION, validation_callback
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
+from ..schema import changed
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import OTHER_STAGES, RECIPE_STAGES, stage_of, trained_parts
@@ -121,7 +121,7 @@ def train_stage(
         with names_the_need(work.path, needed):
             trainer.train(resume_from_checkpoint=resume)
     if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:
-        trainer.record = replace(trainer.record, written_by=writers)
+        trainer.record = changed(trainer.record, written_by=writers)
     add_stage(before, trainer.record)
     weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
     if trainer.is_world_process_zero():

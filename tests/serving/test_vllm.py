@@ -166,7 +166,7 @@ def test_fitted_gates_serve_the_same_tokens_or_refuse(tmp_path, state_free):
     generator = torch.Generator().manual_seed(2)
     rows = {layer: (torch.randn(3, 128, generator=generator) / 3, torch.zeros(3)) for layer in (0, 2)}
     gates = Gates([["en", "fr"], ["el"]], rows, None if state_free else PrefixRule(0.95, 2.0))
-    write_gates(tmp_path / "expanded", tmp_path / "gated", gates, StageRecord("gates", seed=0))
+    write_gates(tmp_path / "expanded", tmp_path / "gated", gates, StageRecord(stage="gates", seed=0))
     if state_free:
         tokens = expected(tmp_path / "gated", PROMPTS)
         assert tokens != expected(tmp_path / "expanded", PROMPTS)  # the gates decide something
