@@ -202,7 +202,7 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
     if bound := next((found for found in same if found["type"] in _BOUNDS), None):
         words, name = _BOUNDS[bound["type"]]
         wanted = words.format(**{name: f"{bound['ctx'][name]:g}"})
-        return f"{_place(where, path[:split])}{_path(path[split:])} is {bound['input']}: must be {wanted}."
+        return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
     kinds = list(dict.fromkeys(_KINDS.get(str(found["type"]), found["msg"]) for found in same))
     if not path:
         return f"{_place(where)}expected {' or '.join(kinds)}, found {_found(value)}."
@@ -210,7 +210,10 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
 
 
 def _found(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, Mapping | list) else repr(value)
+    if isinstance(value, Mapping | list):
+        return type(value).__name__
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}..."
 
 
 def _place(where: str, path: Sequence[Any] = ()) -> str:

@@ -1,17 +1,19 @@
 """Checks config.json before a model is built from it: sizes within reason, histories of the right shape."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig
 from ..planning.plan import MOST_EXPERTS
-from ..records import History
+from ..records import History, StageRecord
+from ..schema import Count, Declared, Flag, Positive, Text, Whole, read
 from .local import MOST_LAYERS
 
 # No model comes near these numbers; building larger lists and modules would take for ever.
@@ -28,6 +30,28 @@ _SIZES = (
 )  # fmt: skip
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
 _DTYPES = ("dtype", "torch_dtype")
+
+
+_Experts = Annotated[Count, Field(le=MOST_ELEMENTS)]
+_Layer = Annotated[Whole, Field(ge=0, le=MOST_LAYERS)]
+
+
+class _OwnFields(Declared):
+    """The fields of config.json that this package adds, each of which may be missing or null."""
+
+    num_experts_per_layer: list[_Experts] | None = None
+    earlier_experts_per_layer: list[list[_Experts]] | None = None
+    classifier_layers: list[_Layer] | None = None
+    new_layers: list[_Layer] | None = None
+    packs: list[_Experts] | None = None
+    # Rank and alpha of a pack's updates, the width of its added FFNs, or null.
+    updates_of_packs: list[Annotated[list[Positive], Field(min_length=1, max_length=2)] | None] | None = None
+    prefix_gate: dict[Text, Any] | None = None
+    gate_languages: list[list[Text]] | None = None
+    router_top_k: _Experts | None = None
+    language_groups: list[list[Text]] | None = None
+    conditional_routing: Flag | None = None
+    history: list[StageRecord] | None = None
 
 
 def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
@@ -60,11 +84,8 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
             f"{folder}: config.json names a weights file of its own (transformers_weights), which is not read: rename "
             "that file to model.safetensors and take the field out."
         )
-    for name, (fits, wanted) in _OURS.items():
-        value = fields.get(name)
-        if value is not None and not fits(value):
-            raise _wrong(folder, name, value, wanted)
     try:
+        read(_OwnFields, {name: value for name, value in fields.items() if name in _OwnFields.model_fields})
         History.of(fields)
     except InputError as error:
         raise InputError(f"{folder}: its configuration cannot be read ({error})") from None
@@ -124,44 +145,3 @@ def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
 
 def _is_count(value: Any, least: int = 1, most: int = MOST_ELEMENTS) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_update(value: Any) -> bool:
-    if value is None:
-        return True
-    if not isinstance(value, list) or len(value) not in (1, 2) or not _is_count(value[0]):
-        return False
-    return all(isinstance(one, int | float) and not isinstance(one, bool) and one > 0 for one in value)
-
-
-def _is_stage(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and _is_text(value.get("stage"))
-        and all(_is_count(value.get(name, 0), 0) for name in ("steps", "seed"))
-        and ("seed" in value or "steps" not in value)
-    )
-
-
-_OURS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_experts_per_layer": (_list_of(_is_count), "a list of counts, one for each layer"),
-    "earlier_experts_per_layer": (_list_of(_list_of(_is_count)), "a list of counts for each earlier expansion"),
-    "classifier_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
-    "packs": (_list_of(_is_count), "a list of numbers of expansions"),
-    "updates_of_packs": (_list_of(_is_update), "a list with rank and alpha, a width, or null, for each pack"),
-    "prefix_gate": (lambda value: isinstance(value, dict), "an object with decay, bound and reach"),
-    "gate_languages": (_list_of(_list_of(_is_text)), "a list of languages for each class"),
-    "router_top_k": (_is_count, "a whole number of at least 1"),
-    "language_groups": (_list_of(_list_of(_is_text)), "a list of groups of languages"),
-    "conditional_routing": (lambda value: isinstance(value, bool), "true or false"),
-    "history": (_list_of(_is_stage), "a list of entries with stage"),
-    "new_layers": (_list_of(lambda layer: _is_count(layer, 0)), "a list of layers"),
-}
