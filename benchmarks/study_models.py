@@ -295,7 +295,7 @@ class _Row:
         deviation = models.deviation() if settings.needs == "deviation" else None
 
         def work(out: Path) -> None:
-            grouped = settings.planner.makes_groups
+            grouped = settings.makes_groups
             made = make_plan(
                 settings, models.layers, [] if grouped else models.reviewed,
                 [*models.reviewed, *new] if grouped else new, similarity, self.seed, deviation,

@@ -28,7 +28,7 @@ from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import in_words, is_language_code
 from .layer_names import layer_name
-from .planning.methods import METHODS, PlanMethod, find_method
+from .planning.methods import METHODS, PlanSettings, find_method
 from .records import ExpansionRecord, History, StageRecord, without_folders
 
 THIS = "this model"
@@ -186,7 +186,7 @@ def _is_regularised(stage: StageRecord) -> bool:
     return bool(settings.get("curriculum") or any((settings.get("masking") or {}).values()))
 
 
-def _method(config: Any, history: History) -> PlanMethod:
+def _method(config: Any, history: History) -> type[PlanSettings]:
     """The method whose template and tag the card uses: LayerMoE if expansions differ in method, and for a plan of the
     user's own."""
     if config.model_type == "dmoe":

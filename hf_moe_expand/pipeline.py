@@ -74,7 +74,7 @@ def _planned(work: ExpansionRun) -> list[Step]:
     steps: list[Step] = []
     if needs := work.expansion.needs:
         steps.append({"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[needs](work))
-    if work.expansion.planned.planner.needs_separability:
+    if work.expansion.planned.needs_separability:
         steps.append(AnalyzeSeparability(work))
     return [*steps, MakePlan(work), Expand(work)]
 

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from .data.sources import LanguageText, check_languages
 from .errors import InputError, errors_at
 from .languages import UNDETERMINED, check_language_code, check_old_and_new
-from .planning.methods import PlanSettings
+from .planning.methods import AnyPlan, PlanSettings
 from .recipe_paths import fill_packs, fill_sources, fill_stages, filled_in
 from .schema import Declared, Text, Whole, json_schema, read
 from .self_written import SelfWrittenSettings, SelfWrittenText
@@ -39,7 +39,7 @@ class _Expansion(Declared):
         AnalysisSettings()
     )
     deviation: Annotated[DeviationSettings, Field(description="how deviation is measured (DMoE)")] = DeviationSettings()
-    plan: Annotated[PlanSettings | None, Field(description="which layer gets how many experts")] = None
+    plan: Annotated[AnyPlan | None, Field(description="which layer gets how many experts")] = None
     expand: Annotated[ExpandSettings, Field(description="how new experts start")] = ExpandSettings()
 
     @property
@@ -66,7 +66,7 @@ class _Expansion(Declared):
     @property
     def family(self) -> str:
         """The model type of the planned model."""
-        return "dmoe" if not self.joins and self.planned.planner.makes_groups else "layer_moe"
+        return "dmoe" if not self.joins and self.planned.makes_groups else "layer_moe"
 
     def stages(self) -> list[tuple[Stage, Any]]:
         """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""

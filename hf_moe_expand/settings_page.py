@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from .planning.methods import METHODS
+from .planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
 from .recipe import Expansion, Recipe
 from .schema import settings_in
 from .stages import OTHER_STAGES, RECIPE_STAGES, stage_of
@@ -108,18 +108,12 @@ def _docstring(key: str) -> str:
 
 
 def _plan() -> str:
-    methods = list(METHODS.values())
-    common = [name for name in methods[0].keys if all(name not in method.own_keys for method in methods)]
-    parts = [
-        _PLAN.format(default=next(f"`{m.name}`" for m in methods if not _fields(m.settings)["method"].is_required()))
-    ]
-    for method in methods:
-        fields = _fields(method.settings)
-        parts.append(f"`method: {method.name}`. {_first(method.settings.__doc__)}\n")
-        parts.append(_table({name: fields[name] for name in method.own_keys}) + "\n")
-    fields = _fields(methods[0].settings)
+    parts = [_PLAN.format(default=f"`{DEFAULT_METHOD}`")]
+    for name, method in METHODS.items():
+        parts.append(f"`method: {name}`. {_first(method.__doc__)}\n")
+        parts.append(_table(method.own_keys()) + "\n")
     parts.append("Keys of every method; classifiers only for methods without language groups:\n")
-    return "\n".join([*parts, _table({name: fields[name] for name in common}) + "\n"])
+    return "\n".join([*parts, _table(LayerPlan.all_keys()) + "\n"])
 
 
 def _section(title: str, about: Iterable[str], cls: type) -> str:

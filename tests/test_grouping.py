@@ -14,7 +14,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning import grouping
 from hf_moe_expand.planning.grouping import _grown_set, random_groups, vector_similarity
 from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
+from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.results import DeviationResult
 
 
@@ -256,7 +256,7 @@ FOUND = DeviationResult(
 
 
 def dmoe(deviation=FOUND, seed=0, **settings):
-    return make_plan(PlanSettings("dmoe", **settings), 5, [], [], seed=seed, deviation=deviation)
+    return make_plan(plan_settings("dmoe", **settings), 5, [], [], seed=seed, deviation=deviation)
 
 
 def test_a_dmoe_plan_has_one_expert_a_group_in_the_layers_that_deviate_most(tmp_path):

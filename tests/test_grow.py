@@ -31,7 +31,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling.routing import experts_allowed, experts_of_classes, select_experts, token_classes
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.records import History
 from hf_moe_expand.results import SimilarityResult
 from hf_moe_expand.stages.run import check_frozen
@@ -279,18 +279,18 @@ def test_evaluate_groups_languages_by_expansion(first, grown, text, tmp_path):
 def test_plans_for_growth_count_new_experts():
     same = [0.1, 0.2, 0.4]
     analysis = SimilarityResult(["en", "el"], ["tr"], 0, {}, None, same, same)
-    settings = PlanSettings(total_experts=5, classifier_layers=1)
+    settings = plan_settings(total_experts=5, classifier_layers=1)
     plan = make_plan(settings, 3, ["en", "el"], ["tr"], analysis, grows_from=[3, 2, 2])
     assert plan.experts_per_layer == [3 + 3, 2 + 1, 2 + 1]
     assert plan.grows_from == [3, 2, 2]
-    plan = make_plan(PlanSettings(method="moe-lpr", experts=1), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+    plan = make_plan(plan_settings(method="moe-lpr", experts=1), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
     assert plan.experts_per_layer == [4, 3, 3]
-    plan = make_plan(PlanSettings(method="random", total_experts=6), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+    plan = make_plan(plan_settings(method="random", total_experts=6), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
     assert sum(plan.experts_per_layer) == 7 + 6
     with pytest.raises(InputError, match="3 layers with at least 1 each"):
-        make_plan(PlanSettings(total_experts=2), 3, ["en"], ["tr"], analysis, grows_from=[3, 2, 2])
+        make_plan(plan_settings(total_experts=2), 3, ["en"], ["tr"], analysis, grows_from=[3, 2, 2])
     with pytest.raises(InputError, match="A mola plan is for a dense model and cannot grow one; use layer-moe, moe-"):
-        make_plan(PlanSettings(method="mola"), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
+        make_plan(plan_settings(method="mola"), 3, ["en"], ["tr"], grows_from=[3, 2, 2])
 
 
 def test_the_published_second_expansion_adds_48(published):

@@ -29,7 +29,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.hub_files import published_files
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.models import load_for_inference
-from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import as_json, changed
@@ -65,7 +65,7 @@ def recipe(root, help_text):
         new={code: str(root / f"{code}.jsonl") for code in ("el", "tr")},
         test={code: str(root / f"{code}.test.jsonl") for code in ("en", "zh", "el", "tr")},
         analysis=AnalysisSettings(tokens=500, block_size=32, batch_size=4),
-        plan=PlanSettings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
+        plan=plan_settings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
         post_pretrain=PostPretrainSettings(block_size=32, training={**TRAINING, "max_steps": 6, "save_steps": 2}),
         review=ReviewSettings(block_size=32, training={**TRAINING, "max_steps": 4}),
         evaluation=EvaluationSettings(block_size=32, batch_size=4),
@@ -119,7 +119,7 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     assert "torch.Size([1, 10])" in run_fresh(code, str(final))
     # A recipe that changed after its steps ran is refused, by step.
     with pytest.raises(InputError, match="changed after step `plan` had run"):
-        run_recipe(changed(recipe, plan=PlanSettings(total_experts=8)), said.append)
+        run_recipe(changed(recipe, plan=plan_settings(total_experts=8)), said.append)
     inspection = "\n".join(inspect_checkpoint(final).lines())
     assert "(total 7, top-2)" in inspection
     assert "review, 4 steps, seed 0" in inspection
@@ -228,7 +228,7 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_its_frozen_bytes_too(recipe, root
     ("changes", "moved"),
     [
         ({"expand": ExpandSettings(expert_init="random"), "review": None}, "experts"),
-        ({"plan": PlanSettings("moe-lpr", experts=2), "review": None}, "experts"),
+        ({"plan": plan_settings("moe-lpr", experts=2), "review": None}, "experts"),
         ({"post_pretrain": {"everything": True}, "review": None}, "base"),
         ({"post_pretrain": {"replay": True, "language_prior_coef": 0.1}, "review": None}, "experts"),
         ({"review": {"language_prior_coef": 0.0}}, "experts"),
@@ -283,7 +283,7 @@ def test_data_that_does_not_fit_the_languages(recipe, root, tmp_path):
 
 def test_a_wrong_recipe_changes_nothing_on_disk(recipe, root):
     shutil.rmtree(root / "nothing", ignore_errors=True)
-    wrong = changed(recipe, output=str(root / "nothing"), plan=PlanSettings(total_experts=3))
+    wrong = changed(recipe, output=str(root / "nothing"), plan=plan_settings(total_experts=3))
     with pytest.raises(InputError, match="too few"):
         run_recipe(wrong)
     assert not (root / "nothing").exists()
@@ -324,7 +324,7 @@ def test_two_expansions_one_after_the_other(recipe, root):
     rounds = [
         Expansion(new=dict([first]), plan=recipe.plan, post_pretrain=recipe.post_pretrain, review=recipe.review),
         Expansion(
-            new=dict([second]), plan=PlanSettings(total_experts=4, classifier_layers=1, similarity_floor=0.01),
+            new=dict([second]), plan=plan_settings(total_experts=4, classifier_layers=1, similarity_floor=0.01),
             analysis=recipe.analysis, post_pretrain=recipe.post_pretrain, review=recipe.review,
             expand=ExpandSettings(copy_from="nearest"),
         ),
@@ -370,7 +370,7 @@ def test_a_dmoe_recipe(recipe, root):
     recipe = changed(
         recipe, new={**recipe.old, **recipe.new}, old={}, output=str(root / "dmoe"),
         deviation=DeviationSettings(steps=2, batch_size=2, block_size=16, micro_batch_size=2),
-        plan=PlanSettings("dmoe", groups=2, ratio=0.7), group=GroupSettings(block_size=16, training=training),
+        plan=plan_settings("dmoe", groups=2, ratio=0.7), group=GroupSettings(block_size=16, training=training),
         joint=JointSettings(block_size=16, training=training),
         graft=GraftSettings(str(root / "base"), keep_tokenizer=True),
     )  # fmt: skip

@@ -11,14 +11,14 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.planning.layers import classifier_layers, layers_in
 from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 
 
 def counts_of(layers, *method, seed=0, **keys):
-    return make_plan(PlanSettings(*method, **keys), layers, ["en"], ["el"], seed=seed).experts_per_layer
+    return make_plan(plan_settings(*method, **keys), layers, ["en"], ["el"], seed=seed).experts_per_layer
 
 
 similarities = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=12)
@@ -129,18 +129,18 @@ def test_classifier_layers():
 
 def test_classifiers_by_similarity_and_analyses_of_other_models():
     similarity = SimilarityResult.from_pairs({"el-en": [0.1, 0.3, 0.2]}, ["en"], ["el"], 9)
-    settings = PlanSettings("moe-lpr", experts=2, classifier_layers=1)
+    settings = plan_settings("moe-lpr", experts=2, classifier_layers=1)
     assert make_plan(settings, 3, ["en"], ["el"], similarity).classifier_layers == [1]
     with pytest.raises(InputError, match="by similarity need an analysis"):
         make_plan(settings, 3, ["en"], ["el"])
     with pytest.raises(InputError, match="analysis has 3 layers, but the model has 4"):
         make_plan(settings, 4, ["en"], ["el"], similarity)
     with pytest.raises(InputError, match="run `analyze similarity` first"):
-        make_plan(PlanSettings(total_experts=8), 3, ["en"], ["el"])
+        make_plan(plan_settings(total_experts=8), 3, ["en"], ["el"])
 
 
 def test_plan_round_trip(tmp_path):
-    plan = make_plan(PlanSettings(experts=3, method="moe-lpr"), 4, ["en"], ["el"])
+    plan = make_plan(plan_settings(experts=3, method="moe-lpr"), 4, ["en"], ["el"])
     assert plan.method == "moe-lpr"
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -253,14 +253,14 @@ LAYERS = SimilarityResult(["en"], ["el"], 0, {}, None, *([[0.9, 0.2, 0.4, 0.8, 0
 )
 def test_only_some_layers_are_planned_and_the_others_stay_dense(keys):
     chosen = [1, 3, 4]
-    plan = make_plan(PlanSettings(**keys, only_layers="1,3-4"), 5, ["en"], ["el"], LAYERS, seed=3)
+    plan = make_plan(plan_settings(**keys, only_layers="1,3-4"), 5, ["en"], ["el"], LAYERS, seed=3)
     counts = plan.experts_per_layer
     assert [counts[0], counts[2]] == [1, 1]
     assert min(counts[layer] for layer in chosen) >= 2
     # The obvious definition: the plan of a model that has these layers alone.
     alone = {**keys, **({"total_experts": 9} if "total_experts" in keys else {})}
     analysis = SimilarityResult(["en"], ["el"], 0, {}, None, *([[LAYERS.similarity[i] for i in chosen]] * 2))
-    small = make_plan(PlanSettings(**alone), 3, ["en"], ["el"], analysis, seed=3)
+    small = make_plan(plan_settings(**alone), 3, ["en"], ["el"], analysis, seed=3)
     assert [counts[layer] for layer in chosen] == small.experts_per_layer
     assert plan.settings["only_layers"] == "1,3-4"
     if "total_experts" in keys:
@@ -270,7 +270,7 @@ def test_only_some_layers_are_planned_and_the_others_stay_dense(keys):
 
 
 def test_classifiers_by_similarity_lie_in_the_chosen_layers():
-    settings = PlanSettings(method="moe-lpr", experts=2, only_layers="1-2", classifier_layers=1)
+    settings = plan_settings(method="moe-lpr", experts=2, only_layers="1-2", classifier_layers=1)
     assert make_plan(settings, 5, ["en"], ["el"], LAYERS).classifier_layers == [2]
 
 
@@ -302,18 +302,18 @@ def test_ranges_of_layers(text, layers):
 def test_wrong_layers_are_refused(keys, message):
     given = {"method": "moe-lpr", **({} if "method" in keys else {"experts": 2}), **keys}
     with pytest.raises(InputError, match=message):
-        make_plan(PlanSettings(**given), 5, [], [])
+        make_plan(plan_settings(**given), 5, [], [])
 
 
 def test_layers_that_are_dense_do_not_grow():
-    settings = PlanSettings(method="moe-lpr", experts=1)
+    settings = plan_settings(method="moe-lpr", experts=1)
     plan = make_plan(settings, 5, ["en"], ["tr"], grows_from=[2, 1, 3, 1, 2])
     assert plan.experts_per_layer == [3, 1, 4, 1, 3]
-    some = PlanSettings(method="moe-lpr", experts=1, only_layers="2")
+    some = plan_settings(method="moe-lpr", experts=1, only_layers="2")
     assert make_plan(some, 5, ["en"], ["tr"], grows_from=[2, 1, 3, 1, 2]).experts_per_layer == [2, 1, 4, 1, 2]
-    total = PlanSettings(total_experts=4)
+    total = plan_settings(total_experts=4)
     assert sum(make_plan(total, 5, ["en"], ["tr"], LAYERS, grows_from=[2, 1, 3, 1, 2]).experts_per_layer) == 9 + 4
     with pytest.raises(InputError, match="only_layers names layer 1, which is dense in the model that grows"):
-        make_plan(PlanSettings(method="moe-lpr", experts=1, only_layers="0-2"), 5, [], [], grows_from=[2, 1, 3, 1, 2])
+        make_plan(plan_settings(method="moe-lpr", experts=1, only_layers="0-2"), 5, [], [], grows_from=[2, 1, 3, 1, 2])
     with pytest.raises(InputError, match="layer 1 is dense in the model that grows, so it gets no experts"):
         Plan("x", [2, 2], grows_from=[2, 1])

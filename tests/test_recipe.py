@@ -5,7 +5,7 @@ from conftest import save_dense, write_texts
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, recipes, validate_recipe
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.planning.methods import PlanSettings, read_plan_settings
+from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.schema import as_json, changed, keys_of, read
 from hf_moe_expand.stages.config import settings_of
@@ -231,7 +231,7 @@ def test_what_trainingarguments_takes_is_not_refused(root):
 
 def test_the_first_expansion_looks_for_no_nearest_experts(root):
     first = recipe(root).all_expansions[0]
-    first = changed(first, plan=PlanSettings("moe-lpr", experts=2), expand=changed(first.expand, copy_from="nearest"))
+    first = changed(first, plan=plan_settings("moe-lpr", experts=2), expand=changed(first.expand, copy_from="nearest"))
     assert first.analyzed_languages(["en"], further=False) == []
     assert first.analyzed_languages(["en"], further=True) == ["el"]
 
@@ -336,7 +336,7 @@ def test_offline_needs_neither_base_nor_variables(root, monkeypatch):
     monkeypatch.setattr("hf_moe_expand.checkpoint.source.try_to_load_from_cache", lambda *args, **rest: str(cached))
     assert any("expansion 1: layer-moe, 7 experts" in line for line in validate_recipe(loaded, offline=True))
     with pytest.raises(InputError, match="too few"):
-        validate_recipe(changed(loaded, plan=PlanSettings(total_experts=5)), offline=True)
+        validate_recipe(changed(loaded, plan=plan_settings(total_experts=5)), offline=True)
 
 
 def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):

@@ -89,7 +89,7 @@ def test_the_page_of_settings_has_every_key_with_its_description():
     wanted = {key: stages[key] for key in RECIPE_STAGES} | {
         f"A file of train {key}": stages[key] for key in OTHER_STAGES
     }
-    wanted["plan"] = {key for method in METHODS.values() for key in method.keys}
+    wanted["plan"] = {key for method in METHODS.values() for key in method.all_keys()}
     wanted["masking"] = {"expert_output", "final_output", "conditional_routing", "gating_dropout"}
     assert {title: set(sections[title]) for title in wanted} == wanted
     for name, field in Recipe.model_fields.items():

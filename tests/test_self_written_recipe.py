@@ -14,7 +14,7 @@ from hf_moe_expand.card import make_card
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.records import History
 from hf_moe_expand.report.page import make_page
@@ -44,7 +44,7 @@ def recipe(root, tmp_path):
         base=str(root / "base"), output=str(tmp_path / "run"), new={"el": str(root / "el.jsonl")},
         self_written=SelfWrittenSettings(documents=12, tokens=40),
         analysis=AnalysisSettings(tokens=100, block_size=32, batch_size=4),
-        plan=PlanSettings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
+        plan=plan_settings(total_experts=7, classifier_layers=1, similarity_floor=0.01),
         post_pretrain=PostPretrainSettings(block_size=32, training=TRAINING),
         review=ReviewSettings(block_size=32, distillation_coef=1.0, training=TRAINING),
         evaluation=EvaluationSettings(block_size=32, batch_size=4),
@@ -153,7 +153,7 @@ def test_every_review_of_several_expansions_reads_what_the_base_wrote_once(recip
             post_pretrain=recipe.post_pretrain, review=recipe.review,
         )  # fmt: skip
 
-    later = changed(expansion("hu"), plan=PlanSettings(total_experts=3, similarity_floor=0.01))
+    later = changed(expansion("hu"), plan=plan_settings(total_experts=3, similarity_floor=0.01))
     several = Recipe(
         base=recipe.base, output=recipe.output, self_written=recipe.self_written,
         expansions=[expansion("el"), later],
@@ -174,7 +174,7 @@ def test_prompts_by_language_beside_old_text(recipe, root, tmp_path):
     recipe = changed(
         recipe, old={"en": str(root / "en.jsonl")}, output=str(tmp_path / "prompts"),
         self_written=SelfWrittenSettings(documents=4, tokens=30, prompts=prompts),
-        plan=PlanSettings("moe-lpr", experts=2),
+        plan=plan_settings("moe-lpr", experts=2),
         post_pretrain=changed(recipe.post_pretrain, replay=True),
         review=changed(recipe.review, old_documents=3),
     )  # fmt: skip
@@ -210,8 +210,8 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
         ({"self_written": None, "review": ReviewSettings()}, r"let the base write it \(`self_written: {}`\), or set"),
         ({"old": {"und": "x.jsonl"}}, "self_written.prompts: und has text under `old` already"),
         ({"new": {"und": "x.jsonl"}}, "und: given as an old and as a new language"),
-        ({"plan": PlanSettings("dmoe", groups=1)}, "self_written: DMoE trains the base too"),
-        ({"plan": PlanSettings("moe-lpr", experts=2), "review": None}, "self_written: no step would read the text"),
+        ({"plan": plan_settings("dmoe", groups=1)}, "self_written: DMoE trains the base too"),
+        ({"plan": plan_settings("moe-lpr", experts=2), "review": None}, "self_written: no step would read the text"),
         ({"test": {"klingonisch": "x.jsonl"}}, "test: 'klingonisch' is not a language code"),
     ],
 )
@@ -221,8 +221,10 @@ def test_recipes_are_refused(recipe, changes, message):
 
 
 def test_distillation_without_the_bases_text_is_refused_in_a_further_expansion_too(recipe, root):
-    first = Expansion(new=recipe.new, plan=PlanSettings("moe-lpr", experts=2), review=None)
-    later = Expansion(new={"hu": str(root / "hu.jsonl")}, plan=PlanSettings("moe-lpr", experts=1), review=recipe.review)
+    first = Expansion(new=recipe.new, plan=plan_settings("moe-lpr", experts=2), review=None)
+    later = Expansion(
+        new={"hu": str(root / "hu.jsonl")}, plan=plan_settings("moe-lpr", experts=1), review=recipe.review
+    )
     with pytest.raises(InputError, match=r"review\.distillation_coef: keeps the base's predictions"):
         Recipe(base=recipe.base, output=recipe.output, expansions=[first, later])
 

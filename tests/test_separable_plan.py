@@ -21,7 +21,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.pipeline import steps_of
 from hf_moe_expand.planning.make import make_plan
-from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.records import History
 from hf_moe_expand.report.page import make_page
@@ -45,7 +45,7 @@ def separability(values=ACCURATE, old=("en",), new=("el",)):
 
 
 def planned(grows_from=(), similar=None, accurate=None, **keys):
-    settings = PlanSettings("separable", **{"total_experts": 15, **keys})
+    settings = plan_settings("separable", **{"total_experts": 15, **keys})
     found, apart = similar or similarity(), accurate or separability()
     return make_plan(settings, len(found.similarity), ["en"], ["el"], found, grows_from=grows_from, separability=apart)
 
@@ -115,7 +115,7 @@ def test_a_floor_replaces_small_similarities():
 
 def test_without_the_separability_it_is_refused():
     with pytest.raises(InputError, match="run `analyze separability` first"):
-        make_plan(PlanSettings("separable", total_experts=15), 5, ["en"], ["el"], similarity())
+        make_plan(plan_settings("separable", total_experts=15), 5, ["en"], ["el"], similarity())
 
 
 @pytest.mark.parametrize("wrong", ["high", [0.5], [0.5, True, 0.5], {"0": 0.5}])
@@ -173,7 +173,7 @@ def recipe(tmp_path):
         old={"en": str(tmp_path / "en.jsonl")},
         new={"el": str(tmp_path / "el.jsonl")},
         analysis=AnalysisSettings(tokens=400, block_size=32, batch_size=4),
-        plan=PlanSettings("separable", total_experts=7, similarity_floor=0.5),
+        plan=plan_settings("separable", total_experts=7, similarity_floor=0.5),
         post_pretrain=settings_of(PostPretrainConfig)(block_size=16, training=training),
         review=settings_of(ReviewConfig)(block_size=16, training=training),
     )
@@ -207,7 +207,7 @@ def test_a_run_measures_both_resumes_and_shows_it(recipe, tmp_path):
 
 
 def test_the_page_of_another_plan_shows_a_separability_beside_it(tmp_path):
-    plan = make_plan(PlanSettings("layer-moe", total_experts=12), 5, ["en"], ["el"], similarity())
+    plan = make_plan(plan_settings("layer-moe", total_experts=12), 5, ["en"], ["el"], similarity())
     plan.save(tmp_path / "plan.json")
     assert "linear probe" not in make_page(tmp_path)
     separability().to_json(tmp_path / "separability.json")
@@ -247,7 +247,7 @@ def test_validate_refuses_text_of_which_nothing_can_be_held_out(recipe, tmp_path
 def test_two_expansions_by_the_rule(recipe, tmp_path):
     rounds = [changed(recipe.all_expansions[0], new={code: str(tmp_path / f"{code}.jsonl")}) for code in ("el", "tr")]
     keys = {name: getattr(rounds[0], name) for name in ("analysis", "post_pretrain", "review")}
-    plans = [recipe.plan, PlanSettings("separable", total_experts=4, similarity_floor=0.5)]
+    plans = [recipe.plan, plan_settings("separable", total_experts=4, similarity_floor=0.5)]
     expansions = [Expansion(new=one.new, plan=plan, **keys) for one, plan in zip(rounds, plans, strict=True)]
     both = changed(recipe, new={}, expansions=expansions)
     found = [line for line in validate_recipe(both) if line.startswith("expansion ") and " experts, " in line]
@@ -271,7 +271,7 @@ def test_two_expansions_by_the_rule(recipe, tmp_path):
 def test_a_growth_by_the_rule_may_leave_out_layers(recipe, tmp_path):
     """After it, no layer is certain to have more experts than before, so a third expansion cannot copy them."""
     write_texts(tmp_path / "hu.jsonl", [f"egy egyszerű mondat {i} " * 6 for i in range(9)])
-    plans = [PlanSettings("moe-lpr", experts=2), PlanSettings("separable", total_experts=3)]
+    plans = [plan_settings("moe-lpr", experts=2), plan_settings("separable", total_experts=3)]
     keys = {name: getattr(recipe, name) for name in ("analysis", "post_pretrain", "review")}
     expansions = [
         Expansion(new={code: str(tmp_path / f"{code}.jsonl")}, plan=plan, **keys)
@@ -291,7 +291,7 @@ def test_a_layer_that_cannot_tell_gets_no_new_experts_in_growth(tmp_path):
     base = save_dense(tmp_path / "base")
     expand_checkpoint(base, tmp_path / "first", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]))
     found = similarity([0.5, 0.2, 0.5], ("en", "el"), ("tr",)), separability([0.99, 0.99, 0.7], ("en", "el"), ("tr",))
-    settings = PlanSettings("separable", total_experts=3)
+    settings = plan_settings("separable", total_experts=3)
     plan = make_plan(settings, 3, ["en", "el"], ["tr"], found[0], grows_from=[2, 2, 2], separability=found[1])
     assert plan.experts_per_layer == [3, 4, 2]
     grow_checkpoint(tmp_path / "first", tmp_path / "grown", plan)

@@ -10,7 +10,7 @@ from conftest import save_dense, write_texts
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.pipeline import steps_of
-from hf_moe_expand.planning.methods import PlanSettings
+from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.schema import changed
 from hf_moe_expand.settings import EvaluationSettings
@@ -38,7 +38,7 @@ def recipe(tmp_path):
         old={"en": str(tmp_path / "en.jsonl")},
         new={"el": str(tmp_path / "el.jsonl")},
         test={code: str(tmp_path / f"{code}.test.jsonl") for code in WORDS},
-        plan=PlanSettings("moe-lpr", experts=2),
+        plan=plan_settings("moe-lpr", experts=2),
         post_pretrain=settings_of(PostPretrainConfig)(block_size=16, training=TRAINING),
         review=settings_of(ReviewConfig)(block_size=16, training=TRAINING),
         evaluation=EvaluationSettings(block_size=16),
@@ -116,7 +116,7 @@ def test_the_record_says_what_each_step_found_and_was_made_from(recipe, tmp_path
 
 
 def test_validate_asks_every_step(recipe, monkeypatch):
-    recipe = changed(recipe, plan=PlanSettings(total_experts=7), analysis=changed(recipe.analysis, tokens=30))
+    recipe = changed(recipe, plan=plan_settings(total_experts=7), analysis=changed(recipe.analysis, tokens=30))
     asked = []
     for kind in (AnalyzeSimilarity, MakePlan, Expand, TrainStep, Evaluate):
         check = kind.check

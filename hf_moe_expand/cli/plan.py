@@ -9,7 +9,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from ..errors import InputError
-from ..planning.methods import METHODS, Option, PlanMethod, read_plan_settings
+from ..planning.methods import METHODS, Option, PlanSettings, read_plan_settings
 from .apps import plan_app
 from .common import check_checkpoints, check_figure, check_file, codes
 from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed
@@ -19,7 +19,7 @@ _EMPTY = inspect.Parameter.empty
 _ANALYSES = {"similarity": "analysis", "deviation": "deviation"}
 
 
-def _verb(method: PlanMethod, name: str) -> None:
+def _verb(method: type[PlanSettings], name: str) -> None:
     """Adds `plan NAME`."""
 
     def verb(**given: Any) -> None:
@@ -29,28 +29,28 @@ def _verb(method: PlanMethod, name: str) -> None:
     # Typer reads the signature, the name and the docstring of a function.
     verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    verb.__doc__ = (inspect.getdoc(method.allocate) or "").replace(f"plan {method.name} ", f"plan {name} ")
-    plan_app.command(name, hidden=name != method.name)(verb)
+    verb.__doc__ = inspect.getdoc(method)
+    plan_app.command(name)(verb)
 
 
-def _parameters(method: PlanMethod) -> list[inspect.Parameter]:
+def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
     """The options of a method, required ones first: its analysis, its keys, and the options of every plan."""
     found: dict[str, tuple[Any, Any]] = {}
-    if method.needs:
-        found[_ANALYSES[method.needs]] = (Annotated[Path, _analysis_option(method.needs, required=True)], _EMPTY)
+    if method.analysis:
+        found[_ANALYSES[method.analysis]] = (Annotated[Path, _analysis_option(method.analysis, required=True)], _EMPTY)
     if method.needs_separability:
         help_ = "separability.json of `analyze separability`, for the same languages."
         found["separability"] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
-    for key in method.own_keys.values():
-        found |= _key_options(key)
+    for name, key in method.own_keys().items():
+        found |= _key_options(name, key)
     found["out"] = (Out, _EMPTY)
-    if not method.needs:
+    if not method.analysis:
         found |= {"layers": (Layers, None if method.grows else _EMPTY), "old": (OldCodes, ""), "new": (NewCodes, "")}
-    for name, key in method.keys.items():
-        found |= {} if name in method.own_keys else _key_options(key)
-    if not method.needs:
+    for name, key in method.all_keys().items():
+        found |= {} if name in method.own_keys() else _key_options(name, key)
+    if not method.analysis:
         found["analysis"] = (Annotated[Path | None, _analysis_option("similarity", required=False)], None)
-    if method.needs == "deviation":
+    if method.analysis == "deviation":
         found["figure"] = (Figure, None)
     found["seed"] = (Seed, 0)
     if method.grows:
@@ -67,7 +67,7 @@ def _analysis_option(needs: str, required: bool) -> Any:
     return typer.Option(help=f"{file} of `analyze {needs}`." if required else f"{file}, for classifiers by similarity.")
 
 
-def _key_options(key: inspect.Parameter) -> dict[str, tuple[Any, Any]]:
+def _key_options(name: str, key: FieldInfo) -> dict[str, tuple[Any, Any]]:
     """The options for a key: those in its annotation, or `--key VALUE`."""
     if options := _options(key):
         return {
@@ -77,8 +77,9 @@ def _key_options(key: inspect.Parameter) -> dict[str, tuple[Any, Any]]:
             )
             for option in options
         }
-    flag = f"--{key.name.replace('_', '-')}"
-    return {key.name: (Annotated[_plain(key.annotation), typer.Option(flag, help=_help(key))], key.default)}
+    flag = f"--{name.replace('_', '-')}"
+    default = _EMPTY if key.is_required() else key.default
+    return {name: (Annotated[_plain(key.annotation), typer.Option(flag, help=key.description)], default)}
 
 
 def _optional(kind: type) -> Any:
@@ -96,23 +97,18 @@ def _plain(hint: Any) -> Any:
     return hint
 
 
-def _help(key: inspect.Parameter) -> str:
-    fields = [part for part in get_args(key.annotation) if isinstance(part, FieldInfo)]
-    return next(field.description for field in fields if field.description)
-
-
-def _options(key: inspect.Parameter) -> list[Option]:
-    return [part for part in get_args(key.annotation) if isinstance(part, Option)]
+def _options(key: FieldInfo) -> list[Option]:
+    return [part for part in key.metadata if isinstance(part, Option)]
 
 
 def _name(option: Option) -> str:
     return option.flag.removeprefix("--").replace("-", "_")
 
 
-def _keys_given(method: PlanMethod, given: dict[str, Any]) -> dict[str, Any]:
+def _keys_given(method: type[PlanSettings], given: dict[str, Any]) -> dict[str, Any]:
     """The method's keys, from the options."""
     keys = {}
-    for name, key in method.keys.items():
+    for name, key in method.all_keys().items():
         options = _options(key)
         if not options:
             keys[name] = given[name]
@@ -124,12 +120,12 @@ def _keys_given(method: PlanMethod, given: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"{' and '.join(flags)}: give only one of them.")
         if chosen:
             keys[name] = chosen[0]
-        elif key.default is _EMPTY:
+        elif key.is_required():
             raise InputError(f"Give {' or '.join(flags)}.")
     return keys
 
 
-def _plan(method: PlanMethod, name: str, given: dict[str, Any]) -> None:
+def _plan(method: type[PlanSettings], name: str, given: dict[str, Any]) -> None:
     out, figure, seed = given["out"], given.get("figure"), given["seed"]
     check_file(out, given["overwrite"])
     check_figure(figure, given["overwrite"])

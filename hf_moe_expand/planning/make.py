@@ -6,8 +6,9 @@ from dataclasses import replace
 from ..errors import InputError
 from ..layer_names import layer_name
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
+from ..schema import changed
 from .layers import classifier_layers, layers_in
-from .methods import METHODS, Allocation, PlanSettings, Target
+from .methods import METHODS, Allocation, LayerPlan, PlanSettings, Target
 from .methods.allocation import check_total
 from .plan import Plan, PrefixGate
 
@@ -39,9 +40,8 @@ def make_plan(
         InputError: the analysis that the method needs is missing or belongs to another model, the method cannot grow a
             model, a number is out of range, or the languages contradict each other.
     """
-    method = settings.planner
-    if grows_from and not method.grows:
-        growing = ", ".join(other.name for other in METHODS.values() if other.grows)
+    if grows_from and not settings.grows:
+        growing = ", ".join(name for name, other in METHODS.items() if other.grows)
         raise InputError(f"A {settings.method} plan is for a dense model and cannot grow one; use {growing}.")
     if grows_from and len(grows_from) != num_layers:
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
@@ -54,26 +54,27 @@ def make_plan(
         raise InputError(
             f"The analysis has {similarity.encoder_layers} layers of an encoder, but the model has {encoder_layers}."
         )
-    if encoder_layers and settings.prefix_gates:
+    by_layer = settings if isinstance(settings, LayerPlan) else LayerPlan.model_construct()
+    if encoder_layers and by_layer.prefix_gates:
         raise InputError(
             "prefix_gates: prefix gates judge a text from its first token on, but an encoder reads the whole sentence "
             "at once: leave them out for an encoder-decoder."
         )
-    layers = _layers(settings, num_layers, grows_from, encoder_layers)
+    layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
     made = _allocate(settings, layers, Target(num_layers, seed, similarity, deviation, grows_from, separability))
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
-    classifiers = _classifiers(settings, num_layers, expanded, similarity, seed, encoder_layers)
-    drawn = made.drawn or settings.classifier_choice == "random"
+    classifiers = _classifiers(by_layer, num_layers, expanded, similarity, seed, encoder_layers)
+    drawn = made.drawn or by_layer.classifier_choice == "random"
     details = {**({"seed": seed} if drawn else {}), **made.details}
-    if settings.only_layers:
-        details["only_layers"] = settings.only_layers
+    if by_layer.only_layers:
+        details["only_layers"] = by_layer.only_layers
     groups = [list(group) for group in made.groups]
     gate = None
-    if settings.prefix_gates:
-        gate = PrefixGate(settings.prefix_decay, settings.prefix_bound, settings.prefix_reach)
+    if by_layer.prefix_gates:
+        gate = PrefixGate(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
     return Plan(
         settings.method, counts, classifiers, settings.top_k, list(old), list(new), details, groups, list(grows_from),
         gate, encoder_layers,
@@ -81,7 +82,7 @@ def make_plan(
 
 
 def _classifiers(
-    settings: PlanSettings,
+    settings: LayerPlan,
     num_layers: int,
     expanded: Sequence[int],
     similarity: SimilarityResult | None,
@@ -101,9 +102,8 @@ def _classifiers(
     return classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
 
 
-def _layers(settings: PlanSettings, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:
+def _layers(only: str | None, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:
     """The layers that get experts: those that the settings name, all by default. Growth leaves dense layers dense."""
-    only = settings.only_layers
     layers = layers_in(only, num_layers, encoder_layers=encoder_layers) if only else list(range(num_layers))
     dense = [layer for layer in layers if grows_from and grows_from[layer] == 1]
     if only and dense:
@@ -117,13 +117,12 @@ def _layers(settings: PlanSettings, num_layers: int, grows_from: Sequence[int], 
 def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> Allocation:
     """The method's allocation for `layers` alone; the other layers get nothing, and keep their original FFN."""
     if len(layers) == target.num_layers:
-        return settings.planner.allocate(target, **settings.own)
-    own = dict(settings.own)
+        return settings.allocate(target)
     rest = 0 if target.grows_from else 1  # what the method's counts say of a layer that it leaves alone
-    if "total_experts" in own:
+    if (total := getattr(settings, "total_experts", None)) is not None:
         others = rest * (target.num_layers - len(layers))
-        check_total(own["total_experts"], len(layers), own.get("minimum") or target.least, others)
-        own["total_experts"] -= others
+        check_total(total, len(layers), getattr(settings, "minimum", None) or target.least, others)
+        settings = changed(settings, total_experts=total - others)
     found, apart = target.measured_similarity, target.measured_separability
     some = replace(
         target,
@@ -132,7 +131,7 @@ def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> 
         grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
         measured_separability=None if apart is None else apart.of_layers(layers),
     )
-    made = settings.planner.allocate(some, **own)
+    made = settings.allocate(some)
     counts = [rest] * target.num_layers
     for layer, count in zip(layers, made.counts, strict=True):
         counts[layer] = count

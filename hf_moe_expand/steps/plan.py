@@ -6,7 +6,7 @@ from typing import Any
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
-from ..planning.methods import PlanMethod
+from ..planning.methods import PlanSettings
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from ..schema import as_json
 from .base import Checks, ExpansionRun, Step, StepResult
@@ -43,7 +43,7 @@ class MakePlan(Step):
         grown = plan.experts_per_layer
         checks.copyable = checks.least
         expanded = [count for count in grown if count > 1]
-        if settings.planner.fixed_counts:
+        if settings.fixed_counts:
             checks.least = min(expanded)
         elif not (checks.least and self._leaves_layers()):  # else other layers do not grow
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
@@ -55,8 +55,8 @@ class MakePlan(Step):
         )
 
     @property
-    def _method(self) -> PlanMethod:
-        return self.run.expansion.planned.planner
+    def _method(self) -> type[PlanSettings]:
+        return type(self.run.expansion.planned)
 
     def _leaves_layers(self) -> bool:
         """Whether some layers of a model that grows may get no experts."""

@@ -6,12 +6,13 @@ from .allocation import Allocation, Target
 from .base import (
     DEFAULT_METHOD,
     METHODS,
+    AnyPlan,
+    LayerPlan,
     Option,
-    PlanMethod,
     PlanSettings,
     find_method,
     method_title,
-    plan_method,
+    plan_settings,
     read_plan_settings,
 )
 
@@ -19,12 +20,13 @@ __all__ = [
     "DEFAULT_METHOD",
     "METHODS",
     "Allocation",
+    "AnyPlan",
+    "LayerPlan",
     "Option",
-    "PlanMethod",
     "PlanSettings",
     "Target",
     "find_method",
     "method_title",
-    "plan_method",
+    "plan_settings",
     "read_plan_settings",
 ]

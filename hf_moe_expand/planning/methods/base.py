@@ -1,30 +1,30 @@
-"""The registry of planning methods, and their settings in a recipe or on the command line.
+"""The settings of a plan: a recipe's `plan:` and the options of `hf-moe-expand plan METHOD`.
 
-A method is one function in a file of this package. Its keyword parameters are the keys of a recipe's `plan:` and the
-options of `hf-moe-expand plan METHOD`; the function declares the type, the default and the help of each.
+A method is one class in a file of this package. Its fields are the keys and the options, with their types, defaults and
+help; `allocate` is the rule.
 """
 
 import difflib
-import inspect
-import json
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
-from ...schema import Count, Flag, Positive, Share, Text, Whole, read, unknown_key
-from ...schema import settings as checked
+from ...schema import Count, Declared, Flag, Positive, Share, Text, Whole, read, unknown_key
 from ..layers import check_layer_ranges
-from .allocation import Allocation
+from .allocation import Allocation, Target
 
 Needs = Literal["similarity", "deviation"]
 PrefixReach = Literal["layer", "later"]
 ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
+
+DEFAULT_METHOD = "layer-moe"
+# The methods by name, in the order in which their classes are defined.
+METHODS: "dict[str, type[PlanSettings]]" = {}
 
 
 @dataclass(frozen=True)
@@ -43,119 +43,74 @@ class Option:
     value: Callable[[Any], Any] = lambda given: given
 
 
-@dataclass(frozen=True)
-class PlanMethod:
-    """A registered method.
+class PlanSettings(Declared):
+    """A method of planning and its keys. A subclass with a field `method` is a registered method.
 
     Attributes:
-        name: its name in recipes, plans and on the command line.
-        allocate: the function; its keyword parameters are the method's keys.
         title: its name on cards and pages.
         card: template of its model card, in `model_cards/`.
         tag: its models' tag on the hub.
         words: a phrase for the card that says how experts are distributed.
-        needs: the analysis that the plan needs.
+        analysis: the analysis that the method needs.
         needs_separability: whether it needs the separability of old and new text besides, for the same languages.
         fixed_counts: whether the settings alone determine each layer's count.
         grows: whether it can plan the further expansion of an expanded model.
         makes_groups: whether it groups the languages: for DMoE models, which have no classifiers.
-    """
-
-    name: str
-    allocate: Callable[..., Allocation]
-    title: str
-    card: str
-    tag: str
-    words: str = ""
-    needs: Needs | None = None
-    needs_separability: bool = False
-    fixed_counts: bool = False
-    grows: bool = True
-    makes_groups: bool = False
-
-    @cached_property
-    def own_keys(self) -> dict[str, inspect.Parameter]:
-        """The method's own keys; the annotation is the type, and the default `Parameter.empty` means required."""
-        parameters = inspect.signature(self.allocate).parameters.values()
-        return {parameter.name: parameter for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
-
-    @cached_property
-    def keys(self) -> dict[str, inspect.Parameter]:
-        """All its keys: its own, then those shared by all methods."""
-        hints = inspect.get_annotations(PlanSettings)
-        own = (  # DMoE chooses its layers by deviation
-            "only_layers", "classifier_layers", "classifier_choice", "classifiers_in",
-            "prefix_gates", "prefix_decay", "prefix_bound", "prefix_reach",
-        )  # fmt: skip
-        names = ("top_k",) if self.makes_groups else (*own, "top_k")
-        shared = {
-            name: inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=hints[name], default=getattr(PlanSettings, name)
-            )
-            for name in names
-        }
-        return self.own_keys | shared
-
-    @cached_property
-    def settings(self) -> "type[PlanSettings]":
-        """The settings class: `method` and the keys."""
-        method = Annotated[Literal[self.name], Field(description=self.title)]  # type: ignore[valid-type, name-defined]
-        body: dict[str, Any] = {
-            "__doc__": (inspect.getdoc(self.allocate) or "").partition("\n")[0],
-            "__module__": __name__,
-            "__annotations__": {
-                "method": method,
-                "_": KW_ONLY,
-                **{name: key.annotation for name, key in self.keys.items()},
-            },
-            "__hash__": PlanSettings.__hash__,  # a dataclass would generate another one
-            **{name: key.default for name, key in self.keys.items() if key.default is not key.empty},
-            **({"method": self.name} if self.name == DEFAULT_METHOD else {}),
-        }
-        name = f"PlanSettings[{self.name}]"
-        return checked(types.new_class(name, (PlanSettings,), exec_body=lambda space: space.update(body)))
-
-
-DEFAULT_METHOD = "layer-moe"
-# The registered methods by name, in the order of registration.
-METHODS: dict[str, PlanMethod] = {}
-
-
-def plan_method(name: str, **attributes: Any) -> Callable[[Callable[..., Allocation]], Callable[..., Allocation]]:
-    """Registers the decorated function as a method; `attributes` are those of `PlanMethod`."""
-
-    def register(allocate: Callable[..., Allocation]) -> Callable[..., Allocation]:
-        METHODS[name] = PlanMethod(name, allocate, **attributes)
-        return allocate
-
-    return register
-
-
-def find_method(name: str) -> PlanMethod | None:
-    """The method with this name; None for any other word."""
-    return METHODS.get(name)
-
-
-def method_title(name: str) -> str:
-    """The title of a method on cards and pages; the word itself if no method has this name."""
-    method = find_method(name)
-    return method.title if method else name
-
-
-class PlanSettings:
-    """A method and its keys: a recipe's `plan:`. `PlanSettings("moe-lpr", experts=3)` has the class of its method.
-
-    Instances are frozen dataclasses; their first field is `method`, as the user wrote it. All methods share the keys
-    below; classifiers, prefix gates and `only_layers` are for methods without language groups.
 
     Raises:
-        InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
-            is out of range.
+        InputError: a key is missing or unknown, or a value has another type or is out of range.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    title: ClassVar[str]
+    card: ClassVar[str]
+    tag: ClassVar[str]
+    words: ClassVar[str] = ""
+    analysis: ClassVar[Needs | None] = None
+    needs_separability: ClassVar[bool] = False
+    fixed_counts: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
+    makes_groups: ClassVar[bool] = False
 
-    method: str
+    if TYPE_CHECKING:
+        method: str
+
+    top_k: Annotated[Count, Field(description="Active experts of a token.")] = 2
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if "method" in cls.model_fields:
+            METHODS[cls.name()] = cls
+
+    @classmethod
+    def name(cls) -> str:
+        """The method's name in recipes, plans and on the command line."""
+        return str(get_args(cls.model_fields["method"].annotation)[0])
+
+    @classmethod
+    def own_keys(cls) -> dict[str, FieldInfo]:
+        """The method's own keys."""
+        shared = {"method", *LayerPlan.model_fields}
+        return {name: field for name, field in cls.model_fields.items() if name not in shared}
+
+    @classmethod
+    def all_keys(cls) -> dict[str, FieldInfo]:
+        """All its keys: its own, then those that methods share."""
+        shared = (*LayerPlan.__annotations__, "top_k")
+        return cls.own_keys() | {name: cls.model_fields[name] for name in shared if name in cls.model_fields}
+
+    def allocate(self, target: Target) -> Allocation:
+        """The experts of each layer."""
+        raise NotImplementedError
+
+    @property
+    def needs(self) -> Needs | None:
+        """The analysis that the plan needs."""
+        return self.analysis
+
+
+class LayerPlan(PlanSettings):
+    """A method without language groups: its layers may have classifiers or prefix gates, and some may stay dense."""
+
     only_layers: Annotated[
         Text | None,
         AfterValidator(lambda given: given and check_layer_ranges(given)),
@@ -189,51 +144,33 @@ class PlanSettings:
             description="A prefix gate decides for its own layer (layer), or also for later ones without one (later)."
         ),
     ] = "layer"
-    top_k: Annotated[Count, Field(description="Active experts of a token.")] = 2
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __new__(cls, method: str = DEFAULT_METHOD, **keys: Any) -> "PlanSettings":
-        return object.__new__(settings_class({"method": method, **keys}) if cls is PlanSettings else cls)
-
-    def __hash__(self) -> int:
-        return hash(json.dumps(asdict(self)))
-
-    @property
-    def planner(self) -> PlanMethod:
-        """The registered method."""
-        method = find_method(self.method)
-        assert method is not None  # the type of `method` has checked it
-        return method
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """The method's own keys and their values."""
-        return {name: getattr(self, name) for name in self.planner.own_keys}
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """The keys shared by all methods, and their values."""
-        return {name: getattr(self, name) for name in self.planner.keys if name not in self.planner.own_keys}
 
     @property
     def needs(self) -> Needs | None:
-        """The analysis that the plan needs."""
         by_similarity = (
             self.classifier_choice == "similarity" and self.classifier_layers > 0 and not self.classifiers_in
         )
-        return self.planner.needs or ("similarity" if by_similarity else None)
+        return self.analysis or ("similarity" if by_similarity else None)
 
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The schema for a field of another settings class: `method` selects the settings' class."""
-        if cls is not PlanSettings:
-            return handler(source)
-        choices = {name: handler.generate_schema(method.settings) for name, method in METHODS.items()}
-        tagged = core_schema.tagged_union_schema(choices, discriminator="method")
-        return core_schema.no_info_plain_validator_function(read_plan_settings, json_schema_input_schema=tagged)
+
+def find_method(name: str) -> type[PlanSettings] | None:
+    """The method with this name; None for any other word."""
+    return METHODS.get(name)
+
+
+def method_title(name: str) -> str:
+    """The title of a method on cards and pages; the word itself if no method has this name."""
+    method = find_method(name)
+    return method.title if method else name
+
+
+def plan_settings(method: str = DEFAULT_METHOD, **keys: Any) -> PlanSettings:
+    """`plan_settings("moe-lpr", experts=3)`: the settings of a method.
+
+    Raises:
+        InputError: see `read_plan_settings`.
+    """
+    return read_plan_settings({"method": method, **keys})
 
 
 def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
@@ -243,35 +180,40 @@ def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
         where: prefix of the keys in messages: a file, or the mapping's own key.
 
     Raises:
-        InputError: see `PlanSettings`.
+        InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
+            is out of range.
     """
     if isinstance(mapping, PlanSettings):
         return mapping
     if not isinstance(mapping, Mapping):
-        return read(METHODS[DEFAULT_METHOD].settings, mapping, where)  # which refuses it
-    return read(settings_class(mapping, where), mapping, where)
-
-
-def settings_class(mapping: Mapping[str, Any], where: str = "") -> type[PlanSettings]:
-    """The settings class of the method that a mapping names.
-
-    Raises:
-        InputError: the method is unknown, or a key belongs to another method.
-    """
+        return read(METHODS[DEFAULT_METHOD], mapping, where)  # which refuses it
     name = mapping.get("method", DEFAULT_METHOD)
     before = f"{where}: " if where else ""
     method = find_method(name)
     if method is None:
         raise InputError(f"{before}unknown plan method {name!r}; {_nearest(name)}")
     for key in mapping:
-        if key == "method" or key in method.keys:
+        if key in method.model_fields:
             continue
-        others = [other.name for other in METHODS.values() if key in other.keys]
+        others = [other for other, cls in METHODS.items() if key in cls.model_fields]
         if not others:
-            raise InputError(f"{before}{unknown_key(str(key), ['method', *method.keys])}")
+            raise InputError(f"{before}{unknown_key(str(key), ['method', *method.all_keys()])}")
         default = "" if "method" in mapping else ", the default"
         raise InputError(f"{before}`{key}` is a key of {_listed(others)}; this plan is {name}{default}.")
-    return method.settings
+    return read(method, mapping, where)
+
+
+class _ByMethod:
+    """The schema of a field that holds a plan: `method` selects its class."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = {name: handler.generate_schema(method) for name, method in METHODS.items()}
+        tagged = core_schema.tagged_union_schema(choices, discriminator="method")
+        return core_schema.no_info_plain_validator_function(read_plan_settings, json_schema_input_schema=tagged)
+
+
+# The type of a field that holds the settings of any method.
+AnyPlan = Annotated[PlanSettings, _ByMethod()]
 
 
 def _nearest(name: Any) -> str:

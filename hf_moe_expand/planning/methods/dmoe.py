@@ -1,7 +1,7 @@
 """DMoE: one expert for each group of similar languages, in the layers that deviate most."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from ...schema import Count, Number, Text
 from ..layers import select_layers
 from ..plan import check_groups
 from .allocation import Allocation, Target
-from .base import Option, plan_method
+from .base import Option, PlanSettings
 
 DEFAULT_RATIO = 0.4
 
@@ -22,52 +22,60 @@ def _by_hand(text: str) -> list[list[str]]:
     return [[code.strip() for code in group.split(",") if code.strip()] for group in text.split(";")]
 
 
-@plan_method("dmoe", title="DMoE", card="dmoe", tag="dmoe", needs="deviation", grows=False, makes_groups=True)
-def dmoe(
-    target: Target,
-    *,
+class DMoEPlan(PlanSettings):
+    """One expert for each group of similar languages, in the layers that deviate most (DMoE).
+
+    Example: hf-moe-expand plan dmoe --deviation deviation.json --groups 6 --ratio 0.4 --out plan.json
+    """
+
+    title = "DMoE"
+    card = "dmoe"
+    tag = "dmoe"
+    analysis = "deviation"
+    grows = False
+    makes_groups = True
+
+    method: Annotated[Literal["dmoe"], Field(description="DMoE")]
     groups: Annotated[
         Count | list[list[LanguageCode]],
         Field(description="Number of language groups, or the groups themselves: `[[en, de], [fr, es]]`."),
         Option("--groups", int, "Number of language groups, each with its own expert."),
         Option("--by-hand", str, 'The groups themselves, e.g. "en,de;fr,es".', _by_hand),
-    ],
+    ]
     grouping: Annotated[
         Text,
         Field(description="Similarity for the groups: `deviation`, `random`, or a file of linguistic vectors."),
         Option("--random", bool, "Random groups of equal size (ablation).", lambda _: "random"),
         Option("--vectors", Path, "Groups by linguistic vectors (ablation): a .json or .csv file.", str),
-    ] = "deviation",
+    ] = "deviation"
     ratio: Annotated[
         Number | None,
         Field(gt=0, le=1, description=f"Share of layers to expand, those that deviate most (default {DEFAULT_RATIO})."),
-    ] = None,
+    ] = None
     threshold: Annotated[
         Number | None, Field(description="Least deviation of layers to expand, scaled to 0..1, instead of a ratio.")
-    ] = None,
-) -> Allocation:
-    """One expert for each group of similar languages, in the layers that deviate most (DMoE).
+    ] = None
 
-    Example: hf-moe-expand plan dmoe --deviation deviation.json --groups 6 --ratio 0.4 --out plan.json
-    """
-    found = target.deviation
-    if isinstance(groups, int):
-        made = find_groups(groups, grouping, found, target.seed)
-    elif grouping == "deviation":
-        made = given_groups(groups, found)
-    else:
-        raise InputError(f"groups: the groups are given by hand, so leave out grouping `{Path(grouping).name}`.")
-    if len(made) < 2:
-        raise InputError("groups: a mixture needs at least 2 experts, one for each group; give 2 groups or more.")
-    share = DEFAULT_RATIO if ratio is None and threshold is None else ratio
-    chosen = select_layers(found.deviation, share, threshold)
-    details = {
-        "ratio": share, "threshold": threshold, "deviation": found.deviation,
-        # Only the file's name: a plan may be published.
-        "grouping": "by hand" if isinstance(groups, list) else Path(grouping).name,
-    }  # fmt: skip
-    counts = [len(made) if layer in chosen else 1 for layer in range(len(found.deviation))]
-    return Allocation(counts, details, made, drawn=grouping == "random")
+    def allocate(self, target: Target) -> Allocation:
+        found = target.deviation
+        if isinstance(self.groups, int):
+            made = find_groups(self.groups, self.grouping, found, target.seed)
+        elif self.grouping == "deviation":
+            made = given_groups(self.groups, found)
+        else:
+            name = Path(self.grouping).name
+            raise InputError(f"groups: the groups are given by hand, so leave out grouping `{name}`.")
+        if len(made) < 2:
+            raise InputError("groups: a mixture needs at least 2 experts, one for each group; give 2 groups or more.")
+        share = DEFAULT_RATIO if self.ratio is None and self.threshold is None else self.ratio
+        chosen = select_layers(found.deviation, share, self.threshold)
+        details = {
+            "ratio": share, "threshold": self.threshold, "deviation": found.deviation,
+            # Only the file's name: a plan may be published.
+            "grouping": "by hand" if isinstance(self.groups, list) else Path(self.grouping).name,
+        }  # fmt: skip
+        counts = [len(made) if layer in chosen else 1 for layer in range(len(found.deviation))]
+        return Allocation(counts, details, made, drawn=self.grouping == "random")
 
 
 def given_groups(groups: list[list[str]], found: DeviationResult) -> list[list[str]]:

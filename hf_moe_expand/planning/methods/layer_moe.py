@@ -1,34 +1,37 @@
 """LayerMoE: fewer experts in layers where languages are more similar."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count, Positive
 from .allocation import Allocation, Target, check_total
-from .base import plan_method
+from .base import LayerPlan
 
 
-@plan_method(
-    "layer-moe", title="LayerMoE", card="layer_moe", tag="layer-moe", needs="similarity",
-    words="fewer where the languages' hidden states are more alike",
-)  # fmt: skip
-def layer_moe(
-    target: Target,
-    *,
-    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
-    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None,
-    similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None,
-) -> Allocation:
+class LayerMoEPlan(LayerPlan):
     """Fewer experts in layers where languages are more similar (LayerMoE).
 
     Example: hf-moe-expand plan layer-moe --analysis analysis.json --total-experts 72 --classifier-layers 7 --out p.json
     """
-    similarity = target.similarity.similarity
-    counts = allocate_experts(similarity, total_experts, minimum or target.least, similarity_floor)
-    return Allocation(counts, {"similarity": similarity})
+
+    title = "LayerMoE"
+    card = "layer_moe"
+    tag = "layer-moe"
+    analysis = "similarity"
+    words = "fewer where the languages' hidden states are more alike"
+
+    method: Annotated[Literal["layer-moe"], Field(description="LayerMoE")] = "layer-moe"
+    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")]
+    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None
+    similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None
+
+    def allocate(self, target: Target) -> Allocation:
+        similarity = target.similarity.similarity
+        counts = allocate_experts(similarity, self.total_experts, self.minimum or target.least, self.similarity_floor)
+        return Allocation(counts, {"similarity": similarity})
 
 
 def allocate_experts(

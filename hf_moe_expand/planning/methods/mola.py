@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .allocation import Allocation, Target
-from .base import plan_method
+from .base import LayerPlan
 
 Shape = Literal["inverted-triangle", "triangle", "hourglass", "rectangle"]
 
@@ -18,20 +18,24 @@ SHAPES: dict[Shape, tuple[int, int, int, int]] = {
 }
 
 
-@plan_method(
-    "mola", title="MoLA", card="layer_moe", tag="layer-moe", fixed_counts=True, grows=False,
-    words="more in higher layers, by one of MoLA's fixed shapes",
-)  # fmt: skip
-def mola(
-    target: Target,
-    *,
-    shape: Annotated[
-        Shape, Field(description="inverted-triangle (2 4 6 8 by quarters), triangle, hourglass or rectangle.")
-    ] = "inverted-triangle",
-) -> Allocation:
+class MoLAPlan(LayerPlan):
     """More experts in higher layers, by a fixed shape (MoLA).
 
     Example: hf-moe-expand plan mola --layers 24 --old en,es,zh --new el,hu,tr --out plan.json
     """
-    layers = target.num_layers
-    return Allocation([SHAPES[shape][4 * layer // layers] for layer in range(layers)], {"shape": shape})
+
+    title = "MoLA"
+    card = "layer_moe"
+    tag = "layer-moe"
+    words = "more in higher layers, by one of MoLA's fixed shapes"
+    fixed_counts = True
+    grows = False
+
+    method: Annotated[Literal["mola"], Field(description="MoLA")]
+    shape: Annotated[
+        Shape, Field(description="inverted-triangle (2 4 6 8 by quarters), triangle, hourglass or rectangle.")
+    ] = "inverted-triangle"
+
+    def allocate(self, target: Target) -> Allocation:
+        layers = target.num_layers
+        return Allocation([SHAPES[self.shape][4 * layer // layers] for layer in range(layers)], {"shape": self.shape})

@@ -1,33 +1,35 @@
 """Random counts: LayerMoE's ablation."""
 
 import random
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ...schema import Count
 from .allocation import Allocation, Target, check_total
-from .base import plan_method
+from .base import LayerPlan
 
 
-@plan_method(
-    "random", title="random counts", card="layer_moe", tag="layer-moe",
-    words="the total distributed over the layers at random",
-)  # fmt: skip
-def random_counts(
-    target: Target,
-    *,
-    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
-    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None,
-) -> Allocation:
+class RandomPlan(LayerPlan):
     """A total number of experts, distributed over the layers at random (LayerMoE's ablation).
 
     Example: hf-moe-expand plan random --layers 24 --total-experts 72 --old en,es,zh --new el,hu,tr --out plan.json
     """
-    least = minimum or target.least
-    check_total(total_experts, target.num_layers, least)
-    counts = [least] * target.num_layers
-    draw = random.Random(target.seed)
-    for _ in range(total_experts - sum(counts)):
-        counts[draw.randrange(target.num_layers)] += 1
-    return Allocation(counts, drawn=True)
+
+    title = "random counts"
+    card = "layer_moe"
+    tag = "layer-moe"
+    words = "the total distributed over the layers at random"
+
+    method: Annotated[Literal["random"], Field(description="random counts")]
+    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")]
+    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None
+
+    def allocate(self, target: Target) -> Allocation:
+        least = self.minimum or target.least
+        check_total(self.total_experts, target.num_layers, least)
+        counts = [least] * target.num_layers
+        draw = random.Random(target.seed)
+        for _ in range(self.total_experts - sum(counts)):
+            counts[draw.randrange(target.num_layers)] += 1
+        return Allocation(counts, drawn=True)

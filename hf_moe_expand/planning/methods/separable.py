@@ -1,62 +1,67 @@
 """LayerMoE's counts in the layers that can tell old text from new; the other layers stay dense."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count, Number, Positive
 from .allocation import Allocation, Target, check_total
-from .base import plan_method
+from .base import LayerPlan
 from .layer_moe import allocate_experts, check_positive
 
 
-@plan_method(
-    "separable", title="separable layers", card="layer_moe", tag="layer-moe", needs="similarity",
-    needs_separability=True,
-    words="in the layers that can tell old text from new, fewer where the languages' hidden states are more alike",
-)  # fmt: skip
-def separable(
-    target: Target,
-    *,
-    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")],
-    min_separability: Annotated[
-        Number,
-        Field(ge=0.5, le=1, description="Least balanced accuracy, after 32 tokens, of a layer that gets experts."),
-    ] = 0.9,
-    minimum: Annotated[
-        Count | None, Field(description="Least experts in such a layer: 2, or 1 new one if growing.")
-    ] = None,
-    similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None,
-) -> Allocation:
+class SeparablePlan(LayerPlan):
     """LayerMoE's counts in the layers that can tell old text from new; the other layers stay dense.
 
     Example: hf-moe-expand plan separable --analysis analysis.json --separability s.json --total-experts 72 --out p.json
     """
-    similarity, found = target.similarity, target.separability
-    if any(set(a) != set(b) for a, b in ((similarity.old, found.old), (similarity.new, found.new))):
-        raise InputError(
-            f"The similarity is of old {', '.join(similarity.old)} and new {', '.join(similarity.new)}, the "
-            f"separability of old {', '.join(found.old)} and new {', '.join(found.new)}: measure both on the same "
-            "languages."
-        )
-    chosen = [layer for layer, accuracy in enumerate(found.separability) if accuracy >= min_separability]
-    if not chosen:
-        raise InputError(
-            f"No layer can tell old text from new: the best one's balanced accuracy after {found.length} tokens is "
-            f"{max(found.separability):.3f}, but min_separability is {min_separability:g}. Lower --min-separability "
-            "(`plan: {min_separability: ...}` in a recipe), or plan without it (layer-moe)."
-        )
-    rest = 0 if target.grows_from else 1  # a layer that gets no experts
-    others = rest * (target.num_layers - len(chosen))
-    least = minimum or target.least
-    check_total(total_experts, len(chosen), least, others)
-    alike = {layer: max(similarity.similarity[layer], similarity_floor or -1) for layer in chosen}
-    check_positive(alike)
-    counts = [rest] * target.num_layers
-    for layer, count in zip(chosen, allocate_experts(list(alike.values()), total_experts - others, least), strict=True):
-        counts[layer] = count
-    details = {
-        "similarity": similarity.similarity, "separability": found.separability, "min_separability": min_separability,
-    }  # fmt: skip
-    return Allocation(counts, details)
+
+    title = "separable layers"
+    card = "layer_moe"
+    tag = "layer-moe"
+    analysis = "similarity"
+    needs_separability = True
+    words = "in the layers that can tell old text from new, fewer where the languages' hidden states are more alike"
+
+    method: Annotated[Literal["separable"], Field(description="separable layers")]
+    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")]
+    min_separability: Annotated[
+        Number,
+        Field(ge=0.5, le=1, description="Least balanced accuracy, after 32 tokens, of a layer that gets experts."),
+    ] = 0.9
+    minimum: Annotated[
+        Count | None, Field(description="Least experts in such a layer: 2, or 1 new one if growing.")
+    ] = None
+    similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None
+
+    def allocate(self, target: Target) -> Allocation:
+        similarity, found = target.similarity, target.separability
+        if any(set(a) != set(b) for a, b in ((similarity.old, found.old), (similarity.new, found.new))):
+            raise InputError(
+                f"The similarity is of old {', '.join(similarity.old)} and new {', '.join(similarity.new)}, the "
+                f"separability of old {', '.join(found.old)} and new {', '.join(found.new)}: measure both on the same "
+                "languages."
+            )
+        chosen = [layer for layer, accuracy in enumerate(found.separability) if accuracy >= self.min_separability]
+        if not chosen:
+            raise InputError(
+                f"No layer can tell old text from new: the best one's balanced accuracy after {found.length} tokens is "
+                f"{max(found.separability):.3f}, but min_separability is {self.min_separability:g}. Lower "
+                "--min-separability (`plan: {min_separability: ...}` in a recipe), or plan without it (layer-moe)."
+            )
+        rest = 0 if target.grows_from else 1  # a layer that gets no experts
+        others = rest * (target.num_layers - len(chosen))
+        least = self.minimum or target.least
+        check_total(self.total_experts, len(chosen), least, others)
+        alike = {layer: max(similarity.similarity[layer], self.similarity_floor or -1) for layer in chosen}
+        check_positive(alike)
+        counts = [rest] * target.num_layers
+        allocated = allocate_experts(list(alike.values()), self.total_experts - others, least)
+        for layer, count in zip(chosen, allocated, strict=True):
+            counts[layer] = count
+        details = {
+            "similarity": similarity.similarity, "separability": found.separability,
+            "min_separability": self.min_separability,
+        }  # fmt: skip
+        return Allocation(counts, details)
