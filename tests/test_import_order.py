@@ -51,25 +51,23 @@ def modules() -> dict[str, tuple[Path, bool]]:
     return found
 
 
-def run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is loaded."""
+def statements(body: list[ast.AST]) -> Iterator[ast.AST]:
+    """All that runs, inside functions too: not what is there for type checkers alone."""
     for node in body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from run_at_import(node.orelse)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from statements(list(node.orelse))
+        else:
             yield node
-            yield from run_at_import([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
-            for handler in getattr(node, "handlers", ()):
-                yield from run_at_import(handler.body)
+            yield from statements(list(ast.iter_child_nodes(node)))
 
 
 def imported(name: str, known: dict[str, tuple[Path, bool]]) -> set[str]:
-    """Modules of the package that a module imports when it is loaded."""
+    """Modules of the package that a module imports, inside its functions too."""
     path, whole = known[name]
     here = name.split(".") if name else []
     package = here if whole else here[:-1]
     found = set()
-    for node in run_at_import(ast.parse(path.read_text("utf-8")).body):
+    for node in statements(list(ast.parse(path.read_text("utf-8")).body)):
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "hf_moe_expand" for alias in node.names), path
         if not isinstance(node, ast.ImportFrom):

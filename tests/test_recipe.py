@@ -3,7 +3,8 @@
 import pytest
 from conftest import save_dense, write_texts
 
-from hf_moe_expand import PostPretrainConfig, ReviewConfig, recipes, validate_recipe
+from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
+from hf_moe_expand.cli.run import recipe_keys
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
@@ -53,7 +54,7 @@ def test_a_good_recipe_is_found_good_and_numbers_are_numbers(root):
 
 
 def test_the_keys_that_are_checked_first_are_the_recipes_keys():
-    assert recipes.recipe_keys() == list(keys_of(Recipe))
+    assert recipe_keys() == list(keys_of(Recipe))
 
 
 def test_validation_says_what_a_push_will_need(root, monkeypatch):

@@ -6,11 +6,42 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
+from ..stages import RECIPE_STAGES
 from .apps import app, recipes_app
 from .common import check_checkpoints, check_file, print_or_write, text_sources
 from .options import New, Overwrite, Revision, Seed
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
+
+# The keys of a recipe before and after those of its stages, so that an unknown key is refused before torch is imported.
+_FIRST = ("new", "analysis", "deviation", "plan", "expand")
+_LAST = (
+    "base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written", "evaluation",
+)  # fmt: skip
+
+
+def _readable_recipe(name: str) -> Path:
+    """The file of a recipe, after the checks that need no torch, which takes seconds to import.
+
+    Raises:
+        InputError: `name` is no recipe, or the file is not YAML or has an unknown key.
+    """
+    from ..recipes import find_recipe
+    from ..schema import unknown_key
+    from ..yamlfile import read_yaml
+
+    file = find_recipe(name)
+    mapping = read_yaml(file)
+    known = recipe_keys()
+    for key in mapping:
+        if key not in known:
+            raise InputError(f"{file}: {unknown_key(str(key), known)}")
+    return file
+
+
+def recipe_keys() -> list[str]:
+    """The keys of a recipe, in order."""
+    return [*_FIRST, *RECIPE_STAGES, *_LAST]
 
 
 @app.command()
@@ -24,9 +55,7 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
-    from ..recipes import readable_recipe
-
-    file = readable_recipe(recipe)
+    file = _readable_recipe(recipe)
     from ..recipe import Recipe
 
     loaded = Recipe.load(file, unset_ok=offline)
@@ -43,9 +72,7 @@ def run(recipe: RecipeName) -> None:
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
-    from ..recipes import readable_recipe
-
-    file = readable_recipe(recipe)
+    file = _readable_recipe(recipe)
     from ..recipe import Recipe
 
     loaded = Recipe.load(file)

@@ -5,14 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InputError
-from ..schema import unknown_key
 from ..yamlfile import read_yaml
-
-# The keys of a recipe before and after those of its stages, so that an unknown key is refused before torch is imported.
-_FIRST = ("new", "analysis", "deviation", "plan", "expand")
-_LAST = (
-    "base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written", "evaluation",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,28 +36,6 @@ def packaged_recipes() -> list[PackagedRecipe]:
         method, _, about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(": ")
         found.append(PackagedRecipe(name, method, read_yaml(path)["base"], about))
     return found
-
-
-def readable_recipe(name: str) -> Path:
-    """The file of a recipe, after the checks that need no torch, which takes seconds to import.
-
-    Raises:
-        InputError: `name` is no recipe, or the file is not YAML or has an unknown key.
-    """
-    file = find_recipe(name)
-    mapping = read_yaml(file)
-    known = recipe_keys()
-    for key in mapping:
-        if key not in known:
-            raise InputError(f"{file}: {unknown_key(str(key), known)}")
-    return file
-
-
-def recipe_keys() -> list[str]:
-    """The keys of a recipe, in order."""
-    from ..stages import RECIPE_STAGES
-
-    return [*_FIRST, *RECIPE_STAGES, *_LAST]
 
 
 def find_recipe(name: str) -> Path:

@@ -27,7 +27,8 @@ from ..records import ExpansionRecord, History, StageRecord
 from ..schema import Count, Whole
 from ..scratch import beside, scratch_folder
 from ..trainers.freezing import Trained
-from .base import TrainingStage, check_block_size
+from .base import TrainingStage
+from .checks import check_block_size
 from .config import BlockSize, StageConfig, key
 from .run import check_frozen, train_stage
 from .trainer import StageTrainer

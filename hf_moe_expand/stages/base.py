@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,56 +18,8 @@ from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
 from ..trainers.freezing import Trained, freeze
 from ..trainers.masking import Masking, check_gates
+from .checks import StageFacts, check_block_size, check_stage
 from .config import StageConfig, StageSettings, declared_losses, settings_of
-
-
-@dataclass(frozen=True)
-class StageFacts:
-    """The facts about a stage that are known before anything runs.
-
-    Attributes:
-        key: the stage's key in a recipe, which messages name; empty for settings in a file of their own.
-        old, new: the languages before the expansion, and the languages that it adds.
-        output: folder of the run.
-        seed: random seed.
-        has_gates: whether the model has the gates of conditional routing; None if unknown.
-        longest: number of positions that the model takes; None if it sets no limit.
-        two_sides: whether the model is an encoder-decoder; None if unknown.
-        base, revision: the dense model.
-        offline: download nothing, and skip checks that need an absent file.
-        skipped: one line for each skipped check.
-    """
-
-    key: str
-    old: Sequence[str]
-    new: Sequence[str]
-    output: Path
-    seed: int
-    has_gates: bool = False
-    longest: int | None = None
-    two_sides: bool | None = None
-    base: str = ""
-    revision: str | None = None
-    offline: bool = False
-    skipped: list[str] = field(default_factory=list)
-
-    def key_of(self, name: str) -> str:
-        """The name of a field of the settings in messages."""
-        return f"{self.key}.{name}" if self.key else name
-
-
-def check_block_size(block_size: int, longest: int | None, where: str = "block_size") -> None:
-    """Refuses blocks of more tokens than the model takes positions.
-
-    Args:
-        longest: number of positions that the model takes; None if it sets no limit.
-        where: name of the setting in the message.
-
-    Raises:
-        InputError: the blocks are too long.
-    """
-    if longest is not None and block_size > longest:
-        raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
 
 
 class Stage(ABC):
@@ -147,8 +98,6 @@ class TrainingStage(Stage):
         return list(new)
 
     def check(self, settings: Any, facts: StageFacts) -> list[str]:
-        from .checks import check_stage
-
         return check_stage(self, settings, facts)
 
     def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:

@@ -1,21 +1,70 @@
-"""Checks a training stage's settings before anything runs."""
+"""What is known of a stage before anything runs, and the checks of its settings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..data.curriculum import Curriculum
 from ..errors import InputError, errors_at
 from ..evaluation.validation import validation_sources
 from ..recipe_paths import unset_variable
 from ..trainers.masking import check_gates
 from .arguments import check_label_smoothing, check_training_arguments
-from .base import StageFacts, TrainingStage, check_block_size
-from .mixing import is_mixed, read_curriculum
 
 
-def check_stage(stage: TrainingStage, settings: Any, facts: StageFacts) -> list[str]:
+@dataclass(frozen=True)
+class StageFacts:
+    """The facts about a stage that are known before anything runs.
+
+    Attributes:
+        key: the stage's key in a recipe, which messages name; empty for settings in a file of their own.
+        old, new: the languages before the expansion, and the languages that it adds.
+        output: folder of the run.
+        seed: random seed.
+        has_gates: whether the model has the gates of conditional routing; None if unknown.
+        longest: number of positions that the model takes; None if it sets no limit.
+        two_sides: whether the model is an encoder-decoder; None if unknown.
+        base, revision: the dense model.
+        offline: download nothing, and skip checks that need an absent file.
+        skipped: one line for each skipped check.
+    """
+
+    key: str
+    old: Sequence[str]
+    new: Sequence[str]
+    output: Path
+    seed: int
+    has_gates: bool = False
+    longest: int | None = None
+    two_sides: bool | None = None
+    base: str = ""
+    revision: str | None = None
+    offline: bool = False
+    skipped: list[str] = field(default_factory=list)
+
+    def key_of(self, name: str) -> str:
+        """The name of a field of the settings in messages."""
+        return f"{self.key}.{name}" if self.key else name
+
+
+def check_block_size(block_size: int, longest: int | None, where: str = "block_size") -> None:
+    """Refuses blocks of more tokens than the model takes positions.
+
+    Args:
+        longest: number of positions that the model takes; None if it sets no limit.
+        where: name of the setting in the message.
+
+    Raises:
+        InputError: the blocks are too long.
+    """
+    if longest is not None and block_size > longest:
+        raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
+
+
+def check_stage(stage: Any, settings: Any, facts: StageFacts) -> list[str]:
     """Checks training arguments, languages, curriculum and held-out text of a stage.
 
     Raises:
@@ -79,6 +128,25 @@ def check_mix(settings: Any, languages: list[str], where: str = "") -> None:
             f"{settings.curriculum} is for {curriculum.steps} steps, but {prefix}training sets another length: leave "
             "max_steps and num_train_epochs out, or make the curriculum again with --steps."
         )
+
+
+def is_mixed(config: Any) -> bool:
+    """Whether a stage's languages are weighted or scheduled."""
+    return getattr(config, "curriculum", None) is not None or getattr(config, "temperature", 1.0) != 1.0
+
+
+def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
+    """The curriculum that a stage's configuration names.
+
+    Raises:
+        InputError: the file is wrong, or its languages are not those on which the stage trains.
+    """
+    if getattr(config, "curriculum", None) is None:
+        return None
+    curriculum = Curriculum.load(config.curriculum)
+    with errors_at(config.curriculum):
+        curriculum.check_languages(languages)
+    return curriculum
 
 
 def _given(settings: Any) -> Mapping[str, Any]:

@@ -30,7 +30,8 @@ from ..trainers.shielding import (
     shielded_layers,
     shielded_parameters,
 )
-from .base import TrainingStage, check_block_size
+from .base import TrainingStage
+from .checks import check_block_size
 from .config import StageConfig, key
 from .recording import RecordingTrainer
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..settings import GateSettings
-from .base import Stage, StageFacts
+from .base import Stage
+from .checks import StageFacts
 
 
 class FitGates(Stage):

@@ -10,7 +10,8 @@ from pydantic import AllowInfNan, Field
 
 from ..checkpoint.graft import check_fine_tune
 from ..schema import Flag, Number, Text, settings
-from .base import Stage, StageFacts
+from .base import Stage
+from .checks import StageFacts
 
 
 @settings

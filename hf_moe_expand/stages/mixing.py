@@ -4,12 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..data.curriculum import Curriculum
 from ..data.packing import PackedText
-from ..errors import errors_at
 from ..schema import Count, Number, Text
 from ..trainers.curriculum_sampler import LanguageMix
 from .base import TrainingStage
+from .checks import is_mixed, read_curriculum
 from .config import StageConfig, key
 
 
@@ -24,25 +23,6 @@ class MixedConfig(StageConfig):
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
         "more uniform",
     )
-
-
-def is_mixed(config: Any) -> bool:
-    """Whether a stage's languages are weighted or scheduled."""
-    return getattr(config, "curriculum", None) is not None or getattr(config, "temperature", 1.0) != 1.0
-
-
-def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
-    """The curriculum that a stage's configuration names.
-
-    Raises:
-        InputError: the file is wrong, or its languages are not those on which the stage trains.
-    """
-    if getattr(config, "curriculum", None) is None:
-        return None
-    curriculum = Curriculum.load(config.curriculum)
-    with errors_at(config.curriculum):
-        curriculum.check_languages(languages)
-    return curriculum
 
 
 class MixingStage(TrainingStage):

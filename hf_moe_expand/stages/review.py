@@ -15,7 +15,8 @@ from ..records import History
 from ..schema import Coefficient, Count, Flag, Positive
 from ..trainers.freezing import Trained
 from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
-from .base import StageFacts, TrainingStage, languages_of
+from .base import TrainingStage, languages_of
+from .checks import StageFacts
 from .config import BlockSize, StageConfig, ValidationSettings, key
 from .trainer import StageTrainer
 

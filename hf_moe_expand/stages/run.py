@@ -30,9 +30,8 @@ from ..trainers.freezing import freeze
 from . import OTHER_STAGES, RECIPE_STAGES, stage_of, trained_parts
 from .arguments import check_label_smoothing, check_training_arguments
 from .base import TrainingStage
-from .checks import check_mix
+from .checks import check_mix, read_curriculum
 from .config import StageConfig, check_seed
-from .mixing import read_curriculum
 from .resume import TrainingFolder
 
 

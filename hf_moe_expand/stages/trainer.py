@@ -19,8 +19,8 @@ from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
 from ..trainers.masking import Masking, MaskingMixin
 from ..trainers.router_losses import RouterLossMixin
 from .base import TrainingStage, languages_of
+from .checks import is_mixed
 from .config import StageConfig
-from .mixing import is_mixed
 from .recording import RecordingTrainer
 
 

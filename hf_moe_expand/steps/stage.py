@@ -28,7 +28,8 @@ from ..recipe_paths import unset_variable
 from ..records import History
 from ..schema import as_json
 from ..self_written import SelfWrittenText
-from ..stages.base import Stage, StageFacts, TrainingStage
+from ..stages.base import Stage, TrainingStage
+from ..stages.checks import StageFacts
 from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
 from ..trainers.freezing import freeze
