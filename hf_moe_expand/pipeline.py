@@ -145,15 +145,15 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
 
 def needs_of_a_push(recipe: Recipe) -> list[str]:
     """What a push of the finished model will take, one line each."""
-    found = []
+    lines = []
     if Path(recipe.base).is_dir():
-        found.append(
+        lines.append(
             f"push: {recipe.base} is a local folder: where it is published, name it with `push --base HUB_ID`; "
             "--expansion-only needs that"
         )
     if recipe.text is not None and without_paths(recipe.text) != recipe.text:
-        found.append("push: of local paths in the recipe, the last part is published; $VARIABLES stay as written")
-    return found
+        lines.append("push: of local paths in the recipe, the last part is published; $VARIABLES stay as written")
+    return lines
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
@@ -260,9 +260,9 @@ class _Record:
         """Refuses a first run whose output folder holds files that its steps would overwrite."""
         if self.done:
             return
-        kept = self.root / "recipe.yaml"
-        same = text is not None and kept.is_file() and kept.read_text(encoding="utf-8-sig") == text
-        written = [*([] if same else [kept]), *(step.output for step in self.steps)]
+        recipe_file = self.root / "recipe.yaml"
+        same = text is not None and recipe_file.is_file() and recipe_file.read_text(encoding="utf-8-sig") == text
+        written = [*([] if same else [recipe_file]), *(step.output for step in self.steps)]
         if there := [path for path in written if path.exists()]:
             raise InputError(
                 f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
@@ -356,9 +356,11 @@ def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
 
 def _keep_text(recipe: Recipe, root: Path) -> None:
     """Copies the recipe's file unchanged: its variables are not filled in, so that no local path is published."""
-    kept = root / "recipe.yaml"
-    if recipe.text is not None and not (kept.is_file() and kept.read_text(encoding="utf-8") == recipe.text):
-        write_text(kept, recipe.text)
+    recipe_file = root / "recipe.yaml"
+    if recipe.text is not None and not (
+        recipe_file.is_file() and recipe_file.read_text(encoding="utf-8") == recipe.text
+    ):
+        write_text(recipe_file, recipe.text)
 
 
 def _say_nothing(line: str) -> None:

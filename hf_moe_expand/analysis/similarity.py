@@ -178,10 +178,10 @@ def _of_two_sides(
     batches = {code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model) for code in codes}
     means = {}
     bar = tqdm(total=2 * tokens * len(batches), unit="token", unit_scale=True)
-    for language, found in batches.items():
+    for language, of_language in batches.items():
         bar.set_description(f"similarity in {model_name(model)}: {language}")
         directions = MeanDirections(len(decoder_ffns(model)), model.config.hidden_size)
-        for batch in found:
+        for batch in of_language:
 
             def receive(
                 layer: int, states: torch.Tensor, batch: SideBatch = batch, directions: MeanDirections = directions

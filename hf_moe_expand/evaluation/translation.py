@@ -139,7 +139,7 @@ def pair_name(pair: Pair) -> str:
 
 def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ()) -> str:
     """One line for each example, `English: ... → Greek: ...`, then the sentence in this form without a translation."""
-    lines = [translation_line(pair, given, wanted) for given, wanted in examples]
+    lines = [translation_line(pair, source, target) for source, target in examples]
     return "\n".join([*lines, translation_start(pair, sentence)])
 
 
@@ -165,7 +165,7 @@ def translate(
         )
     ends = end_tokens(model, tokenizer)
     filler = ends[0] if ends else 0
-    found = [""] * len(prompts)
+    continuations = [""] * len(prompts)
     cut = 0
     # Batches of similar length need little padding; the longest come first, since they need the most memory.
     order = sorted(range(len(prompts)), key=lambda index: -len(encoded[index]))
@@ -188,10 +188,10 @@ def translate(
             for index, row in zip(batch, written_BS[:, width:].tolist(), strict=True):
                 end = next((place for place, token in enumerate(row) if token in ends), None)
                 line, newline, _ = tokenizer.decode(row[:end], skip_special_tokens=True).partition("\n")
-                found[index] = line.strip()
+                continuations[index] = line.strip()
                 cut += end is None and not newline
             progress.update(len(batch))
-    return found, cut
+    return continuations, cut
 
 
 def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
@@ -250,18 +250,18 @@ def evaluate_translation(
     for source, target in pairs:
         if two_sides:
             sentences_of_source = list(texts[source][scored])
-            found, cut = translate_pairs(
+            translations, cut = translate_pairs(
                 model, tokenizer, sentences_of_source, (source, target), batch_size, max_new_tokens, beams
             )
-            scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
+            scores[pair_name((source, target))] = _score(metric, translations, cut, texts[target][scored])
             continue
         examples = list(zip(texts[source][:shots], texts[target][:shots], strict=True))
         prompts = [translation_prompt((source, target), sentence, examples) for sentence in texts[source][scored]]
-        found, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
-        scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
+        translations, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
+        scores[pair_name((source, target))] = _score(metric, translations, cut, texts[target][scored])
     return scores
 
 
-def _score(metric: Any, found: list[str], cut: int, wanted: Sequence[str]) -> TranslationScore:
-    chrf = metric.corpus_score(found, [list(wanted)]).score
-    return TranslationScore(chrf, str(metric.get_signature()), len(found), cut, found)
+def _score(metric: Any, translations: list[str], cut: int, wanted: Sequence[str]) -> TranslationScore:
+    chrf = metric.corpus_score(translations, [list(wanted)]).score
+    return TranslationScore(chrf, str(metric.get_signature()), len(translations), cut, translations)

@@ -151,7 +151,7 @@ class TrainingStage(Stage):
 
         return check_stage(self, settings, facts)
 
-    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
         """Refuses text in languages for which the stage is not made.
 
         Args:
@@ -162,7 +162,7 @@ class TrainingStage(Stage):
         Raises:
             InputError: text in a language is missing, or is not for this stage.
         """
-        if not list(given):
+        if not list(languages):
             raise InputError("No text was given: name files with --data.")
 
     def check_model(self, model_config: Any) -> None:

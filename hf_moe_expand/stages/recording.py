@@ -170,7 +170,7 @@ class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
     @property
     def seen(self) -> SeenText:
         """The text that the training has seen."""
-        return next(found for found in self.callback_handler.callbacks if isinstance(found, SeenText))
+        return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, SeenText))
 
     def _languages(self) -> int:
         return 0 if self.packed is None else len(self.packed.languages)
@@ -179,12 +179,12 @@ class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
         """The text that the training has seen, for its record; empty if it was not counted from the beginning."""
         if self.seen.tokens is None:
             return {}
-        found: dict[str, Any] = {"blocks_seen": self.seen.blocks, "tokens_seen": sum(self.seen.tokens)}
+        counts: dict[str, Any] = {"blocks_seen": self.seen.blocks, "tokens_seen": sum(self.seen.tokens)}
         _, *by_language = self.seen.tokens
         if self.packed is not None and any(by_language):
             named = zip(self.packed.languages, by_language, strict=True)
-            found["tokens_seen_by_language"] = {code: tokens for code, tokens in named if tokens}
-        return found
+            counts["tokens_seen_by_language"] = {code: tokens for code, tokens in named if tokens}
+        return counts
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.seen.gather(self, self._languages())

@@ -65,9 +65,9 @@ class Review(TrainingStage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
-    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
-        given = list(given)
-        if missing := [code for code in (*old, *new) if code not in given]:
+    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+        languages = list(languages)
+        if missing := [code for code in (*old, *new) if code not in languages]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
             )
@@ -101,8 +101,8 @@ class Review(TrainingStage):
         if not (counts_documents(config) or model_config.is_encoder_decoder):
             return {"sides": [old, new]}
         available = {code: len(dataset) for code, dataset in texts.items()}
-        asked = (config.old_documents, config.new_per_old or NEW_PER_OLD, config.fewer_documents)
-        return {"documents": review_documents(available, old, new, *asked)}
+        limits = (config.old_documents, config.new_per_old or NEW_PER_OLD, config.fewer_documents)
+        return {"documents": review_documents(available, old, new, *limits)}
 
 
 def counts_documents(settings: Any) -> bool:

@@ -108,8 +108,8 @@ class TrainStep(StageStep):
     def _estimate(self, checks: Checks) -> None:
         """Says the memory, steps and hours of the stage, and the tokens of each language; estimates."""
         training = self.settings.training
-        given = {name: training[name] for name in _OF_COSTS if name in training}
-        config: Any = self.settings.model_copy(update={"training": given}).config(self.output, checks.recipe.seed)
+        relevant = {name: training[name] for name in _OF_COSTS if name in training}
+        config: Any = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
         half = bool(training.get("bf16") or training.get("fp16"))
         at_once = config.per_device_train_batch_size * config.block_size
         trained = freeze(checks.network, self.stage.trained(config)[1]).trainable
@@ -119,16 +119,16 @@ class TrainStep(StageStep):
         here = device_memory()
         if not training.get("distributed_config") and not training.get("deepspeed"):
             room = f" of {gigabytes(here)} here" if here else ""
-            said = (
+            line = (
                 f"{self.name}: memory about {gigabytes(fixed + moving)}{room}: {gigabytes(fixed)} of weights, "
                 f"gradients and AdamW, {gigabytes(moving)} of activations and logits of {at_once:,} tokens at once"
             )
             if here and fixed + moving > here:
-                said += (
+                line += (
                     "; lower per_device_train_batch_size (gradient_accumulation_steps makes up for it), or set "
                     f"{CHECKPOINTING}"
                 )
-            checks.found.append(said)
+            checks.found.append(line)
         self._estimate_time(checks, config, half)
 
     def _estimate_time(self, checks: Checks, config: Any, half: bool) -> None:
@@ -173,8 +173,8 @@ class TrainStep(StageStep):
                     check_pairs(source, checks.recipe, checks.offline)
 
     def _working(self, checks: Checks) -> int:
-        given = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
-        config = self.settings.model_copy(update={"training": given}).config(self.output, checks.recipe.seed)
+        relevant = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
+        config = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
         each = training_checkpoint(*self.stage.saved_parameters(checks.network, config), config)
         return saved_at_once(config) * each
 
@@ -186,7 +186,7 @@ class TrainStep(StageStep):
         each = review.new_per_old or NEW_PER_OLD
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * each)))
         available = {code: _count(self.run.sources[code], count) for code, count in wanted.items()}
-        asked = (review.old_documents, each, review.fewer_documents)
+        limits = (review.old_documents, each, review.fewer_documents)
         written = checks.recipe.self_written
         if written is not None and written.documents < review.old_documents and not review.fewer_documents:
             raise InputError(
@@ -194,10 +194,10 @@ class TrainStep(StageStep):
                 f"{review.old_documents} documents of each old language (old_documents): raise the one or lower the "
                 "other."
             )
-        taken = review_documents(available, old, new, *asked)
+        taken = review_documents(available, old, new, *limits)
         if taken != wanted:
-            said = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
-            checks.found.append(f"{self.name}: fewer documents than asked for: {said}")
+            counts = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
+            checks.found.append(f"{self.name}: fewer documents than asked for: {counts}")
 
     def work(self) -> StepResult:
         recipe = self.run.recipe
