@@ -91,7 +91,7 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     Raises:
         InputError: the recipe has a mistake; the message names the first one.
     """
-    return _checked(recipe, offline).found
+    return _checked(recipe, offline).lines
 
 
 def _layers_in_words(config: Any) -> str:
@@ -108,12 +108,12 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         check_architecture(config, recipe.base)
     checks = Checks(recipe, config, offline)
     if config is None:
-        checks.found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
+        checks.lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
     else:
-        checks.found.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
+        checks.lines.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
-            checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")
+            checks.lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
         with errors_at(key):
             if config is not None and config.is_encoder_decoder:
@@ -121,7 +121,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
             else:
                 source.check()
         files = source.files()
-        checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+        checks.lines.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
@@ -131,15 +131,15 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         with errors_at("output"):
             check_apart(step.output, *models)
         step.check(checks)
-    checks.found.append("training: TrainingArguments takes every setting")
+    checks.lines.append("training: TrainingArguments takes every setting")
     if checks.counted:
-        checks.found.append(f"analysis: {' '.join(checks.counted)} have enough text")
+        checks.lines.append(f"analysis: {' '.join(checks.counted)} have enough text")
     if checks.written:
         output = Path(recipe.output)
-        checks.found.append(
+        checks.lines.append(
             f"disk: up to {peak(checks.written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}"
         )
-    checks.found += needs_of_a_push(recipe)
+    checks.lines += needs_of_a_push(recipe)
     return checks
 
 

@@ -49,13 +49,13 @@ class _SaysHowFar(TrainerCallback):
         self.trainer, self.clock = trainer, clock
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.begun, self.first, self.said = self.clock(), state.global_step, 0.0
+        self.begun, self.first, self.printed = self.clock(), state.global_step, 0.0
         self.wait: float = _FIRST
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         now = self.clock() - self.begun
         # The first step is slower than the others: one alone says little, unless nothing else comes for long.
-        if not state.is_world_process_zero or now - self.said < self.wait or state.global_step >= state.max_steps:
+        if not state.is_world_process_zero or now - self.printed < self.wait or state.global_step >= state.max_steps:
             return
         done = state.global_step - self.first
         blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
@@ -66,7 +66,7 @@ class _SaysHowFar(TrainerCallback):
             f"about {_duration(left)} left",
             flush=True,
         )
-        self.said = now
+        self.printed = now
         self.wait = _LATER if args.disable_tqdm or os.environ.get("TQDM_DISABLE") else float("inf")
 
 

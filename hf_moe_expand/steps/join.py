@@ -58,7 +58,7 @@ class JoinPacks(Step):
         with errors_at("join"):
             check_shard_size(settings.max_shard_size)
         if checks.offline and (checks.config is None or not all(map(_is_whole_folder, settings.packs))):
-            checks.found.append("skipped: join: base and packs are not whole on this machine")
+            checks.lines.append("skipped: join: base and packs are not whole on this machine")
             return
         with errors_at("join.packs"):
             packs = load_packs(settings.packs, self.output, overwrite=True)
@@ -69,7 +69,7 @@ class JoinPacks(Step):
         checks.network = network_of(config)
         size = checks.checkpoint_bytes
         checks.written.append(StepOutput(self.output, size))
-        checks.found.append(f"join: {_in_words([pack.name for pack in packs], config.num_experts_per_layer)}")
+        checks.lines.append(f"join: {_in_words([pack.name for pack in packs], config.num_experts_per_layer)}")
 
     def _check_base(self, pack: Pack, contents: bool) -> None:
         """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""

@@ -49,7 +49,7 @@ class MakePlan(Step):
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
         checks.counts, checks.plan = grown, plan
         classifiers = len(plan.classifier_layers)
-        checks.found.append(
+        checks.lines.append(
             f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, "
             f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
         )

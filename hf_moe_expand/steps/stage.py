@@ -75,7 +75,7 @@ class StageStep(Step, ABC):
 
     def check(self, checks: Checks) -> None:
         facts = self._facts(checks)
-        checks.found += self.stage.check(self.settings, facts) + facts.skipped
+        checks.lines += self.stage.check(self.settings, facts) + facts.skipped
         if checks.network is not None:
             checks.written.append(StepOutput(self.output, checks.checkpoint_bytes, self._working(checks)))
 
@@ -128,7 +128,7 @@ class TrainStep(StageStep):
                     "; lower per_device_train_batch_size (gradient_accumulation_steps makes up for it), or set "
                     f"{CHECKPOINTING}"
                 )
-            checks.found.append(line)
+            checks.lines.append(line)
         self._estimate_time(checks, config, half)
 
     def _estimate_time(self, checks: Checks, config: Any, half: bool) -> None:
@@ -144,7 +144,7 @@ class TrainStep(StageStep):
                 else:
                     tokens[code] = tokens_at_hand(source, tokenizer)
         if self.settings.training.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
-            checks.found.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
+            checks.lines.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
         known = [count for count in tokens.values() if count is not None]
         wanted = config.max_steps * of_step if config.max_steps > 0 else None
         limited = getattr(self.settings, "old_documents", None) is not None  # takes some documents of each language
@@ -160,7 +160,7 @@ class TrainStep(StageStep):
             by_language = ", ".join(f"{code} {count:,}" for code, count in tokens.items() if count is not None)
             words.append(f"tokens at hand, about: {by_language}")
         if words:
-            checks.found.append(f"{self.name}: {'; '.join(words)}")
+            checks.lines.append(f"{self.name}: {'; '.join(words)}")
 
     def _check_held_out_pairs(self, checks: Checks) -> None:
         """Refuses held-out text of an encoder-decoder that is no sentence pairs of its languages."""
@@ -197,7 +197,7 @@ class TrainStep(StageStep):
         taken = review_documents(available, old, new, *limits)
         if taken != wanted:
             counts = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
-            checks.found.append(f"{self.name}: fewer documents than asked for: {counts}")
+            checks.lines.append(f"{self.name}: fewer documents than asked for: {counts}")
 
     def work(self) -> StepResult:
         recipe = self.run.recipe
