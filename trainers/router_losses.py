@@ -159,10 +159,10 @@ class RouterLossMixin:
         if not len(captured):
             raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
         stacks = []
-        for found, ids in zip(by_stack(expanded.config, captured.layers), self._ids(own_inputs), strict=True):
-            on_text = (without_virtual_tokens(layer, ids) for layer in found)
+        for layers, ids in zip(by_stack(expanded.config, captured.layers), self._ids(own_inputs), strict=True):
+            on_text = (without_virtual_tokens(layer, ids) for layer in layers)
             stacks.append([judged_by_text(layer, own_inputs) for layer in on_text])
-        self._check_gradients(model, expanded, [layer for found in stacks for layer in found])
+        self._check_gradients(model, expanded, [layer for layers in stacks for layer in layers])
         mode = "train" if model.training else "eval"
         if own_inputs.get("labels") is not None:
             self._record_next_token_loss(mode, loss, own_inputs["labels"], num_items_in_batch)
@@ -274,8 +274,10 @@ class RouterLossMixin:
 
     def _router_loss(self, batch: LossBatch) -> torch.Tensor:
         # Routers and classifiers that no loss reads stay in the graph, so that all ranks have the same graph.
-        logits = [given for r in batch.routing for given in (r.router_logits, r.classifier_logits) if given is not None]
-        total = 0.0 * torch.stack([given.sum() for given in logits]).sum()
+        logits = [
+            tensor for r in batch.routing for tensor in (r.router_logits, r.classifier_logits) if tensor is not None
+        ]
+        total = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum()
         for loss in self.router_losses:
             total = total + loss.weighted(batch)
         return total

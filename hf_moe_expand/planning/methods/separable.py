@@ -50,7 +50,8 @@ class SeparablePlan(LayerPlan):
             raise InputError(
                 f"No layer can tell old text from new: the best one's balanced accuracy after {separability.length} "
                 f"tokens is {max(separability.separability):.3f}, but min_separability is {self.min_separability:g}. "
-                "Lower --min-separability (`plan: {min_separability: ...}` in a recipe), or plan without it (layer-moe)."
+                "Lower --min-separability (`plan: {min_separability: ...}` in a recipe), or plan without it "
+                "(layer-moe)."
             )
         rest = 0 if target.grows_from else 1  # a layer that gets no experts
         others = rest * (target.num_layers - len(chosen))
