@@ -117,7 +117,7 @@ def make_card(
         "judges": _judges(config),
         "gates_reach_later": (config.prefix_gate or {}).get("reach") == "later",
         "plan": _plan_rows(inspection.layers, inspection.encoder_layers),
-        "seq2seq": config.is_encoder_decoder,
+        "is_encoder_decoder": config.is_encoder_decoder,
         "history": _history_rows(history, inspection.encoder_layers),
         "packs": [
             {**vars(pack), "experts": pack.experts, "on_hub": "/" in pack.name and _is_hub_id(pack.name)}

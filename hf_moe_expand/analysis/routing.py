@@ -21,8 +21,8 @@ from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
 from ..models import longest_block, model_name
 from ..records import History
 from ..results import RoutingResult
+from .encoder_decoder import SideBatch, side_batches
 from .similarity import padded_batches, token_blocks
-from .two_sides import SideBatch, side_batches
 
 # Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
 _MOST_LOGITS = (2**29, 2**26)

@@ -148,8 +148,8 @@ def dense_config(config: Any) -> Any:
     backbone = config.backbone_config_class
     ours = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(backbone)}
     values = {name: value for name, value in config.to_dict().items() if name not in {*ours, *_NOT_INHERITED}}
-    causal, seq2seq = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    architecture = (seq2seq if config.is_encoder_decoder else causal)[backbone.model_type]
+    causal, encoder_decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    architecture = (encoder_decoder if config.is_encoder_decoder else causal)[backbone.model_type]
     return backbone(**values, architectures=[architecture])
 
 

@@ -235,20 +235,20 @@ def evaluate_translation(
     """
     sentences = len(next(iter(texts.values())))
     check_sizes(shots, limit, batch_size, max_new_tokens, beams)
-    two_sides = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if two_sides and shots:
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if is_encoder_decoder and shots:
         raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
-    if not two_sides and beams > 1:
+    if not is_encoder_decoder and beams > 1:
         raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
     if shots >= sentences:
         raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
-    if two_sides:  # before the first direction is translated
+    if is_encoder_decoder:  # before the first direction is translated
         check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, max_new_tokens)
     scores = {}
     for source, target in pairs:
-        if two_sides:
+        if is_encoder_decoder:
             sentences_of_source = list(texts[source][scored])
             translations, cut = translate_pairs(
                 model, tokenizer, sentences_of_source, (source, target), batch_size, max_new_tokens, beams

@@ -73,13 +73,13 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
     return {**rest, **checked}
 
 
-def check_label_smoothing(training: Mapping[str, Any], two_sides: bool | None, where: str) -> None:
+def check_label_smoothing(training: Mapping[str, Any], is_encoder_decoder: bool | None, where: str) -> None:
     """Refuses label smoothing for a decoder, of which Trainer would smooth the unshifted labels.
 
     Args:
-        two_sides: whether the model is an encoder-decoder; None if unknown.
+        is_encoder_decoder: whether the model is an encoder-decoder; None if unknown.
     """
-    if training.get("label_smoothing_factor") and two_sides is False:
+    if training.get("label_smoothing_factor") and is_encoder_decoder is False:
         raise InputError(f"{where}: label_smoothing_factor is not supported for decoders; set it to 0.")
 
 

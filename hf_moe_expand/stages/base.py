@@ -33,7 +33,7 @@ class StageFacts:
         seed: random seed.
         has_gates: whether the model has the gates of conditional routing; None if unknown.
         longest: number of positions that the model takes; None if it sets no limit.
-        two_sides: whether the model is an encoder-decoder; None if unknown.
+        is_encoder_decoder: whether the model is an encoder-decoder; None if unknown.
         base, revision: the dense model.
         offline: download nothing, and skip checks that need an absent file.
         skipped: one line for each skipped check.
@@ -46,7 +46,7 @@ class StageFacts:
     seed: int
     has_gates: bool = False
     longest: int | None = None
-    two_sides: bool | None = None
+    is_encoder_decoder: bool | None = None
     base: str = ""
     revision: str | None = None
     offline: bool = False
@@ -229,8 +229,8 @@ class TrainingStage(Stage):
 
     def load(self, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
         """The documents of each language; for an encoder-decoder, the sentence pairs to and from it."""
-        two_sides = model_config.is_encoder_decoder
-        return {code: source.load_pairs() if two_sides else source.load() for code, source in data.items()}
+        is_encoder_decoder = model_config.is_encoder_decoder
+        return {code: source.load_pairs() if is_encoder_decoder else source.load() for code, source in data.items()}
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
         """Blocks of the stage's text.

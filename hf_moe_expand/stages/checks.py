@@ -22,7 +22,7 @@ def check_stage(stage: TrainingStage, settings: Any, facts: StageFacts) -> list[
         InputError: one of them is wrong; the message names the key.
     """
     check_training_arguments(settings.training, facts.key_of("training"))
-    check_label_smoothing(settings.training, facts.two_sides, facts.key_of("training"))
+    check_label_smoothing(settings.training, facts.is_encoder_decoder, facts.key_of("training"))
     settings = _on_this_machine(settings, facts)
     settings.config(facts.output, facts.seed, facts.key)
     languages = list(dict.fromkeys(stage.languages(settings, facts.old, facts.new)))

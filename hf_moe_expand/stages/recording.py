@@ -30,7 +30,7 @@ class _SaysWhatBegins(TrainerCallback):
             return
         blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
         of = f"{blocks * size:,} tokens" if size else f"{blocks:,} rows"
-        if self.trainer._two_sides:
+        if self.trainer._is_encoder_decoder:
             of = f"{blocks:,} sentence pairs"
         scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         rate = f"learning rate {args.learning_rate:g} ({scheduler})"
@@ -98,7 +98,7 @@ class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
         record: the training's record for the history, after the training.
     """
 
-    _two_sides = False
+    _is_encoder_decoder = False
     packed: PackedText | None = None
     trained_as = "training"
     settings: dict[str, Any] | None = None

@@ -79,7 +79,7 @@ class Review(TrainingStage):
 
     def check(self, settings: Any, facts: StageFacts) -> list[str]:
         with errors_at(facts.key):
-            _check_distillation(settings, facts.two_sides)
+            _check_distillation(settings, facts.is_encoder_decoder)
         return super().check(settings, facts)
 
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
@@ -110,8 +110,8 @@ def counts_documents(settings: Any) -> bool:
     return settings.old_documents is not None or settings.new_per_old is not None or settings.fewer_documents
 
 
-def _check_distillation(settings: Any, two_sides: bool | None) -> None:
-    if settings.distillation_coef and two_sides:
+def _check_distillation(settings: Any, is_encoder_decoder: bool | None) -> None:
+    if settings.distillation_coef and is_encoder_decoder:
         raise InputError(
             "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
             "does not make: leave distillation_coef out."

@@ -6,7 +6,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..trainers.two_sides import counted_tokens
+from ..trainers.encoder_decoder import counted_tokens
 
 
 class SeenText(TrainerCallback, ExportableState):

@@ -66,8 +66,8 @@ class StageStep(Step, ABC):
             key=self.stage.key, old=self.run.old, new=self.run.new, output=Path(recipe.output), seed=recipe.seed,
             has_gates=recipe.all_expansions[0].expand.conditional_routing,
             longest=None if checks.config is None else longest_block(checks.config),
-            two_sides=None if checks.config is None else bool(checks.config.is_encoder_decoder), base=recipe.base,
-            revision=recipe.revision, offline=checks.offline,
+            is_encoder_decoder=None if checks.config is None else bool(checks.config.is_encoder_decoder),
+            base=recipe.base, revision=recipe.revision, offline=checks.offline,
         )  # fmt: skip
 
     def inputs(self) -> dict[str, Any]:
