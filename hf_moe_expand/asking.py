@@ -203,21 +203,23 @@ def ask(
     )
     if len(named) != len(questions):
         raise InputError(f"{len(questions)} questions have {len(named)} languages: give one for each, or one for all.")
-    found: dict[str, list[Answer]] = {}
+    answers: dict[str, list[Answer]] = {}
     before: Asked | None = None
     for model in models:
         if model == INSIDE:
             if before is None:
                 raise InputError(f"{INSIDE!r} stands for the base inside the model before it, but comes first.")
-            asked = before.base_inside()
+            loaded = before.base_inside()
         else:
             before = None  # frees its memory first
-            asked = model if isinstance(model, Asked) else Asked.load(model)
-            before = asked
-        if asked.name in found:
-            raise InputError(f"{asked.name}: two models have this name; rename a folder.")
-        found[asked.name] = [asked.answer(question, how, code) for question, code in zip(questions, named, strict=True)]
-    return found
+            loaded = model if isinstance(model, Asked) else Asked.load(model)
+            before = loaded
+        if loaded.name in answers:
+            raise InputError(f"{loaded.name}: two models have this name; rename a folder.")
+        answers[loaded.name] = [
+            loaded.answer(question, how, code) for question, code in zip(questions, named, strict=True)
+        ]
+    return answers
 
 
 def _check_base_inside(config: Any, name: str) -> None:

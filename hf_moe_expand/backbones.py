@@ -145,7 +145,7 @@ def _reasons(left_out: Mapping[str, str], known: Collection[str]) -> str:
     for name, reason in left_out.items():
         if name in known:
             reasons.setdefault(reason, []).append(name)
-    rows = "".join(f"| {reason} | {', '.join(sorted(found))} |\n" for reason, found in reasons.items())
+    rows = "".join(f"| {reason} | {', '.join(sorted(names))} |\n" for reason, names in reasons.items())
     return f"| | architectures |\n| --- | --- |\n{rows}"
 
 

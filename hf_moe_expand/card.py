@@ -68,7 +68,7 @@ def make_card(
     config = load_expanded_config(folder)
     location = repo_id or own_name(model)
     origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
-    found = inspect_checkpoint(folder)
+    inspection = inspect_checkpoint(folder)
     history = History.of(config)
     last = history.last
     template = _method(config, history)
@@ -106,24 +106,24 @@ def make_card(
         "base": origin.name,
         "base_on_hub": origin.hub_id is not None and _is_hub_id(origin.hub_id),
         "base_revision": origin.revision,
-        "unpacked": ", ".join(found.unpacked),
+        "unpacked": ", ".join(inspection.unpacked),
         "old": in_words(old),
         "new": new,
-        "total": found.total,
-        "active": found.active,
-        "base_parameters": found.base,
-        "top_k": found.top_k,
-        "added_bytes": item_size and readable_size(item_size * (found.total - found.base)),
+        "total": inspection.total,
+        "active": inspection.active,
+        "base_parameters": inspection.base,
+        "top_k": inspection.top_k,
+        "added_bytes": item_size and readable_size(item_size * (inspection.total - inspection.base)),
         "judges": _judges(config),
         "gates_reach_later": (config.prefix_gate or {}).get("reach") == "later",
-        "plan": _plan_rows(found.layers, found.encoder_layers),
-        "seq2seq": config.is_encoder_decoder,
-        "history": _history_rows(history, found.encoder_layers),
+        "plan": _plan_rows(inspection.layers, inspection.encoder_layers),
+        "is_encoder_decoder": config.is_encoder_decoder,
+        "history": _history_rows(history, inspection.encoder_layers),
         "packs": [
             {**vars(pack), "experts": pack.experts, "on_hub": "/" in pack.name and _is_hub_id(pack.name)}
-            for pack in found.packs
+            for pack in inspection.packs
         ],
-        "expansions": list(_trainings(history, found.after_join)),
+        "expansions": list(_trainings(history, inspection.after_join)),
         "results": shown and shown.rows()[1] and {n: shown.markdown(n) for n in ("bits_per_byte", "perplexity")},
         "tasks": shown and shown.tasks.get(THIS) and shown.task_markdown(),
         "untested_languages": in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
@@ -158,8 +158,8 @@ def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os
     this = evaluation.models[called]
     old, new = ([code for code in codes if code in this] for codes in (evaluation.old, evaluation.new))
     expansions = [[code for code in brought if code in this] for brought in evaluation.expansions]
-    kept = {name: name for name in before} | {called: THIS}
-    tasks = {kept[name]: found for name, found in evaluation.tasks.items() if name in kept}
+    renamed = {name: name for name in before} | {called: THIS}
+    tasks = {renamed[name]: scores for name, scores in evaluation.tasks.items() if name in renamed}
     return Evaluation(old, new, {**before, THIS: this}, expansions, tasks)
 
 

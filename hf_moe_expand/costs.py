@@ -56,10 +56,10 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
         # Two thirds of the inner size for an FFN that is not gated, which keeps fewer tensors.
         inner = sum(active) / (3 * hidden)
         layers.append((_HIDDEN + len(active) * _HIDDEN_EXPERT) * hidden + _INNER * inner)
-    kept = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
+    per_token = max(layers) + len(layers) * hidden if checkpointing else sum(layers)
     vocabulary = network.get_input_embeddings().weight.shape[0]
     logits = tokens * vocabulary if tokens * vocabulary <= LARGE else PIECE
-    return int(4 * (tokens * kept * (_HALF if half else 1.0) + _LOGITS * logits))
+    return int(4 * (tokens * per_token * (_HALF if half else 1.0) + _LOGITS * logits))
 
 
 def training_flops(network: Any, one_expert_runs: bool = False) -> float:

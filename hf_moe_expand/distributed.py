@@ -120,9 +120,9 @@ def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, s
     reader = CheckpointReader(start)
     types = {key: TORCH_DTYPES.get(reader.tensors[name].dtype) for key, name in stored_names(reader, model).items()}
     default = config.dtype or torch.float32
-    kept = {
+    state = {
         name: weight.to("cpu", (types.get(name) or default) if weight.is_floating_point() else None)
         for name, weight in weights.items()
         if name not in model.all_tied_weights_keys
     }
-    model.save_pretrained(folder, state_dict=kept)
+    model.save_pretrained(folder, state_dict=state)

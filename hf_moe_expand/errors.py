@@ -14,7 +14,7 @@ class InputError(ValueError):
 
     def __init__(self, message: str) -> None:
         # Names and values that a user gave may hold line ends, what a terminal obeys, and numbers of a thousand digits.
-        message = _DIGITS.sub(lambda found: f"{found[0][:20]}... ({len(found[0])} digits)", message)
+        message = _DIGITS.sub(lambda match: f"{match[0][:20]}... ({len(match[0])} digits)", message)
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
 
 
@@ -57,6 +57,8 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     more = f" {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else ""
-    said = (lines[0] + more)[:500].rstrip(".")
+    message = (lines[0] + more)[:500].rstrip(".")
     # The messages of these classes make no sense without the class's name.
-    return f"{type(error).__name__}: {said}" if isinstance(error, LookupError | TypeError | AttributeError) else said
+    return (
+        f"{type(error).__name__}: {message}" if isinstance(error, LookupError | TypeError | AttributeError) else message
+    )

@@ -133,11 +133,11 @@ def forecast(
     check_kinds("copy", expert_kind)
     kind = chosen_kind(network_of(dense), plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width)
     config: Any = planned_config(dense, plan, kind)
-    found = inspect_config(config)
+    inspection = inspect_config(config)
     network = network_of(config)
     tied = bool(config.tie_word_embeddings)
     looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
-    met = found.active - looked_up
+    met = inspection.active - looked_up
     stages = []
     on_top = None if config.is_encoder_decoder else activation_bytes(network, AT_ONCE)
     for stage in stages_for(config.model_type):
@@ -145,11 +145,11 @@ def forecast(
             trainable = freeze(network, stage.trains).trainable
             fewer = _other_experts(network) if stage.one_expert_runs else 0
             both = _met_and_trained(network) if not stage.trains.everything else met - fewer
-            stages.append(_cost(stage.name, trainable, found.total, met - fewer, both, on_top))
+            stages.append(_cost(stage.name, trainable, inspection.total, met - fewer, both, on_top))
     on_top = None if config.is_encoder_decoder else activation_bytes(network_of(dense), AT_ONCE)
-    whole = found.base - looked_up - _idle_mixtures(network)
-    stages.append(_cost("full fine-tuning of the base", found.base, found.base, whole, whole, on_top))
-    return Forecast(found, stages, plan.separability)
+    whole = inspection.base - looked_up - _idle_mixtures(network)
+    stages.append(_cost("full fine-tuning of the base", inspection.base, inspection.base, whole, whole, on_top))
+    return Forecast(inspection, stages, plan.separability)
 
 
 def _idle_mixtures(network: Any) -> float:

@@ -169,24 +169,24 @@ def _made_by_a_trainer(card: Path) -> bool:
 
 
 def _evaluation(
-    folder: Path, given: str | os.PathLike | None, called: str | None, repo_id: str
+    folder: Path, evaluation: str | os.PathLike | None, called: str | None, repo_id: str
 ) -> tuple[Path | None, str | None]:
     """The evaluation to publish, and this model's name in it. An evaluation that was not given but found is used only
     if it has scores of this model; a run's evaluation has none of the run's first checkpoint."""
     run = run_of(folder)
     ours = [folder.resolve().name, name_in_results(folder), own_name(folder)]
-    found = [(folder / EVALUATION, [*ours, repo_id])]
+    candidates = [(folder / EVALUATION, [*ours, repo_id])]
     if run is not None:
-        found.append((run / EVALUATION, [_name_in_run(folder.resolve(), run)]))
-    if given is not None:
-        own = [name for file, (name, *_) in found[1:] if file.resolve() == Path(given).resolve()]
-        found = [(Path(given), [repo_id, *ours, *own])]
-    for file, names in found:
-        if not file.is_file() and given is None:
+        candidates.append((run / EVALUATION, [_name_in_run(folder.resolve(), run)]))
+    if evaluation is not None:
+        own = [name for file, (name, *_) in candidates[1:] if file.resolve() == Path(evaluation).resolve()]
+        candidates = [(Path(evaluation), [repo_id, *ours, *own])]
+    for file, names in candidates:
+        if not file.is_file() and evaluation is None:
             continue
         scores = Evaluation.from_json(file)
         names = [called] if called is not None else names
-        if given is not None or called is not None:
+        if evaluation is not None or called is not None:
             scores_of_this(scores, names, file)
         if name := next((name for name in names if name in scores.models), None):
             return file, name
@@ -224,14 +224,14 @@ def _check_repository(api: HfApi, repo_id: str, private: bool) -> str:
             f"{repo_id}: exists already and is public; make it private in its settings, or choose another name."
         )
     names = [sibling.rfilename for sibling in info.siblings or []]
-    found = "weights without config.json" if any(map(is_weights, names)) else None
+    content = "weights without config.json" if any(map(is_weights, names)) else None
     if "config.json" in names:
         config = read_json(hf_hub_download(repo_id, "config.json", revision=info.sha, token=api.token), "config.json")
         model_type = config.get("model_type")
         ours = [config_class.model_type for config_class in MODEL_CLASSES]  # type: ignore[attr-defined]
-        found = None if model_type in ours else f"a model of type {model_type}"
-    if found is not None:
-        raise InputError(f"{repo_id}: holds {found}, which this push would overwrite; choose another name.")
+        content = None if model_type in ours else f"a model of type {model_type}"
+    if content is not None:
+        raise InputError(f"{repo_id}: holds {content}, which this push would overwrite; choose another name.")
     return repo_id
 
 

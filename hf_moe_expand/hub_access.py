@@ -20,25 +20,25 @@ def hub_problem() -> str:
     """The reason why the hub cannot be reached; empty if it answers, or if the libraries are told to work offline."""
     if is_offline_mode():
         return ""
-    asked, reason = _asked.get(HF_ENDPOINT, (0.0, ""))
-    if not asked or time.monotonic() - asked > _REMEMBERED[not reason]:
+    asked_at, reason = _asked.get(HF_ENDPOINT, (0.0, ""))
+    if not asked_at or time.monotonic() - asked_at > _REMEMBERED[not reason]:
         reason = _ask(HF_ENDPOINT)
         _asked[HF_ENDPOINT] = (time.monotonic(), reason)
     return reason
 
 
 def _ask(endpoint: str) -> str:
-    found = [f"{endpoint} gave no answer within {_PATIENCE:g} seconds"]
+    problem = [f"{endpoint} gave no answer within {_PATIENCE:g} seconds"]
 
     def ask() -> None:
         try:
             get_session().head(endpoint, timeout=_PATIENCE, follow_redirects=False)
-            found[0] = ""
+            problem[0] = ""
         except (HTTPError, OSError) as error:
-            found[0] = first_line(error)
+            problem[0] = first_line(error)
 
     # In a thread, since no timeout covers the search for the address of a name.
     thread = Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
-    return found[0]
+    return problem[0]

@@ -59,10 +59,10 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts
         if not inside or not (folder / name).is_file():
             raise InputError(f"{folder}: --include names {name}, but the folder has no such file.")
-    found = {Path(name).as_posix(): folder / name for name in [*names, *include]}
-    if away := [name for name, file in found.items() if not lies_inside(folder, file)]:
+    files = {Path(name).as_posix(): folder / name for name in [*names, *include]}
+    if away := [name for name, file in files.items() if not lies_inside(folder, file)]:
         raise InputError(f"{folder}: {away[0]} is a link that leads out of the folder; put the file itself there.")
-    left = {file.name for file in folder.iterdir()} - {Path(name).parts[0] for name in found}
+    left = {file.name for file in folder.iterdir()} - {Path(name).parts[0] for name in files}
     if foreign := sorted(name for name in left if not any(Path(name).match(pattern) for pattern in _STAYS_HOME)):
         raise InputError(
             f"{folder}: holds files that are not part of the checkpoint: {', '.join(foreign)}. Move them away, or "
@@ -71,7 +71,7 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
     # The nearest folder comes last: in a run with several expansions, each has its own plan.
     near = [folder.resolve().parent, run_of(folder)]
     made_by = {name: there / name for there in near[::-1] for name in PROVENANCE if there and (there / name).is_file()}
-    return dict(sorted({**(made_by if near[1] else {}), **found}.items()))
+    return dict(sorted({**(made_by if near[1] else {}), **files}.items()))
 
 
 def is_weights(name: str) -> bool:
@@ -111,9 +111,9 @@ def refuse_private(files: dict[str, Path | bytes]) -> None:
         else:
             data = content if isinstance(content, bytes) else content.read_bytes()
             text = data.decode("utf-8", errors="ignore")
-        for found, what in _private(name, text):
+        for secret, what in _private(name, text):
             raise InputError(
-                f"{name}: holds {what} ({found}), which must not be published: remove it."
+                f"{name}: holds {what} ({secret}), which must not be published: remove it."
                 + (" A variable in its place, such as $DATA/el.jsonl, may stay." if name.endswith(".yaml") else "")
             )
 

@@ -51,8 +51,8 @@ class InspectedPack:
 
 def unpacked_types(config: Any) -> list[str]:
     """The quantised types of the GGUF file from which the weights of a model's base were unpacked."""
-    found = getattr(config, "unpacked_from_gguf", None)
-    return [str(kind) for kind in found] if isinstance(found, list) else []
+    types = getattr(config, "unpacked_from_gguf", None)
+    return [str(kind) for kind in types] if isinstance(types, list) else []
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Inspection:
             return []
         home, *new = self.gate_languages
         codes = ", ".join(code for of_class in new for code in of_class)
-        said = f"{len(home) - (TEMPLATE in home)} languages stay home, as does what no gate knows; new: {codes}"
-        lines = [f"fitted gates        {said}"]
+        summary = f"{len(home) - (TEMPLATE in home)} languages stay home, as does what no gate knows; new: {codes}"
+        lines = [f"fitted gates        {summary}"]
         fitted = next((s for e in self.expansions for s in reversed(e.stages) if s.stage == "gates"), None)
         if fitted is not None and fitted.settings:
             shares = {code: of["0"] for code, of in fitted.settings["shares"].items()} | fitted.settings["home"]
@@ -169,8 +169,8 @@ def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) ->
     config = load_expanded_config(folder)
     if any(folder.glob("*.safetensors")):
         check_size(config, CheckpointReader(folder))
-    found = inspect_config(config)
-    return replace(found, leftovers=leftovers(Path(model)), after_join=stages_after_join(folder, config))
+    inspection = inspect_config(config)
+    return replace(inspection, leftovers=leftovers(Path(model)), after_join=stages_after_join(folder, config))
 
 
 def inspect_config(config: Any) -> Inspection:
@@ -204,16 +204,16 @@ def inspect_config(config: Any) -> Inspection:
 def _packs(config: Any) -> list[InspectedPack]:
     sizes = getattr(config, "packs", None) or []
     kinds = config.expert_kinds if len(config.expert_kinds) == len(sizes) else config.expert_kinds * len(sizes)
-    records, found = History.of(config).expansions, []
+    records, packs = History.of(config).expansions, []
     for number, end in enumerate(accumulate(sizes)):
         own = records[end - sizes[number] : end]
-        found.append(
+        packs.append(
             InspectedPack(
                 own[0].pack or "", list(dict.fromkeys(code for record in own for code in record.new_languages)),
                 len(own), kinds[number].words, own[0].router_scale or 1.0,
             )
         )  # fmt: skip
-    return found
+    return packs
 
 
 def _gate_in_words(gate: dict[str, Any]) -> str:

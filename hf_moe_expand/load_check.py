@@ -62,8 +62,8 @@ def check_loads_alone(folder: Path) -> None:
             command, env=environment, cwd=empty, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
     if done.returncode:
-        said = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()
-        reason = said[0] if done.stdout.strip() else said[-1]
+        lines = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+        reason = lines[0] if done.stdout.strip() else lines[-1]
         raise InputError(
             f"{folder}: does not load in a fresh process with transformers alone, so it is not published: {reason}"
         )

@@ -27,7 +27,7 @@ _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's f
 def longest_block(config: Any) -> int | None:
     """The number of positions that a model takes; None if it sets no limit."""
     config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
-    return next((found for name in _POSITIONS if (found := getattr(config, name, None)) is not None), None)
+    return next((positions for name in _POSITIONS if (positions := getattr(config, name, None)) is not None), None)
 
 
 def model_name(model: Any) -> str:
@@ -63,8 +63,8 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
         raise InputError(f"{name}: the model cannot be loaded ({first_line(error)}).") from error
     model, info = loaded
     for kind in ("missing_keys", "mismatched_keys"):
-        if found := sorted(map(str, info[kind])):
-            raise InputError(f"{name}: the checkpoint does not fit the model: {kind.replace('_', ' ')}: {found[0]}.")
+        if keys := sorted(map(str, info[kind])):
+            raise InputError(f"{name}: the checkpoint does not fit the model: {kind.replace('_', ' ')}: {keys[0]}.")
     check_finite(model, name)
     _check_vocabulary(model, tokenizer, name)
     if torch.cuda.is_available():

@@ -91,7 +91,7 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     Raises:
         InputError: the recipe has a mistake; the message names the first one.
     """
-    return _checked(recipe, offline).found
+    return _checked(recipe, offline).lines
 
 
 def _layers_in_words(config: Any) -> str:
@@ -108,12 +108,12 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         check_architecture(config, recipe.base)
     checks = Checks(recipe, config, offline)
     if config is None:
-        checks.found.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
+        checks.lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
     else:
-        checks.found.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
+        checks.lines.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
-            checks.found.append(f"skipped: {key}: {source.source}: {unset} is not set")
+            checks.lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
             continue
         with errors_at(key):
             if config is not None and config.is_encoder_decoder:
@@ -121,7 +121,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
             else:
                 source.check()
         files = source.files()
-        checks.found.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
+        checks.lines.append(f"{key}: {source.source}, {f'{len(files)} file(s)' if files else 'on the hub'}")
     if not offline:  # else another machine may be the one that runs
         check_place(Path(recipe.output) / "recipe.yaml")
     grafts = [expansion.graft.instruct for expansion in recipe.all_expansions if expansion.graft is not None]
@@ -131,29 +131,29 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
         with errors_at("output"):
             check_apart(step.output, *models)
         step.check(checks)
-    checks.found.append("training: TrainingArguments takes every setting")
+    checks.lines.append("training: TrainingArguments takes every setting")
     if checks.counted:
-        checks.found.append(f"analysis: {' '.join(checks.counted)} have enough text")
+        checks.lines.append(f"analysis: {' '.join(checks.counted)} have enough text")
     if checks.written:
         output = Path(recipe.output)
-        checks.found.append(
+        checks.lines.append(
             f"disk: up to {peak(checks.written):,} bytes for {_WRITTEN}; {free_bytes(output):,} are free at {output}"
         )
-    checks.found += needs_of_a_push(recipe)
+    checks.lines += needs_of_a_push(recipe)
     return checks
 
 
 def needs_of_a_push(recipe: Recipe) -> list[str]:
     """What a push of the finished model will take, one line each."""
-    found = []
+    lines = []
     if Path(recipe.base).is_dir():
-        found.append(
+        lines.append(
             f"push: {recipe.base} is a local folder: where it is published, name it with `push --base HUB_ID`; "
             "--expansion-only needs that"
         )
     if recipe.text is not None and without_paths(recipe.text) != recipe.text:
-        found.append("push: of local paths in the recipe, the last part is published; $VARIABLES stay as written")
-    return found
+        lines.append("push: of local paths in the recipe, the last part is published; $VARIABLES stay as written")
+    return lines
 
 
 def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
@@ -260,9 +260,9 @@ class _Record:
         """Refuses a first run whose output folder holds files that its steps would overwrite."""
         if self.done:
             return
-        kept = self.root / "recipe.yaml"
-        same = text is not None and kept.is_file() and kept.read_text(encoding="utf-8-sig") == text
-        written = [*([] if same else [kept]), *(step.output for step in self.steps)]
+        recipe_file = self.root / "recipe.yaml"
+        same = text is not None and recipe_file.is_file() and recipe_file.read_text(encoding="utf-8-sig") == text
+        written = [*([] if same else [recipe_file]), *(step.output for step in self.steps)]
         if there := [path for path in written if path.exists()]:
             raise InputError(
                 f"{self.root}: holds {there[0].name}, which this run would overwrite, but no record of a run "
@@ -356,9 +356,11 @@ def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
 
 def _keep_text(recipe: Recipe, root: Path) -> None:
     """Copies the recipe's file unchanged: its variables are not filled in, so that no local path is published."""
-    kept = root / "recipe.yaml"
-    if recipe.text is not None and not (kept.is_file() and kept.read_text(encoding="utf-8") == recipe.text):
-        write_text(kept, recipe.text)
+    recipe_file = root / "recipe.yaml"
+    if recipe.text is not None and not (
+        recipe_file.is_file() and recipe_file.read_text(encoding="utf-8") == recipe.text
+    ):
+        write_text(recipe_file, recipe.text)
 
 
 def _say_nothing(line: str) -> None:

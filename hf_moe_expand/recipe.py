@@ -71,8 +71,8 @@ class _Expansion(Declared):
     def stages(self) -> list[tuple[Stage, Any]]:
         """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
         keys = self.model_fields_set if self.joins else RECIPE_STAGES
-        found = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
-        return [(stage, settings) for stage, settings in found if settings is not None]
+        stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
+        return [(stage, settings) for stage, settings in stages if settings is not None]
 
     def has(self, key: str) -> bool:
         """Whether the stage with this key runs."""

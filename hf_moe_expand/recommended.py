@@ -114,7 +114,7 @@ def new_recipe(
     device = _on_this_device(dense, old, new, blocks)
     rates = rates_for(device.parameters)
     review_steps = 50 if steps is None else max(steps // _REVIEW, 1)
-    said = "one epoch" if steps is None else f"one epoch: about {steps:,} steps, of {tokens:,} tokens of new text"
+    epoch = "one epoch" if steps is None else f"one epoch: about {steps:,} steps, of {tokens:,} tokens of new text"
     name = Path(own_name(base)).name
     fields: dict[str, Any] = {
         "base": _value(base), "output": _value(output or f"runs/{name}-{'-'.join(new)}"), "seed": seed,
@@ -122,7 +122,7 @@ def new_recipe(
         "old": _old(old, review_steps * blocks * BLOCK), "new": _texts("new", new),
         "test": _texts("test", test) if test else "# test: held-out text of old and new languages; without it the run "
         "evaluates nothing\n",
-        "rate": rates.stage, "review_rate": rates.review, "rates": rates.source, "epoch": said, "blocks": blocks,
+        "rate": rates.stage, "review_rate": rates.review, "rates": rates.source, "epoch": epoch, "blocks": blocks,
         "step": f"{blocks * BLOCK:,}", "review_steps": review_steps,
         "review_said": "as in the study: how much new text there is, is not known" if steps is None else "a third of "
         "stage 1's", "at_once": device.blocks, "block": BLOCK,

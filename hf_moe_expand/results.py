@@ -281,8 +281,8 @@ class RoutingResult:
             row = [name, str(len(next(iter(self.top1_share.values()))[index]))]
             for _, values, digits in columns:
                 for old in (True, False):
-                    found = [values[code][index] for code in self.of_kind(old)]
-                    row.append("-" if not found or None in found else f"{sum(found) / len(found):.{digits}f}")
+                    numbers = [values[code][index] for code in self.of_kind(old)]
+                    row.append("-" if not numbers or None in numbers else f"{sum(numbers) / len(numbers):.{digits}f}")
             rows.append(row)
         return header, rows
 

@@ -184,8 +184,8 @@ def settings_in(hint: Any) -> list[type]:
 def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
     """The first mistake in one sentence; for a union, with the expectations of each of its types."""
     errors = error.errors(include_url=False)
-    path = max((_known_path(cls, found["loc"]) for found in errors), key=len)
-    same = [found for found in errors if _known_path(cls, found["loc"]) == path]
+    path = max((_known_path(cls, entry["loc"]) for entry in errors), key=len)
+    same = [entry for entry in errors if _known_path(cls, entry["loc"]) == path]
     first = same[0]
     kind, value = first["type"], first["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -199,11 +199,11 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
     if kind == "finite_number":
         return f"{_place(where, path[:-1])}{path[-1]} is {value}: must be finite."
     split = max((i for i, part in enumerate(path) if not isinstance(part, int)), default=0)  # a list with its index
-    if bound := next((found for found in same if found["type"] in _BOUNDS), None):
+    if bound := next((entry for entry in same if entry["type"] in _BOUNDS), None):
         words, name = _BOUNDS[bound["type"]]
         wanted = words.format(**{name: f"{bound['ctx'][name]:g}"})
         return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
-    kinds = list(dict.fromkeys(_KINDS.get(str(found["type"]), found["msg"]) for found in same))
+    kinds = list(dict.fromkeys(_KINDS.get(str(entry["type"]), entry["msg"]) for entry in same))
     if not path:
         return f"{_place(where)}expected {' or '.join(kinds)}, found {_found(value)}."
     return f"{_place(where, path)}expected {' or '.join(kinds)}, found {_found(value)}."

@@ -74,17 +74,17 @@ def leftovers(out: Path) -> list[str]:
     """What interrupted commands left beside a checkpoint folder, one sentence each."""
     if not Path(os.path.abspath(out)).name:
         return []
-    out, found = named(out), []
+    out, lines = named(out), []
     training = training_of(out)
     if is_work_folder(training):
         saved = [path.parent.name.rpartition("-")[2] for path in training.glob("checkpoint-*/trainer_state.json")]
         step = max((int(number) for number in saved if number.isdecimal()), default=0)
         replacing = ", with --overwrite," if out.exists() else ""
         goes_on = f"goes on from step {step}" if step else "starts anew"
-        found.append(f"{training} is of an interrupted training of {out.name}: the same command{replacing} {goes_on}.")
+        lines.append(f"{training} is of an interrupted training of {out.name}: the same command{replacing} {goes_on}.")
     for folder in _all_abandoned(out):
-        found.append(f"{folder} is of a killed process: the next command that writes {out.name} removes it.")
-    return found
+        lines.append(f"{folder} is of a killed process: the next command that writes {out.name} removes it.")
+    return lines
 
 
 def work_folder(path: str | os.PathLike) -> Path:
@@ -181,7 +181,7 @@ def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
     """The folders (or files) of one kind beside `out` whose process runs no more, the latest first."""
     out = Path(os.path.abspath(out)) if out.name in ("", "..") else out
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
-    found = []
+    dated = []
     with suppress(OSError):
         for entry in os.scandir(out.parent):
             name = pattern.fullmatch(entry.name)
@@ -190,8 +190,8 @@ def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
                 here = name[2] in (None, gethostname())
                 # Processes of another machine cannot be seen from here.
                 if not _runs(int(name[1])) if here else time.time() - changed > _DAY:
-                    found.append((changed, Path(entry.path)))
-    return (path for _, path in sorted(found, reverse=True))
+                    dated.append((changed, Path(entry.path)))
+    return (path for _, path in sorted(dated, reverse=True))
 
 
 def _runs(process: int) -> bool:

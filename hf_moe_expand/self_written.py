@@ -123,17 +123,17 @@ def writer_of(text: LanguageText) -> str | None:
     Raises:
         InputError: see `LanguageText.files`.
     """
-    found: set[str] = set()
+    writers: set[str] = set()
     for path in text.files():
         if path.suffix != ".jsonl":
             return None
         with open(path, encoding="utf-8-sig") as file:
             for line in filter(str.strip, file):
                 writer = json.loads(line).get(WRITTEN_BY)
-                if not isinstance(writer, str) or found - {writer}:
+                if not isinstance(writer, str) or writers - {writer}:
                     return None
-                found.add(writer)
-    return found.pop() if found else None
+                writers.add(writer)
+    return writers.pop() if writers else None
 
 
 def write_texts(
@@ -218,13 +218,13 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
 def _own_distribution(model: Any, tokenizer: Any) -> Iterator[None]:
     """Inside, `generate` has no defaults of the checkpoint that bend the distribution, such as a penalty of repetition;
     only its end-of-text tokens stay."""
-    kept = model.generation_config
-    ends = tokenizer.eos_token_id if kept.eos_token_id is None else kept.eos_token_id
+    original = model.generation_config
+    ends = tokenizer.eos_token_id if original.eos_token_id is None else original.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=ends)
     try:
         yield
     finally:
-        model.generation_config = kept
+        model.generation_config = original
 
 
 def _ids(prompt: str, tokenizer: Any) -> list[int]:
@@ -240,12 +240,12 @@ def _written(model: Any, tokenizer: Any, batch: list[list[int]], chosen: SampleS
     prompt = torch.tensor(batch, device=model.device)
     empty = 0
     while True:
-        found = model.generate(
+        ids = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=chosen.temperature,
             top_p=chosen.top_p, top_k=0, max_new_tokens=chosen.tokens, pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
-        texts = tokenizer.batch_decode(found[:, 1:], skip_special_tokens=True)
-        words = [text for text, row in zip(texts, found, strict=True) if _has_words(row[prompt.shape[1] :], tokenizer)]
+        texts = tokenizer.batch_decode(ids[:, 1:], skip_special_tokens=True)
+        words = [text for text, row in zip(texts, ids, strict=True) if _has_words(row[prompt.shape[1] :], tokenizer)]
         empty = 0 if words else empty + 1
         if empty == _TRIES:
             raise InputError("The model writes nothing but ends of text: give other prompts, or a higher temperature.")

@@ -121,8 +121,8 @@ def parse_mapping(text: str, where: str | Path) -> dict[str, Any]:
     """As `read_yaml`, from a text; messages call it `where`."""
     value = parse_yaml(text, where)
     if not isinstance(value, dict):
-        found = "nothing" if value is None else type(value).__name__
-        raise InputError(f"{where}: must hold `key: value` lines, found {found}.")
+        kind = "nothing" if value is None else type(value).__name__
+        raise InputError(f"{where}: must hold `key: value` lines, found {kind}.")
     return value
 
 

@@ -47,18 +47,18 @@ MODEL_CLASSES: dict[Any, tuple[Any, Any, Any]] = {
 
 def model_class(config: Any) -> Any:
     """The static class, with a language-model head, of the model that an expanded configuration describes."""
-    _, causal, seq2seq = MODEL_CLASSES[static_class(type(config))]
-    return seq2seq if config.is_encoder_decoder else causal
+    _, causal, encoder_decoder = MODEL_CLASSES[static_class(type(config))]
+    return encoder_decoder if config.is_encoder_decoder else causal
 
 
 def _register(config_class: Any) -> None:
     # The Auto classes look models up by the exact configuration class, so each backbone's is registered.
-    base, causal, seq2seq = MODEL_CLASSES[static_class(config_class)]
+    base, causal, encoder_decoder = MODEL_CLASSES[static_class(config_class)]
     AutoModel.register(config_class, base)
-    if seq2seq is None or config_class.backbone_config_class not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+    if encoder_decoder is None or config_class.backbone_config_class not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         AutoModelForCausalLM.register(config_class, causal)
     else:
-        AutoModelForSeq2SeqLM.register(config_class, seq2seq)
+        AutoModelForSeq2SeqLM.register(config_class, encoder_decoder)
 
 
 for _config_class in MODEL_CLASSES:

@@ -70,8 +70,8 @@ def _ffns_of_stack(model: nn.Module, stack: str, size: int, hidden_size: int) ->
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == size and (not stack or stack in name.split("."))
     ]
-    found = [(name, [_ffn_of(layer, hidden_size) for layer in layers]) for name, layers in lists]
-    name, ffns = max(found, key=lambda item: sum(ffn is not None for ffn in item[1]), default=("", []))
+    candidates = [(name, [_ffn_of(layer, hidden_size) for layer in layers]) for name, layers in lists]
+    name, ffns = max(candidates, key=lambda item: sum(ffn is not None for ffn in item[1]), default=("", []))
     if not any(ffns):
         of_stack = f"its {stack}'s" if stack else "its"
         raise ValueError(
@@ -84,7 +84,7 @@ def _ffns_of_stack(model: nn.Module, stack: str, size: int, hidden_size: int) ->
 def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
     """The name and module of a layer's FFN, and whether it is a mixture of experts. Of several modules that map the
     hidden states alone (Gemma 3n's low-rank `laurel`), the FFN is the largest."""
-    found: list[tuple[int, str, bool]] = []
+    candidates: list[tuple[int, str, bool]] = []
     for name, child in layer.named_children():
         if isinstance(child, ExpandedFFN):
             return name, child, child.is_mixture
@@ -94,9 +94,9 @@ def _ffn_of(layer: nn.Module, hidden_size: int) -> _Found | None:
             continue
         is_mixture, shapes = _is_mixture(child), _shapes(child)
         if is_mixture or sum(len(shape) == 2 and hidden_size in shape for shape in shapes) > 1:
-            found.append((sum(map(prod, shapes)), name, is_mixture))
-    if found:
-        _, name, is_mixture = max(found)
+            candidates.append((sum(map(prod, shapes)), name, is_mixture))
+    if candidates:
+        _, name, is_mixture = max(candidates)
         return name, getattr(layer, name), is_mixture
     return ("fc1", SeparateFFN(layer), False) if has_separate_ffn(layer) else None
 
@@ -105,10 +105,10 @@ def _ffn_of_parts(parts: nn.Module, hidden_size: int) -> _Found | None:
     """The FFN inside a layer's list of parts; None unless exactly one part has one."""
     if not isinstance(parts, nn.ModuleList):
         return None
-    found = [(number, ffn) for number, part in enumerate(parts) if (ffn := _ffn_of(part, hidden_size))]
-    if len(found) != 1:
+    ffns = [(number, ffn) for number, part in enumerate(parts) if (ffn := _ffn_of(part, hidden_size))]
+    if len(ffns) != 1:
         return None
-    number, (name, module, is_mixture) = found[0]
+    number, (name, module, is_mixture) = ffns[0]
     return f"{number}.{name}", module, is_mixture
 
 

@@ -328,9 +328,9 @@ def _check_kind(cls: Any, config: Any) -> None:
     """Refuses the class of a decoder for an encoder-decoder, and the reverse."""
     if cls._of_encoder_decoders is None or cls._of_encoder_decoders == bool(config.is_encoder_decoder):
         return
-    found, wanted = ("an encoder-decoder", "Seq2SeqLM") if config.is_encoder_decoder else ("a decoder", "CausalLM")
+    actual, wanted = ("an encoder-decoder", "Seq2SeqLM") if config.is_encoder_decoder else ("a decoder", "CausalLM")
     raise ValueError(
-        f"{cls.__name__} is not for this model: its backbone, {config.backbone_model_type}, is {found}: load it with "
+        f"{cls.__name__} is not for this model: its backbone, {config.backbone_model_type}, is {actual}: load it with "
         f"AutoModelFor{wanted}."
     )
 

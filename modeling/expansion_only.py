@@ -41,10 +41,10 @@ def load_assembled(load: Any, path: Any, config: Any, arguments: dict[str, Any])
         ValueError: the base is not known, or differs from the one that was expanded (the message names the first
             tensor).
     """
-    given = arguments.pop("base_model", None)
+    override = arguments.pop("base_model", None)
     hub = {name: arguments.pop(name) for name in HUB_OPTIONS if arguments.get(name) is not None}
     recorded = config.expansion_base
-    base, revision = (recorded["base_model"], recorded["revision"]) if given is None else (given, None)
+    base, revision = (recorded["base_model"], recorded["revision"]) if override is None else (override, None)
     if base is None:
         name = config.expansions[0]["base_model"]
         raise ValueError(
@@ -85,8 +85,8 @@ def _check(tensors: dict[str, torch.Tensor], record: dict[str, dict[str, str]], 
         if entry["name"] not in tensors:
             raise ValueError(f"{base} is not the base model that was expanded: it has no tensor {entry['name']}.")
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
-        for entry, found in zip(wanted, pool.map(lambda e: _sha256(tensors[e["name"]]), wanted), strict=True):
-            if found != entry["sha256"]:
+        for entry, digest in zip(wanted, pool.map(lambda e: _sha256(tensors[e["name"]]), wanted), strict=True):
+            if digest != entry["sha256"]:
                 pool.shutdown(cancel_futures=True)
                 raise ValueError(f"{base} is not the base model that was expanded: tensor {entry['name']} differs.")
 

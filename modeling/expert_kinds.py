@@ -94,11 +94,11 @@ def kind_of_settings(settings: Sequence[float] | None) -> ExpertKind:
     Raises:
         ValueError: no kind has so many settings, or their values do not fit.
     """
-    given = list(settings or [])
+    numbers = list(settings or [])
     for kind in KINDS.values():
-        if len(fields(kind)) == len(given):
-            made = kind(*([int(given[0]), *given[1:]] if given else []))
+        if len(fields(kind)) == len(numbers):
+            made = kind(*([int(numbers[0]), *numbers[1:]] if numbers else []))
             if problem := made.problem():
                 raise ValueError(problem)
             return made
-    raise ValueError(f"{given} are settings of no kind of experts: known are rank and alpha, or a width.")
+    raise ValueError(f"{numbers} are settings of no kind of experts: known are rank and alpha, or a width.")

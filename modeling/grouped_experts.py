@@ -121,7 +121,7 @@ class _GroupedExperts(torch.autograd.Function):
             dx_Th = _sum_of_rows(dx_Ai, row_TK, torch.ones_like(weights_TK), has_expert_TK)[:, : x_Th.shape[1]]
         wanted, each = ctx.needs_input_grad[6:], len(parameters) // N
         n = max([0, *(number // each + 1 for number, one in enumerate(wanted) if one)])
-        found: list[torch.Tensor | None] = []
+        d_parameters: list[torch.Tensor | None] = []
         if n:
             x_Ai, ends_n = _inputs(x_Th.to(dtype).index_select(0, token_A), into_NFi), ends_N[:n]
             empty_n11 = (ends_n.diff(prepend=ends_n.new_zeros(1)) == 0).view(n, 1, 1)
@@ -129,12 +129,12 @@ class _GroupedExperts(torch.autograd.Function):
             d_out_nhj = F.grouped_mm(dy_Ah.t(), weighted_Aj, offs=ends_n).masked_fill_(empty_n11, 0)
             for d_into_Fi, d_out_hj in zip(d_into_nFi, d_out_nhj, strict=True):
                 for matrix in (*d_into_Fi.chunk(len(form.first)), d_out_hj):
-                    bias = parameters[len(found) + 1]
+                    bias = parameters[len(d_parameters) + 1]
                     d_weight = matrix if bias is None else matrix[:, :-8]
-                    found.append(d_weight.t() if form.kind is Conv1D else d_weight)
-                    found.append(None if bias is None else matrix[:, -8])
-        found += [None] * (len(parameters) - len(found))
-        grads = [d if needed else None for d, needed in zip(found, wanted, strict=True)]
+                    d_parameters.append(d_weight.t() if form.kind is Conv1D else d_weight)
+                    d_parameters.append(None if bias is None else matrix[:, -8])
+        d_parameters += [None] * (len(parameters) - len(d_parameters))
+        grads = [d if needed else None for d, needed in zip(d_parameters, wanted, strict=True)]
         return dx_Th, d_weights_A[row_TK], None, None, None, None, *grads
 
 

@@ -72,10 +72,10 @@ def _computes(ffn: nn.Module, form: PlainFFN) -> bool:
     replaced: dict[int, Any] = {id(layer): other for layer, other in zip(form.layers(ffn), small, strict=True)}
     x = torch.randn(5, hidden, generator=draw, dtype=torch.float64, device="cpu")
     try:
-        found = copy.deepcopy(ffn, replaced | shared_config(ffn)).train()(x)
+        actual = copy.deepcopy(ffn, replaced | shared_config(ffn)).train()(x)
         activation = getattr(ffn, form.activation)
         expected = small[-1](form.inner(activation, torch.cat([layer(x) for layer in small[:-1]], -1)))
-        return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+        return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-9, atol=1e-12)
     except Exception:  # code of another form fails in many ways
         return False
 

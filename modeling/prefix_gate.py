@@ -68,14 +68,14 @@ class PrefixRule:
         Raises:
             ValueError: the field `prefix_gate` has other keys, or a value is out of range.
         """
-        given = getattr(config, "prefix_gate", None)
-        if given is None:
+        settings = getattr(config, "prefix_gate", None)
+        if settings is None:
             return None
-        if not isinstance(given, dict) or set(given) - set(_FIELDS):
-            raise ValueError(f"prefix_gate is {given!r}: must be an object with {', '.join(_FIELDS)}.")
-        if "decay" not in given or "bound" not in given:
-            raise ValueError(f"prefix_gate is {given!r}: decay and bound are missing.")
-        return cls(**given)
+        if not isinstance(settings, dict) or set(settings) - set(_FIELDS):
+            raise ValueError(f"prefix_gate is {settings!r}: must be an object with {', '.join(_FIELDS)}.")
+        if "decay" not in settings or "bound" not in settings:
+            raise ValueError(f"prefix_gate is {settings!r}: decay and bound are missing.")
+        return cls(**settings)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def running_sums(evidence_BSE: torch.Tensor, keep_BS: torch.Tensor) -> torch.Ten
     return s_BSE
 
 
-def kept(marks: TextMarks, decay: float) -> torch.Tensor:
+def keep_factors(marks: TextMarks, decay: float) -> torch.Tensor:
     """`[B, S]` float32, the factor of the log-odds before each token: 0 where a text begins, 1 at padding."""
     keep_BS = torch.where(marks.counted, decay, 1.0)
     return keep_BS.masked_fill(marks.starts, 0)
@@ -175,7 +175,7 @@ class RunningText:
 
     def __init__(self, rule: PrefixRule, marks: TextMarks, seen: SeenText | None = None) -> None:
         self.rule, self.marks, self.seen = rule, marks, seen or SeenText()
-        new_BS = kept(marks, rule.decay)
+        new_BS = keep_factors(marks, rule.decay)
         self.keep = new_BS if self.seen.keep is None else torch.cat([self.seen.keep.to(new_BS.device), new_BS], 1)
         self.evidence: dict[int, torch.Tensor] = {}
         self.log_odds_TC: torch.Tensor | None = None  # of the last gate, where it decides for later layers too
@@ -301,17 +301,19 @@ def texts_of_call(rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str,
     Raises:
         ValueError: see `TextMarks.of` and `text_seen`.
     """
-    given = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
-    inputs = given.get("input_ids")
-    inputs = given["inputs_embeds"] if inputs is None else inputs
-    marks = TextMarks.of(tuple(inputs.shape[:2]), inputs.device, given.get("attention_mask"), given.get("position_ids"))
-    cache = given.get("past_key_values")
-    _check_start(marks, given.get("position_ids"), cache)
+    arguments = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
+    inputs = arguments.get("input_ids")
+    inputs = arguments["inputs_embeds"] if inputs is None else inputs
+    marks = TextMarks.of(
+        tuple(inputs.shape[:2]), inputs.device, arguments.get("attention_mask"), arguments.get("position_ids")
+    )
+    cache = arguments.get("past_key_values")
+    _check_start(marks, arguments.get("position_ids"), cache)
     return RunningText(rule, marks, text_seen(cache))
 
 
 def cache_of_call(args: tuple, kwargs: dict[str, Any], output: Any) -> Cache | None:
     """The cache that a decoder's forward pass has filled; None without one."""
     outputs = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
-    found = (value for value in (*kwargs.values(), *args, *outputs) if isinstance(value, Cache))
-    return next(found, None)
+    caches = (value for value in (*kwargs.values(), *args, *outputs) if isinstance(value, Cache))
+    return next(caches, None)

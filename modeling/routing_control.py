@@ -87,8 +87,8 @@ class RoutingControl:
     @property
     def overridden(self) -> bool:
         """Whether this thread has said what only its own forward passes heed."""
-        said = (self.capture, self.forced_expert, self.expansion, self.classes)
-        return any(value is not None for value in said)
+        settings = (self.capture, self.forced_expert, self.expansion, self.classes)
+        return any(value is not None for value in settings)
 
     def __deepcopy__(self, memo: dict) -> "RoutingControl":
         memo[id(self)] = new = RoutingControl()

@@ -61,8 +61,8 @@ def check_count(count: int, inputs: Any, arguments: dict[str, Any]) -> None:
     Raises:
         ValueError: there are more or fewer.
     """
-    given = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
-    sequences = next((len(tensor) for tensor in given if tensor is not None), 1)
+    tensors = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
+    sequences = next((len(tensor) for tensor in tensors if tensor is not None), 1)
     if count != sequences:
         raise ValueError(
             f"languages has {count} codes, but the batch has {sequences} sequences: give one code for each, "

@@ -15,7 +15,7 @@ def stack_sizes(config: Any) -> dict[str, int]:
     """
     if not getattr(config, "is_encoder_decoder", False):
         return {"": config.get_text_config(decoder=True).num_hidden_layers}  # of a model of several kinds of input
-    decoder = next((found for name in DECODER_LAYERS if (found := getattr(config, name, None)) is not None), None)
+    decoder = next((layers for name in DECODER_LAYERS if (layers := getattr(config, name, None)) is not None), None)
     if decoder is None or not isinstance(config.num_hidden_layers, int):
         raise ValueError(
             f"a {config.model_type} configuration has none of {', '.join(DECODER_LAYERS)}, the decoder's layers."

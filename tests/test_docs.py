@@ -17,7 +17,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from bpe import bpe_tokenizer
 from conftest import BACKBONE_NAMES, DATA, byte_tokenizer, invoke, save_dense, tiny_config, write_texts
-from seq2seq import SENTENCES, save_tiny
+from encoder_decoders import SENTENCES, save_tiny
 from transformers import AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 from conftest import byte_tokenizer, invoke, run_fresh, save_dense
+from encoder_decoders import PLAN, SHAPES, batch, save_tiny, tiny
 from safetensors.torch import load_file
-from seq2seq import PLAN, SHAPES, batch, save_tiny, tiny
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_moe_expand import (

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from seq2seq import (
+from encoder_decoders import (
     SENTENCES,
     byt5_tokenizer,
     mbart50_tokenizer,
@@ -16,7 +16,7 @@ from seq2seq import (
 )
 
 from hf_moe_expand import LanguageText, pack_pairs
-from hf_moe_expand.analysis.two_sides import side_batches
+from hf_moe_expand.analysis.encoder_decoder import side_batches
 from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.data.pairs import pairs_of, sentence_pairs
 from hf_moe_expand.errors import InputError

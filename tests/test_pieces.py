@@ -97,7 +97,7 @@ def test_the_definition(small_pieces):
     found = LogitsInPieces.of(model)
     assert found.size() == TOKENS
     assert model.training
-    with found.kept() as kept:
+    with found.head_inputs() as kept:
         outputs = model(input_ids=IDS, use_cache=False)
     assert outputs.logits.shape == (8, 1, 257)
     loss = found.next_token_loss(kept[0], labels)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import yaml
 from conftest import invoke, tiny_config
-from seq2seq import tiny
+from encoder_decoders import tiny
 
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.pipeline import validate_recipe

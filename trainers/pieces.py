@@ -46,14 +46,14 @@ class LogitsInPieces:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if type(head) is not nn.Linear or getattr(model, "loss_function", None) is not ForCausalLMLoss:
             return None
-        found = cls(model, autocast)
-        ids = torch.arange(_PROBED, device=head.weight.device).unsqueeze(0) % found.vocabulary
+        pieces = cls(model, autocast)
+        ids = torch.arange(_PROBED, device=head.weight.device).unsqueeze(0) % pieces.vocabulary
         training = [module for module in model.modules() if module.training]
         model.eval()
         try:
-            with torch.no_grad(), found.kept(whole=True) as kept:
+            with torch.no_grad(), pieces.head_inputs(whole=True) as hidden_states:
                 logits = model(input_ids=ids, use_cache=False).logits
-                again = found.logits(kept[0]) if len(kept) == 1 else torch.empty(0)
+                again = pieces.logits(hidden_states[0]) if len(hidden_states) == 1 else torch.empty(0)
         finally:
             for module in training:
                 module.training = True
@@ -61,22 +61,22 @@ class LogitsInPieces:
             return None
         one, other = again.double(), logits.double()
         scale = float((one * other).sum() / (one * one).sum().clamp(min=1e-30))
-        found._scale = 1.0 if torch.allclose(one, other, rtol=1e-5, atol=1e-6) else scale
-        return found if torch.allclose(found._scale * one, other, rtol=1e-4, atol=1e-4) else None
+        pieces._scale = 1.0 if torch.allclose(one, other, rtol=1e-5, atol=1e-6) else scale
+        return pieces if torch.allclose(pieces._scale * one, other, rtol=1e-4, atol=1e-4) else None
 
     def size(self) -> int:
         """The most tokens of a piece."""
         return max(PIECE // self.vocabulary, 1)
 
     @contextmanager
-    def kept(self, whole: bool = False) -> Iterator[list[torch.Tensor]]:
+    def head_inputs(self, whole: bool = False) -> Iterator[list[torch.Tensor]]:
         """Inside, forward passes leave the head's inputs `[B, S, H]` in a list and, unless `whole`, compute the logits
         of each sequence's last token alone."""
         inputs: list[torch.Tensor] = []
 
-        def keep(head: nn.Module, given: tuple) -> tuple:
-            inputs.append(given[0])
-            return given if whole else (given[0][:, -1:],)
+        def keep(head: nn.Module, args: tuple) -> tuple:
+            inputs.append(args[0])
+            return args if whole else (args[0][:, -1:],)
 
         hook = self.head.register_forward_pre_hook(keep)
         try:
@@ -98,7 +98,7 @@ class LogitsInPieces:
             return of_logits(self.logits(hidden_TH), *others_T)
 
         total: Any = 0.0
-        for piece in zip(*(given.split(self.size()) for given in (hidden_TH, *others_T)), strict=True):
+        for piece in zip(*(tensor.split(self.size()) for tensor in (hidden_TH, *others_T)), strict=True):
             total = total + checkpoint(of_piece, *piece, use_reentrant=False)
         return total
 
@@ -138,11 +138,11 @@ class PiecewiseLossMixin:
         pieces = self._pieces
         if not isinstance(pieces, LogitsInPieces) or not model.training or not self._is_large(model, inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        with pieces.kept() as kept:
+        with pieces.head_inputs() as hidden_states:
 
             def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-                outputs.in_pieces, outputs.hidden_of_head = pieces, kept[0]
-                return pieces.next_token_loss(kept[0], labels, num_items_in_batch)
+                outputs.in_pieces, outputs.hidden_of_head = pieces, hidden_states[0]
+                return pieces.next_token_loss(hidden_states[0], labels, num_items_in_batch)
 
             self.compute_loss_func = loss
             try:

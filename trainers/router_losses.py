@@ -12,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from ..modeling import LayerRouting
+from .encoder_decoder import LANGUAGE_COLUMNS, by_stack, counted_tokens, others, target_loss, with_decoder_inputs
 from .losses import (
     LOGGED,
     OLD,
@@ -25,7 +26,6 @@ from .losses import (
 from .metrics import Metrics, record_routing
 from .routing_capture import FirstPass, judged_by_text, without_virtual_tokens
 from .sharded import check_tied_embeddings, fetch_experts_together
-from .two_sides import LANGUAGE_COLUMNS, by_stack, counted_tokens, others, target_loss, with_decoder_inputs
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
@@ -55,7 +55,7 @@ class RouterLossMixin:
             are missing, or tied embeddings would train under transformers' own FSDP.
     """
 
-    _two_sides = False  # whether the model is an encoder-decoder, with tokens of a source and of a target
+    _is_encoder_decoder = False  # whether the model is an encoder-decoder, with tokens of a source and of a target
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class RouterLossMixin:
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
         config: Any = getattr(self.accelerator.unwrap_model(self.model), "config", None)  # type: ignore[attr-defined]
-        self._two_sides = bool(getattr(config, "is_encoder_decoder", False))
-        if self._two_sides and self.compute_loss_func is None:  # type: ignore[has-type]
+        self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        if self._is_encoder_decoder and self.compute_loss_func is None:  # type: ignore[has-type]
             smoothing = self.args.label_smoothing_factor  # type: ignore[attr-defined]
             self.compute_loss_func = partial(target_loss, label_smoothing=smoothing)
         self._check_arguments()
@@ -95,11 +95,13 @@ class RouterLossMixin:
                 "Reentrant gradient checkpointing silently drops the gradient of the router losses: set "
                 f'{CHECKPOINTING}_kwargs={{"use_reentrant": False}}.'
             )
-        if self._two_sides and (wrong := [loss for loss in self._active_losses() if not loss.for_encoder_decoders]):
+        if self._is_encoder_decoder and (
+            wrong := [loss for loss in self._active_losses() if not loss.for_encoder_decoders]
+        ):
             raise ValueError(
                 f"The {wrong[0].name} loss is for decoders, but the model is an encoder-decoder: leave it out."
             )
-        if training.label_smoothing_factor and not self._two_sides:
+        if training.label_smoothing_factor and not self._is_encoder_decoder:
             raise ValueError(
                 "label_smoothing_factor is not supported: Trainer smooths the unshifted labels of models that it does "
                 "not know by name. Set it to 0."
@@ -121,7 +123,7 @@ class RouterLossMixin:
         return f"Losses that need languages: {', '.join(names)}."
 
     def _without_languages(self) -> ValueError:
-        columns = " and ".join(LANGUAGE_COLUMNS[: 1 + self._two_sides])
+        columns = " and ".join(LANGUAGE_COLUMNS[: 1 + self._is_encoder_decoder])
         return ValueError(
             "The losses need language_classes (for each language id its class: 0 = old and 1 = new, or its language "
             f"group) and batches with {columns}, the language id of each token. " + self._who_needs_languages()
@@ -129,12 +131,13 @@ class RouterLossMixin:
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
-        wanted = [name for name in LANGUAGE_COLUMNS[: 1 + self._two_sides] if name not in self._signature_columns]  # type: ignore[attr-defined]
+        columns = LANGUAGE_COLUMNS[: 1 + self._is_encoder_decoder]
+        wanted = [name for name in columns if name not in self._signature_columns]  # type: ignore[attr-defined]
         self._signature_columns: list = [*self._signature_columns, *wanted]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        counts = torch.zeros(1 + self._two_sides, 3, dtype=torch.double, device=device)
+        counts = torch.zeros(1 + self._is_encoder_decoder, 3, dtype=torch.double, device=device)
         for batch in batches:
             counts += torch.stack([tokens.counts() for tokens in self._tokens(batch)]).to(device)
         self._step_counts = self._sum_over_ranks(counts).clamp(min=1)
@@ -146,7 +149,7 @@ class RouterLossMixin:
         tokens = self._tokens(inputs)
         inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
         expanded = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
-        if self._two_sides:
+        if self._is_encoder_decoder:
             inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
         wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
@@ -159,10 +162,10 @@ class RouterLossMixin:
         if not len(captured):
             raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
         stacks = []
-        for found, ids in zip(by_stack(expanded.config, captured.layers), self._ids(own_inputs), strict=True):
-            on_text = (without_virtual_tokens(layer, ids) for layer in found)
+        for layers, ids in zip(by_stack(expanded.config, captured.layers), self._ids(own_inputs), strict=True):
+            on_text = (without_virtual_tokens(layer, ids) for layer in layers)
             stacks.append([judged_by_text(layer, own_inputs) for layer in on_text])
-        self._check_gradients(model, expanded, [layer for found in stacks for layer in found])
+        self._check_gradients(model, expanded, [layer for layers in stacks for layer in layers])
         mode = "train" if model.training else "eval"
         if own_inputs.get("labels") is not None:
             self._record_next_token_loss(mode, loss, own_inputs["labels"], num_items_in_batch)
@@ -180,7 +183,7 @@ class RouterLossMixin:
 
     def _ids(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tokens of a decoder's text, or of source and target."""
-        return [inputs["input_ids"], *([inputs["decoder_input_ids"]] if self._two_sides else [])]
+        return [inputs["input_ids"], *([inputs["decoder_input_ids"]] if self._is_encoder_decoder else [])]
 
     def _tokens(self, inputs: Mapping[str, Any]) -> list[TokenMasks]:
         """The masks of a decoder's tokens, or of an encoder's and of a decoder's."""
@@ -192,7 +195,7 @@ class RouterLossMixin:
         attention = inputs.get("attention_mask")
         counted = (torch.ones_like(inputs["input_ids"]) if attention is None else attention).bool()
         sides = [(counted, inputs.get("language_ids"))]
-        if self._two_sides:
+        if self._is_encoder_decoder:
             sides.append((counted_tokens(inputs), inputs.get("decoder_language_ids")))
         return [self._masks(counted.flatten(), ids) for counted, ids in sides]
 
@@ -274,14 +277,16 @@ class RouterLossMixin:
 
     def _router_loss(self, batch: LossBatch) -> torch.Tensor:
         # Routers and classifiers that no loss reads stay in the graph, so that all ranks have the same graph.
-        logits = [given for r in batch.routing for given in (r.router_logits, r.classifier_logits) if given is not None]
-        total = 0.0 * torch.stack([given.sum() for given in logits]).sum()
+        logits = [
+            tensor for r in batch.routing for tensor in (r.router_logits, r.classifier_logits) if tensor is not None
+        ]
+        total = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum()
         for loss in self.router_losses:
             total = total + loss.weighted(batch)
         return total
 
     def _record_next_token_loss(self, mode: str, loss: torch.Tensor, labels: torch.Tensor, num_items: Any) -> None:
-        targets = (labels if self._two_sides else labels[..., 1:]).ne(-100).sum()
+        targets = (labels if self._is_encoder_decoder else labels[..., 1:]).ne(-100).sum()
         if mode == "train" and not self._trainer_divides(num_items) and num_items is not None:
             averaged = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
             ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1  # type: ignore[attr-defined]

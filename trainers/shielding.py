@@ -41,8 +41,8 @@ def column_importance(model: Any, batches: Iterable[torch.Tensor]) -> dict[str, 
     squares: dict[str, torch.Tensor] = {}
 
     def add(name: str, layer: nn.Module, inputs: tuple) -> None:
-        found = inputs[0].detach().float().square().flatten(0, -2).sum(0)
-        squares[name] = squares[name] + found if name in squares else found
+        sums = inputs[0].detach().float().square().flatten(0, -2).sum(0)
+        squares[name] = squares[name] + sums if name in squares else sums
 
     handles = [layer.register_forward_pre_hook(partial(add, name)) for name, layer in layers.items()]
     was_training = model.training
@@ -54,12 +54,12 @@ def column_importance(model: Any, batches: Iterable[torch.Tensor]) -> dict[str, 
         model.train(was_training)
         for handle in handles:
             handle.remove()
-    return {name: layers[name].weight.float().norm(dim=0) * found.sqrt() for name, found in squares.items()}
+    return {name: layers[name].weight.float().norm(dim=0) * sums.sqrt() for name, sums in squares.items()}
 
 
 def important_columns(importance: Mapping[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
     """The numbers of each layer's most important columns, rounded down to whole columns; sorted."""
-    return {name: found.topk(int(share * len(found))).indices.sort().values for name, found in importance.items()}
+    return {name: values.topk(int(share * len(values))).indices.sort().values for name, values in importance.items()}
 
 
 @contextmanager
@@ -91,5 +91,5 @@ def shielded(model: Any, columns: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def _digest(layer: nn.Linear, columns: torch.Tensor) -> str:
-    kept = layer.weight.detach()[:, columns].contiguous().cpu()
-    return hashlib.sha256(kept.view(torch.uint8).numpy().tobytes()).hexdigest()
+    weights = layer.weight.detach()[:, columns].contiguous().cpu()
+    return hashlib.sha256(weights.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -57,9 +57,9 @@ class Calibration:
         """The lines that the command line prints."""
         means = [sum(scores.values()) / len(scores) for scores in (self.before, self.after)]
         of_each = ", ".join(f"{code} {self.before[code]:.3f} to {self.after[code]:.3f}" for code in self.after)
-        said = f"bits per byte {means[0]:.3f} to {means[1]:.3f}"
-        said = f"gates fitted; without them, and told the languages: {said}" if self.gates else said
-        return [f"calibration        {said} ({of_each})", *(self.gates.lines() if self.gates else [])]
+        text = f"bits per byte {means[0]:.3f} to {means[1]:.3f}"
+        text = f"gates fitted; without them, and told the languages: {text}" if self.gates else text
+        return [f"calibration        {text} ({of_each})", *(self.gates.lines() if self.gates else [])]
 
 
 def calibrate_join(
@@ -114,34 +114,34 @@ def join_calibrated(
     Raises:
         InputError: see `join_expansions`, `calibrate_join` and `fit_gates`.
     """
-    found = load_packs(packs, out, overwrite)
-    check_packs(found, keep_both)
+    loaded = load_packs(packs, out, overwrite)
+    check_packs(loaded, keep_both)
     if gates:
-        found = [replace(pack, scale=1.0) for pack in found]
+        loaded = [replace(pack, scale=1.0) for pack in loaded]
     else:
-        check_ungated(found)
-    check_decoder(found[0].config, packs[0], OF_CALIBRATION)
+        check_ungated(loaded)
+    check_decoder(loaded[0].config, packs[0], OF_CALIBRATION)
     # Before the first model is written.
     tokens = TOKENS if tokens is None else tokens
-    check_calibrated(texts, found, tokens)
+    check_calibrated(texts, loaded, tokens)
     settings = (GateSettings() if gates is True else gates) or None
-    classes = History.of(joined_config(found)).classes
+    classes = History.of(joined_config(loaded)).classes
     chosen = check_languages(classes, texts, anchors) if settings else {}
-    streams = _streams(load_tokenizer(found[0].stored.folder, packs[0]), texts, tokens)
+    streams = _streams(load_tokenizer(loaded[0].stored.folder, packs[0]), texts, tokens)
     place = beside(Path(out), "joined")
     with scratch_folder(place, True) as scratch, named_as(place / "model", out):
         without = NO_GATES if settings else None
-        write_joined(found, scratch / "model", max_shard_size=max_shard_size, gates=without)
+        write_joined(loaded, scratch / "model", max_shard_size=max_shard_size, gates=without)
         model, tokenizer = load_for_inference(scratch / "model")
         if settings:
             made, report = fitted(model, tokenizer, texts, chosen, settings)
-            calibration = _told(model, streams, len(found), report)
+            calibration = _told(model, streams, len(loaded), report)
             del model
-            joined = write_joined(found, out, max_shard_size=max_shard_size, overwrite=overwrite, gates=made)
+            joined = write_joined(loaded, out, max_shard_size=max_shard_size, overwrite=overwrite, gates=made)
             return joined, calibration
-        calibration = _search(model, streams, len(found))
+        calibration = _search(model, streams, len(loaded))
         del model
-    scaled = [replace(pack, scale=pack.scale * by) for pack, by in zip(found, calibration.factors, strict=True)]
+    scaled = [replace(pack, scale=pack.scale * by) for pack, by in zip(loaded, calibration.factors, strict=True)]
     return write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
 
 
@@ -156,7 +156,7 @@ def _told(model: Any, streams: Mapping[str, TextStream], packs: int, report: Gat
     return Calibration([1.0] * packs, before, told, report)
 
 
-def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:
+def check_calibrated(languages: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:
     """Refuses text in other languages than the packs', packs without any, and too few tokens.
 
     Args:
@@ -166,22 +166,24 @@ def check_calibrated(given: Iterable[str], packs: Sequence[Pack], tokens: int) -
     Raises:
         InputError: it is one of these.
     """
-    _check_languages(given, [(pack.name, pack.history.expansions) for pack in packs], tokens)
+    _check_languages(languages, [(pack.name, pack.history.expansions) for pack in packs], tokens)
 
 
-def _check_languages(given: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int) -> None:
-    given = list(given)
+def _check_languages(
+    languages: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int
+) -> None:
+    languages = list(languages)
     new = [(name, [code for record in records for code in record.new_languages]) for name, records in packs]
     known = {code for _, codes in new for code in codes}
     known |= {code for _, records in packs for code in records[0].old_languages}
     if tokens < _LEAST:
         raise InputError(f"calibration: tokens is {tokens}: must be at least {_LEAST}, for a score that says anything.")
-    if unknown := [code for code in given if code not in known]:
+    if unknown := [code for code in languages if code not in known]:
         raise InputError(
             f"calibration: {', '.join(unknown)}: not a language of the packs ({', '.join(sorted(known))})."
         )
     for name, codes in new:
-        if not any(code in given for code in codes):
+        if not any(code in languages for code in codes):
             raise InputError(
                 f"calibration: no text in a language of {name} ({', '.join(codes)}), whose router it would scale: give "
                 "some."
@@ -194,15 +196,15 @@ def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens
     Raises:
         InputError: the text has fewer tokens.
     """
-    chosen, found = [], 0
+    chosen, count = [], 0
     for text, ids in tokenized(documents, tokenizer):
-        fits = found + len(ids) <= tokens
-        chosen.append(text if fits else beginning(text, tokenizer, tokens - found)[0])
-        found += len(ids)
-        if found >= tokens:
+        fits = count + len(ids) <= tokens
+        chosen.append(text if fits else beginning(text, tokenizer, tokens - count)[0])
+        count += len(ids)
+        if count >= tokens:
             return text_stream(chosen, tokenizer)
     raise InputError(
-        f"Language {language!r} has {found:,} tokens, but the calibration reads {tokens:,} of each language: give more "
+        f"Language {language!r} has {count:,} tokens, but the calibration reads {tokens:,} of each language: give more "
         "text, or fewer tokens (--tokens; `join: {tokens: ...}` in a recipe)."
     )
 
@@ -228,8 +230,8 @@ def _search(model: Any, streams: Mapping[str, TextStream], packs: int) -> Calibr
         return known[factors]
 
     def mean(factors: tuple[float, ...]) -> float:
-        found = scores(factors)
-        return sum(found.values()) / len(found)
+        bits = scores(factors)
+        return sum(bits.values()) / len(bits)
 
     best = (1.0,) * packs
     with tqdm(desc="calibrate", unit="pass") as bar:
@@ -247,16 +249,16 @@ def _search(model: Any, streams: Mapping[str, TextStream], packs: int) -> Calibr
 @contextmanager
 def _scaled(model: Any, factors: Sequence[float]) -> Iterator[None]:
     """Inside, the rows of each pack's experts in all routers are multiplied by the pack's factor."""
-    kept = []
+    originals = []
     ends = [0, *accumulate(model.config.packs)]
     for ffn in model.expanded_ffns().values():
         weight = ffn.router.weight
-        kept.append((weight, weight.detach().clone()))
+        originals.append((weight, weight.detach().clone()))
         for factor, (start, end) in zip(factors, pairwise(ends), strict=True):
             rows = weight[ffn.experts_of_class[start] : ffn.experts_of_class[end]]
             rows.copy_(rows.float() * factor)
     try:
         yield
     finally:
-        for weight, values in kept:
+        for weight, values in originals:
             weight.copy_(values)

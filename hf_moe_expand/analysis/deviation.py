@@ -101,11 +101,13 @@ def measure_deviation(
             with torch.no_grad():
                 for name, tensor in _floating(model):
                     tensor.copy_(start[name])
-    found = {language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()}
+    by_language = {
+        language: read_json(folder / _FOUND, "a deviation")["deviation"] for language, folder in folders.items()
+    }
     return DeviationResult(
         languages=list(texts),
-        deviation=[sum(values) / len(values) for values in zip(*found.values(), strict=True)],
-        by_language=found,
+        deviation=[sum(values) / len(values) for values in zip(*by_language.values(), strict=True)],
+        by_language=by_language,
         similarity=change_cosines(list(folders.values()), chosen),
         layers=chosen,
         seed=seed,
@@ -150,16 +152,16 @@ def _blocks(
         raise InputError("No language was given.")
     needed = count * block_size
     tokens = {language: _first_tokens(documents, tokenizer, needed, seed) for language, documents in texts.items()}
-    if short := [f"{language} has {len(found):,}" for language, found in tokens.items() if len(found) < needed]:
+    if short := [f"{language} has {len(ids):,}" for language, ids in tokens.items() if len(ids) < needed]:
         raise InputError(
             f"Too little text: {count:,} blocks (steps x batch_size) of {block_size} tokens need {needed:,} tokens of "
             f"each language, but {', '.join(short)}. Give more text, or smaller --steps or "
             "--batch-size (`deviation: {steps: ..., batch_size: ...}` in a recipe)."
         )
-    blocks = {language: found.view(count, block_size) for language, found in tokens.items()}
+    blocks = {language: ids.view(count, block_size) for language, ids in tokens.items()}
     if (begin := begin_token(tokenizer)) is not None:
-        for found in blocks.values():
-            found[:, 0] = begin  # as in the blocks of a stage
+        for rows in blocks.values():
+            rows[:, 0] = begin  # as in the blocks of a stage
     return blocks
 
 
@@ -284,8 +286,8 @@ def _finished(folder: Path, language: str, blocks: torch.Tensor) -> bool:
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """A hash of names, types, shapes and bytes."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -52,13 +52,13 @@ class FertilityResult:
         number of tokens a character over that of the first row."""
         header = ["language", "tokens", "tokens a word", "tokens a character", "tokens a byte", "x the best"]
         least = self.languages[self.best()].per_character
-        found = sorted(self.languages.items(), key=lambda item: item[1].per_character)
+        ranked = sorted(self.languages.items(), key=lambda item: item[1].per_character)
         return header, [
             [
                 code, f"{one.tokens:,}", f"{one.per_word:.2f}", f"{one.per_character:.3f}", f"{one.per_byte:.3f}",
                 f"{one.per_character / least:.2f}",
             ]
-            for code, one in found
+            for code, one in ranked
         ]  # fmt: skip
 
     def to_json(self, path: str | Path) -> None:
@@ -88,7 +88,7 @@ def measure_fertility(
     """
     if characters < 1:
         raise InputError(f"characters is {characters}: must be at least 1.")
-    found = {}
+    by_language = {}
     for code, documents in texts.items():
         tokens = words = read = size = 0
         for text, ids in tokenized(documents, tokenizer):
@@ -98,5 +98,5 @@ def measure_fertility(
                 break
         if not words:
             raise InputError(f"Language {code!r}: no text to split into tokens.")
-        found[code] = Fertility(tokens, words, read, size)
-    return FertilityResult(found)
+        by_language[code] = Fertility(tokens, words, read, size)
+    return FertilityResult(by_language)

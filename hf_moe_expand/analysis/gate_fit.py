@@ -86,11 +86,11 @@ class GateReport:
             for code, other in self.named.items()
         ]
         if self.home:
-            said = ", ".join(f"{code} {100 * share:.1f} %" for code, share in self.home.items())
-            lines.append(f"old languages      {said} of their tokens go to new experts")
+            home_shares = ", ".join(f"{code} {100 * share:.1f} %" for code, share in self.home.items())
+            lines.append(f"old languages      {home_shares} of their tokens go to new experts")
         for code, shares in self.new.items():
-            said = ", ".join(f"of the first {n}: {100 * share:.0f} %" for n, share in shares.items() if n)
-            lines.append(f"{code:<18} {100 * shares[0]:.0f} % of its tokens go to new experts ({said})")
+            first_shares = ", ".join(f"of the first {n}: {100 * share:.0f} %" for n, share in shares.items() if n)
+            lines.append(f"{code:<18} {100 * shares[0]:.0f} % of its tokens go to new experts ({first_shares})")
         lines += [f"{code:<18} its text looks like {other}: check it" for code, other in self.doubts.items()]
         return lines
 
@@ -137,7 +137,7 @@ def fit_rows(
     hidden = model.config.get_text_config(decoder=True).hidden_size
     room = _OF_MEMORY * (device_memory() or _BYTES / _OF_MEMORY)
     at_once = max(1, int(room / (4 * tokens * hidden)))
-    found: dict[int, _OfLayer] = {}
+    results: dict[int, _OfLayer] = {}
     with tqdm(total=len(layers), desc="fit gates", unit="layer") as bar:
         for start in range(0, len(layers), at_once):
             chosen = layers[start : start + at_once]
@@ -148,11 +148,11 @@ def fit_rows(
                 texts = {code: _Text(fitted[code], home[code].pop(layer)) for code in order}
                 also = {code: _Text(again[code], away[code].pop(layer)) for code in order}
                 held = {code: _Text(scored[code], shown[code].pop(layer)) for code in scored}
-                found[layer] = fit.layer(texts, also, held)
+                results[layer] = fit.layer(texts, also, held)
                 bar.update()
     languages = [[code for code in rows if classes.get(code, 0) == number] for number in range(count)]
-    gates = Gates(languages, {layer: (one.weight_Rh, one.bias_R) for layer, one in found.items()}, rule)
-    return gates, _report(found, fit, unseen_share)
+    gates = Gates(languages, {layer: (one.weight_Rh, one.bias_R) for layer, one in results.items()}, rule)
+    return gates, _report(results, fit, unseen_share)
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,12 @@ class _Fit:
         evidence: dict[str, torch.Tensor] = {}
         nearest: dict[str, str] = {}
         for fold in filter(None, folds):
-            kept = [(code, n) for code, n in zip(self.order, self.classes, strict=True) if code not in fold]
-            weight, bias = self._regression({code: parts[code] for code, _ in kept})
+            rows = [(code, n) for code, n in zip(self.order, self.classes, strict=True) if code not in fold]
+            weight, bias = self._regression({code: parts[code] for code, _ in rows})
             for code in fold:
-                evidence[code] = self._evidence(texts[code], weight, bias, [number for _, number in kept])
-                new = [row for row, (_, number) in enumerate(kept) if number]
-                nearest[code] = kept[new[int(self._logits(texts[code], weight, bias)[:, new].mean(0).argmax())]][0]
+                evidence[code] = self._evidence(texts[code], weight, bias, [number for _, number in rows])
+                new = [row for row, (_, number) in enumerate(rows) if number]
+                nearest[code] = rows[new[int(self._logits(texts[code], weight, bias)[:, new].mean(0).argmax())]][0]
         weight, bias = self._regression(parts)
         shift, unseen = self._bias(evidence, texts)
         bias = bias - shift * torch.tensor(self.classes, device=bias.device).gt(0)
@@ -265,8 +265,8 @@ class _Fit:
             raw_MSE = running_sums(bounded_MSE, torch.full_like(raw_MSE[..., 0], self.rule.decay))
         new_MS = (raw_MSE > 0).any(-1) & own_MS
         place_MS = own_MS.cumsum(1)
-        found = {0: float(new_MS.sum() / own_MS.sum())}
-        return found | {
+        shares = {0: float(new_MS.sum() / own_MS.sum())}
+        return shares | {
             n: float((new_MS & (place_MS <= n)).sum() / (own_MS & (place_MS <= n)).sum()) for n in POSITIONS
         }
 
@@ -277,20 +277,20 @@ class _Fit:
         named: list[str] = []
 
         def shares(bias: float) -> dict[str, float]:
-            return {code: self._called_new(found, texts[code], bias)[0] for code, found in evidence.items()}
+            return {code: self._called_new(evidence_TE, texts[code], bias)[0] for code, evidence_TE in evidence.items()}
 
         while True:
             low, high = -_WIDEST, _WIDEST
             while high - low > 0.01:
                 middle = (low + high) / 2
                 of_promise = [share for code, share in shares(middle).items() if code not in named]
-                kept = sum(of_promise) <= self.unseen_share * len(of_promise)
-                low, high = (low, middle) if kept else (middle, high)
-            found = shares(high)
-            rest = {code: share for code, share in found.items() if code not in named}
+                holds = sum(of_promise) <= self.unseen_share * len(of_promise)
+                low, high = (low, middle) if holds else (middle, high)
+            unseen = shares(high)
+            rest = {code: share for code, share in unseen.items() if code not in named}
             most = max(rest, key=rest.__getitem__, default="")
-            if len(named) + 1 > _MOST_NAMED * len(found) or rest[most] <= _OF_ALL * sum(rest.values()):
-                return high, found
+            if len(named) + 1 > _MOST_NAMED * len(unseen) or rest[most] <= _OF_ALL * sum(rest.values()):
+                return high, unseen
             named.append(most)
 
     @staticmethod
@@ -336,24 +336,24 @@ def _states(
     model: Any, examples: Sequence[Example], layers: Sequence[int], told: AbstractContextManager
 ) -> dict[int, torch.Tensor]:
     """By layer, `[T, h]`: the inputs of the FFN at all tokens of the examples, in order."""
-    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+    by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
     mask: Any = None
 
     def receive(layer: int, states: torch.Tensor) -> None:
-        if layer in found:
-            found[layer].append(states.flatten(0, -2)[mask.flatten()])
+        if layer in by_layer:
+            by_layer[layer].append(states.flatten(0, -2)[mask.flatten()])
 
     base = getattr(model, "base_model", model)
     with ffn_inputs(model, receive), told:
         # Texts of like lengths together, so that there is little padding.
         order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
         for batch in padded_batches([examples[number].ids for number in order], _BATCH):
-            given = {name: value.to(model.device) for name, value in batch.items()}
-            mask = given["attention_mask"].bool()
-            base(**given, use_cache=False)
+            inputs = {name: value.to(model.device) for name, value in batch.items()}
+            mask = inputs["attention_mask"].bool()
+            base(**inputs, use_cache=False)
     lengths = [len(examples[number].ids) for number in order]
     back = sorted(range(len(order)), key=order.__getitem__)
-    return {layer: _in_order(torch.cat(states).split(lengths), back) for layer, states in found.items()}
+    return {layer: _in_order(torch.cat(states).split(lengths), back) for layer, states in by_layer.items()}
 
 
 def _in_order(states: Sequence[torch.Tensor], back: Sequence[int]) -> torch.Tensor:
@@ -368,8 +368,8 @@ def _told(model: Any, code: str) -> AbstractContextManager:
     return model.use_languages(code) if hasattr(model, "use_languages") else torch.no_grad()
 
 
-def _report(found: Mapping[int, _OfLayer], fit: _Fit, unseen_share: float) -> GateReport:
-    layers = list(found.values())
+def _report(results: Mapping[int, _OfLayer], fit: _Fit, unseen_share: float) -> GateReport:
+    layers = list(results.values())
 
     def mean(shares: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         return {key: sum(share[key] for share in shares) / len(shares) for key in shares[0]}
@@ -399,6 +399,6 @@ def _report(found: Mapping[int, _OfLayer], fit: _Fit, unseen_share: float) -> Ga
             sum(shares[0] for shares in layer.new.values()) / len(layer.new),
             sum(layer.unseen.values()) / max(len(layer.unseen), 1),
         )
-        for number, layer in found.items()
+        for number, layer in results.items()
     }
     return GateReport(unseen_share, unseen, named, new, mean([layer.home for layer in layers]), by_layer, doubts)

@@ -50,7 +50,7 @@ def gate_examples(
     Raises:
         InputError: a language has fewer than `LEAST` tokens.
     """
-    found: dict[str, list[Example]] = {}
+    examples: dict[str, list[Example]] = {}
     for code, documents in texts.items():
         lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
         made: list[Example] = []
@@ -67,8 +67,8 @@ def gate_examples(
                 f"gates: {code} has {counted} tokens of text, but a gate learns a language from at least {LEAST}: give "
                 "more."
             )
-        found[code] = made
-    return found
+        examples[code] = made
+    return examples
 
 
 def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
@@ -105,8 +105,8 @@ def _around(text: str, tokenizer: Any) -> tuple[str, str] | None:
         return None
     messages = [{"role": "user", "content": text}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    before, found, after = whole.partition(text)
-    return (before, after) if found else None
+    before, message, after = whole.partition(text)
+    return (before, after) if message else None
 
 
 def held_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:

@@ -21,8 +21,8 @@ from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
 from ..models import longest_block, model_name
 from ..records import History
 from ..results import RoutingResult
+from .encoder_decoder import SideBatch, side_batches
 from .similarity import padded_batches, token_blocks
-from .two_sides import SideBatch, side_batches
 
 # Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
 _MOST_LOGITS = (2**29, 2**26)
@@ -71,8 +71,8 @@ class LargestCorrelation:
         covariance_NM = self.products_NM / self.tokens - torch.outer(*means)
         varies = [variance > 1e-12 for variance in variances]  # rounding leaves a constant a tiny variance
         correlation_NM = covariance_NM / torch.outer(*variances).sqrt()
-        found = correlation_NM[varies[0]][:, varies[1]]
-        return found.max().clamp(-1, 1).item() if found.numel() else None
+        varying = correlation_NM[varies[0]][:, varies[1]]
+        return varying.max().clamp(-1, 1).item() if varying.numel() else None
 
 
 def experts_for_half(top1_N: Sequence[int]) -> int:
@@ -198,9 +198,9 @@ def measure_routing(
         bar.set_description(f"routing of {model_name(model)}: {language}")
 
         def record(routing: Routing, mask: Callable[[int], torch.Tensor], language: str = language) -> None:
-            text = {layer: _only(found, mask(layer)) for layer, found in routing.layers.items()}
-            for layer, found in text.items():
-                use[language][layer].add(found)
+            text = {layer: _only(layer_routing, mask(layer)) for layer, layer_routing in routing.layers.items()}
+            for layer, layer_routing in text.items():
+                use[language][layer].add(layer_routing)
             for (here, there), correlation in neighbours.items():
                 if not here < encoder_layers <= there:
                     correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
@@ -217,17 +217,17 @@ def measure_routing(
     def by_layer(value: Callable[[ExpertUse], Any]) -> dict[str, list]:
         return {language: [value(use[language][layer]) for layer in layers] for language in classes}
 
-    top1 = by_layer(lambda found: (found.top1_N.double() / tokens).tolist())
+    top1 = by_layer(lambda counts: (counts.top1_N.double() / tokens).tolist())
     return RoutingResult(
         classes=classes,
         tokens=tokens,
         layers=layers,
         top1_share=top1,
-        weight_share=by_layer(lambda found: (found.weights_N / tokens).tolist()),
-        expert_0_score=by_layer(lambda found: found.expert_0_score / tokens),
-        experts_for_half=by_layer(lambda found: experts_for_half(found.top1_N.tolist())),
+        weight_share=by_layer(lambda counts: (counts.weights_N / tokens).tolist()),
+        expert_0_score=by_layer(lambda counts: counts.expert_0_score / tokens),
+        experts_for_half=by_layer(lambda counts: experts_for_half(counts.top1_N.tolist())),
         classifier_accuracy=by_layer(
-            lambda found: None if found.classed_right is None else found.classed_right / tokens
+            lambda counts: None if counts.classed_right is None else counts.classed_right / tokens
         ),
         similarity=[_cosines([top1[language][index] for language in classes]) for index in range(len(layers))],
         colocation=[correlation.value() if correlation.tokens else None for correlation in neighbours.values()],
@@ -265,13 +265,13 @@ def nearest_experts(
     Raises:
         InputError: see `measure_routing`.
     """
-    found = measure_routing(
+    routing = measure_routing(
         model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts),
         random_seeds=(0,),
     )  # fmt: skip
     nearest = {}
-    for index, layer in enumerate(found.layers):
-        share_N = torch.tensor([found.weight_share[language][index] for language in found.classes]).sum(0)
+    for index, layer in enumerate(routing.layers):
+        share_N = torch.tensor([routing.weight_share[language][index] for language in routing.classes]).sum(0)
         nearest[layer] = int(share_N.argmax())
     return nearest
 

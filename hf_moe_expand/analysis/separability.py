@@ -68,9 +68,9 @@ class ClassMoments:
         # A feature that is constant in the text, but for rounding: its scale says nothing.
         floor = 1e-6 * float(scale_h.max())
         scale_h = torch.where(scale_h > floor, scale_h, scale_h.max() if floor > 0 else torch.ones_like(scale_h))
-        kept = self.tokens / (self.tokens + len(scale_h))
-        correlation_hh = kept * covariance_hh / (scale_h[:, None] * scale_h)
-        correlation_hh.diagonal().add_(1 - kept)
+        covariance_share = self.tokens / (self.tokens + len(scale_h))
+        correlation_hh = covariance_share * covariance_hh / (scale_h[:, None] * scale_h)
+        correlation_hh.diagonal().add_(1 - covariance_share)
         weight_h = torch.linalg.solve(correlation_hh, (new_h - old_h) / scale_h) / scale_h
         return Probe(weight_h, -float(weight_h @ (new_h + old_h)) / 2)
 
@@ -188,14 +188,14 @@ def measure_separability(
         shares = {}
         for language, (_, held_out) in parts.items():
             bar.set_description(f"separability in {model_name(model)}: {language}, score")
-            found: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+            log_odds: list[list[torch.Tensor]] = [[] for _ in range(layers)]
 
-            def score(layer: int, states_Th: torch.Tensor, found: list[list[torch.Tensor]] = found) -> None:
+            def score(layer: int, states_Th: torch.Tensor, log_odds: list[list[torch.Tensor]] = log_odds) -> None:
                 probe = probes[layer]
-                found[layer].append((states_Th.double() @ probe.weight_h.to(states_Th.device) + probe.bias).cpu())
+                log_odds[layer].append((states_Th.double() @ probe.weight_h.to(states_Th.device) + probe.bias).cpu())
 
             _read(model, held_out, batch_size, score, bar)
-            shares[language] = called_right(torch.stack([torch.cat(odds) for odds in found]), language in new)
+            shares[language] = called_right(torch.stack([torch.cat(odds) for odds in log_odds]), language in new)
 
     def balanced(length: int) -> list[float]:
         of_kinds = [torch.stack([shares[code][length] for code in codes]).mean(0) for codes in (old, new)]

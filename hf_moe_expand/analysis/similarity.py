@@ -15,7 +15,7 @@ from ..modeling import decoder_ffns, stack_sizes
 from ..models import longest_block, model_name
 from ..results import SimilarityResult
 from ..settings import AnalysisSettings
-from .two_sides import SideBatch, side_batches
+from .encoder_decoder import SideBatch, side_batches
 
 
 class MeanDirections:
@@ -137,7 +137,7 @@ def measure_similarity(
     base = getattr(model, "base_model", model)
     encoder_layers = stack_sizes(model.config).get("encoder", 0)
     if encoder_layers:
-        return _of_two_sides(model, tokenizer, texts, old, new, tokens, batch_size, encoder_layers)
+        return _of_encoder_decoder(model, tokenizer, texts, old, new, tokens, batch_size, encoder_layers)
     num_layers, hidden_size = len(decoder_ffns(model)), model.config.get_text_config(decoder=True).hidden_size
     block_size = min(block_size, longest_block(model.config) or block_size)
     # Counts all text before the first pass, so that a lack of text is reported at once.
@@ -163,7 +163,7 @@ def measure_similarity(
     return _result(means, old, new, tokens)
 
 
-def _of_two_sides(
+def _of_encoder_decoder(
     model: Any,
     tokenizer: Any,
     texts: Mapping[str, Iterable[Any]],
@@ -178,10 +178,10 @@ def _of_two_sides(
     batches = {code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model) for code in codes}
     means = {}
     bar = tqdm(total=2 * tokens * len(batches), unit="token", unit_scale=True)
-    for language, found in batches.items():
+    for language, of_language in batches.items():
         bar.set_description(f"similarity in {model_name(model)}: {language}")
         directions = MeanDirections(len(decoder_ffns(model)), model.config.hidden_size)
-        for batch in found:
+        for batch in of_language:
 
             def receive(
                 layer: int, states: torch.Tensor, batch: SideBatch = batch, directions: MeanDirections = directions

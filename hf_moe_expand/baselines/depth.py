@@ -122,12 +122,12 @@ def _is_silent(config: PreTrainedConfig) -> bool:
 def _sources(old: int, blocks: int) -> list[tuple[int, bool]]:
     """For each layer of the deeper model: the old layer that it comes from, and whether it is an inserted copy."""
     after = {(number + 1) * old // blocks - 1 for number in range(blocks)}
-    found = []
+    sources = []
     for layer in range(old):
-        found.append((layer, False))
+        sources.append((layer, False))
         if layer in after:
-            found.append((layer, True))
-    return found
+            sources.append((layer, True))
+    return sources
 
 
 def _has(network: nn.Module, name: str) -> bool:

@@ -69,7 +69,7 @@ def evaluate_ensemble(
         block_size = min(block_size, longest_block(config) or block_size)
     texts = {language: list(documents) for language, documents in texts.items()}
     streams = {language: language_stream(language, texts, tokenizer, max_tokens) for language in texts}
-    found: dict[str, list[torch.Tensor]] = {language: [] for language in texts}
+    log_probs: dict[str, list[torch.Tensor]] = {language: [] for language in texts}
     for model in tqdm(models, desc="ensemble", unit="model"):
         loaded, own = load_for_inference(model) if isinstance(model, (str, os.PathLike)) else (model, tokenizer)
         loaded.eval()
@@ -80,11 +80,11 @@ def evaluate_ensemble(
                     f"{model}: its tokenizer gives other tokens for the text in {language!r}; the models of an "
                     "ensemble must share one tokenizer."
                 )
-            found[language].append(-torch.cat(list(target_nats(loaded, stream, block_size, batch_size))))
+            log_probs[language].append(-torch.cat(list(target_nats(loaded, stream, block_size, batch_size))))
         del loaded
     scores = {}
     for language, stream in streams.items():
-        nats = -mix_models(torch.stack(found[language]), top_m).sum().item()
+        nats = -mix_models(torch.stack(log_probs[language]), top_m).sum().item()
         with errors_at(f"ensemble: language {language!r}"):
             scores[language] = stream.score(nats)
     return scores

@@ -93,8 +93,8 @@ def save_expansion(
     base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
     local = base is not None and Path(base).is_dir()
     # The hub's cache names a snapshot's folder by its commit.
-    found = (None, None) if local else (str(base or origin.name), base_folder.name)
-    pointer = dict(zip(("base_model", "revision"), found, strict=True))
+    id_and_revision = (None, None) if local else (str(base or origin.name), base_folder.name)
+    pointer = dict(zip(("base_model", "revision"), id_and_revision, strict=True))
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
     record, added, changed = _compare(expanded, dense)
     in_base, size = (sum(expanded.reader.info(name).nbytes for name in names) for names in (record, changed))

@@ -148,8 +148,8 @@ def dense_config(config: Any) -> Any:
     backbone = config.backbone_config_class
     ours = {f.name for f in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(backbone)}
     values = {name: value for name, value in config.to_dict().items() if name not in {*ours, *_NOT_INHERITED}}
-    causal, seq2seq = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    architecture = (seq2seq if config.is_encoder_decoder else causal)[backbone.model_type]
+    causal, encoder_decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    architecture = (encoder_decoder if config.is_encoder_decoder else causal)[backbone.model_type]
     return backbone(**values, architectures=[architecture])
 
 
@@ -234,9 +234,10 @@ def _check_fits(source: StoredModel, form: NativeForm, config: Any, tensors: lis
     tied = set(network.all_tied_weights_keys)
     state = {name: value for name, value in network.state_dict().items() if name not in tied}
     expected = {name: tuple(value.shape) for name, value in revert_weight_conversion(network, state).items()}
-    found = {tensor.name: tensor.shape for tensor in tensors if tensor.name not in tied}
-    if differ := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+    actual = {tensor.name: tensor.shape for tensor in tensors if tensor.name not in tied}
+    if differ := sorted(name for name in {*expected, *actual} if expected.get(name) != actual.get(name)):
         raise InputError(
             f"{source.folder}: cannot be written as {form.model_type}: tensor {differ[0]!r} has shape "
-            f"{list(found.get(differ[0], ())) or 'none'} here, but {list(expected.get(differ[0], ())) or 'none'} there."
+            f"{list(actual.get(differ[0], ())) or 'none'} here, but {list(expected.get(differ[0], ())) or 'none'} "
+            "there."
         )

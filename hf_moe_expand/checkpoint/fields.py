@@ -138,9 +138,9 @@ def _check_counts(config: Any, folder: Path) -> None:
 
 
 def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
-    said = repr(value)
-    said = said if len(said) <= 60 else f"{said[:60]}..."
-    return InputError(f"{folder}: its configuration cannot be read ({name} is {said}, not {wanted}).")
+    text = repr(value)
+    text = text if len(text) <= 60 else f"{text[:60]}..."
+    return InputError(f"{folder}: its configuration cannot be read ({name} is {text}, not {wanted}).")
 
 
 def _is_count(value: Any, least: int = 1, most: int = MOST_ELEMENTS) -> bool:

@@ -127,6 +127,6 @@ def stored_gates(stored: StoredModel) -> Gates | None:
 def without_classes(gates: Gates, gone: Collection[int]) -> Gates:
     """The gates without the rows of some classes; the later classes move up."""
     classes = [number for number, codes in enumerate(gates.languages) for _ in codes]
-    kept = torch.tensor([row for row, number in enumerate(classes) if number not in gone])
+    rows = torch.tensor([row for row, number in enumerate(classes) if number not in gone])
     languages = [codes for number, codes in enumerate(gates.languages) if number not in gone]
-    return Gates(languages, {layer: (w[kept], b[kept]) for layer, (w, b) in gates.rows.items()}, gates.rule)
+    return Gates(languages, {layer: (w[rows], b[rows]) for layer, (w, b) in gates.rows.items()}, gates.rule)

@@ -45,12 +45,12 @@ def keep_gguf_tokenizer(reader: Any, tokenizer: Any, folder: Path) -> None:
     tokens = fields.get("tokenizer.ggml.tokens")
     if tokens is None or tokens.contents() != tokenizer.convert_ids_to_tokens(range(len(tokens.data))):
         return
-    kept = {
+    entries = {
         name: {"types": [kind.name for kind in field.types], "value": field.contents()}
         for name, field in fields.items()
         if name not in _NOT_KEPT
     }
-    write_json(folder / KEPT, kept)
+    write_json(folder / KEPT, entries)
 
 
 def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
@@ -63,14 +63,14 @@ def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
         InputError: there is no tokenizer, or llama.cpp has none that cuts text as it does.
     """
     tokenizer = load_tokenizer(folder)
-    kept = _kept(folder, rows)
-    if kept is None and len(tokenizer) > rows:
+    entries = _kept(folder, rows)
+    if entries is None and len(tokenizer) > rows:
         raise InputError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(f"{folder}: its tokenizer has no tokenizer.json, of which the GGUF file's fields are made.")
     state = json.loads(backend.to_str())
-    if kept is None:
+    if entries is None:
         rule = _rule(state, tokenizer, folder)
         begins, ends = _frame(tokenizer, folder)
 
@@ -81,7 +81,7 @@ def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
         writer.add_token_list(tokens)
         if state["model"].get("merges"):
             writer.add_token_merges([_merge(pair) for pair in state["model"]["merges"]])
-        if kept is None:
+        if entries is None:
             writer.add_tokenizer_model("gpt2")
             writer.add_tokenizer_pre(rule)
             writer.add_token_types(types)
@@ -90,7 +90,7 @@ def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
                     getattr(writer, f"add_{name}_token_id")(number)
             writer.add_add_bos_token(begins)
             writer.add_add_eos_token(ends)
-        for name, entry in (kept or {}).items():
+        for name, entry in (entries or {}).items():
             kinds = [gguf.GGUFValueType[kind] for kind in entry["types"]]
             writer.add_key_value(name, entry["value"], kinds[0], kinds[-1] if len(kinds) > 1 else None)
         if template := tokenizer.chat_template:
@@ -113,9 +113,9 @@ def _kept(folder: Path, rows: int) -> dict | None:
     now. (The tokenizer that transformers made of the file may have a further token, which the model does not know.)"""
     if not (folder / KEPT).is_file():
         return None
-    kept = read_json(folder / KEPT, "fields of a GGUF file")
-    types = kept.get("tokenizer.ggml.token_type", {}).get("value", [])
-    return kept if len(types) == rows else None
+    entries = read_json(folder / KEPT, "fields of a GGUF file")
+    types = entries.get("tokenizer.ggml.token_type", {}).get("value", [])
+    return entries if len(types) == rows else None
 
 
 def _vocabulary(state: dict) -> dict[int, str]:

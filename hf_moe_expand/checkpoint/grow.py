@@ -142,21 +142,21 @@ def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
     before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
     classes, names = len(History.of(config)) + 2, layer_names(config)
     refitted = config.gate_languages is not None
-    kept = set() if refitted else before & after
+    retained = set() if refitted else before & after
     why = (
         "fit gates again after stage 1 (`hf-moe-expand gates`)" if refitted else "the plan names none for these layers"
     )
-    found = [
+    effects = [
         (before if refitted else before - after, f"removed: {why}"),
-        (kept, f"kept, with a class for the new languages ({classes} classes)"),
-        (after - kept, f"added, with weights of zero ({classes} classes)"),
+        (retained, f"kept, with a class for the new languages ({classes} classes)"),
+        (after - retained, f"added, with weights of zero ({classes} classes)"),
     ]
     changes = [
-        f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {said}"
-        for layers, said in found
+        f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {effect}"
+        for layers, effect in effects
         if layers
     ]
-    if kept and config.prefix_gate != plan.prefix_rule:
+    if retained and config.prefix_gate != plan.prefix_rule:
         was, will_be = (
             f"judge the text so far ({gate})" if gate else "judge one token"
             for gate in (config.prefix_gate, plan.prefix_rule)
@@ -229,13 +229,13 @@ def add_experts(
     _replace_classifiers(outputs, reader, prefixes, config, before + 2)
     parameters = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
     history.with_expansion(changed(record, parameters=parameters)).write(config)
-    kept = {}
+    files = {}
     if keep_routers:
         today = {name: reader.tensor(name) for name in reader.tensors if _ROUTING.search(name)}
-        kept[KEPT_ROUTERS.format(before)] = save(today, metadata={"format": "pt"})
+        files[KEPT_ROUTERS.format(before)] = save(today, metadata={"format": "pt"})
     return write_checkpoint(
         out, config, outputs.values(), [(folder, COMPANIONS)], "grow",
-        files=kept, max_shard_size=max_shard_size, overwrite=overwrite,
+        files=files, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
 
 

@@ -64,22 +64,22 @@ def expand_model(
     check_kinds(expert_init, expert_kind)
     _check_dense(dense)
     if isinstance(plan, ExpandedConfig):
-        given = plan
+        wanted = plan
         if conditional_routing or expert_kind != "ffn":
             raise InputError(
                 "conditional_routing and expert_kind are fields of the configuration: set them in `from_dense`."
             )
-        plan, conditional_routing, expert_kind = _plan_of(given), given.conditional_routing, given.expert_kind
-        lora_rank, lora_alpha = given.lora_rank or lora_rank, given.lora_alpha or lora_alpha
-        expert_width = given.expert_width
+        plan, conditional_routing, expert_kind = _plan_of(wanted), wanted.conditional_routing, wanted.expert_kind
+        lora_rank, lora_alpha = wanted.lora_rank or lora_rank, wanted.lora_alpha or lora_alpha
+        expert_width = wanted.expert_width
     else:
-        given = None
+        wanted = None
     name, revision = base_of(dense)
     check_dense_plan(plan, dense.config, name, conditional_routing)
     kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
-    if given is not None:
-        _check_same(given, config)
+    if wanted is not None:
+        _check_same(wanted, config)
     with torch.device("meta"), init.no_init_weights():
         expanded: Any = auto_class(config).from_config(
             config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
@@ -144,9 +144,9 @@ def _plan_of(config: ExpandedConfig) -> Plan:
     )  # fmt: skip
 
 
-def _check_same(given: ExpandedConfig, config: ExpandedConfig) -> None:
+def _check_same(wanted: ExpandedConfig, config: ExpandedConfig) -> None:
     """Refuses a configuration that was made for another dense model."""
-    left, right = given.to_dict(), config.to_dict()
+    left, right = wanted.to_dict(), config.to_dict()
     for field in sorted(left.keys() | right.keys()):
         if field not in _OF_LOADING and left.get(field) != right.get(field):
             raise InputError(
@@ -202,12 +202,12 @@ def _tie(model: Any) -> None:
 
 def _copy_buffers(dense: PreTrainedModel, expanded: Any) -> None:
     """Copies buffers that checkpoints do not hold, such as rotary frequencies."""
-    found, held = dict(dense.named_buffers()), expanded.state_dict().keys()
+    buffers, held = dict(dense.named_buffers()), expanded.state_dict().keys()
     for name, _ in list(expanded.named_buffers()):
         if name not in held:
             module, _, buffer = name.rpartition(".")
             expanded.get_submodule(module).register_buffer(
-                buffer, found[re.sub(r"\.experts\.\d+\.", ".", name)].clone(), persistent=False
+                buffer, buffers[re.sub(r"\.experts\.\d+\.", ".", name)].clone(), persistent=False
             )
 
 

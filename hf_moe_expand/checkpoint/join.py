@@ -90,14 +90,14 @@ def join_expansions(
             the same twice, for one language, of DMoE, with another top-k, with shared weights that were trained; or
             `scales` are not one positive number for each pack.
     """
-    found = load_packs(packs, out, overwrite)
-    check_packs(found, keep_both)
-    scales = [pack.scale for pack in found] if scales is None else list(scales)
-    if len(scales) != len(found) or not all(0 < scale < float("inf") for scale in scales):
-        raise InputError(f"scales is {scales}: must be a positive number for each of {len(found)} packs.")
-    check_ungated(found)
-    found = [replace(pack, scale=scale) for pack, scale in zip(found, scales, strict=True)]
-    return write_joined(found, out, max_shard_size=max_shard_size, overwrite=overwrite)
+    loaded = load_packs(packs, out, overwrite)
+    check_packs(loaded, keep_both)
+    scales = [pack.scale for pack in loaded] if scales is None else list(scales)
+    if len(scales) != len(loaded) or not all(0 < scale < float("inf") for scale in scales):
+        raise InputError(f"scales is {scales}: must be a positive number for each of {len(loaded)} packs.")
+    check_ungated(loaded)
+    loaded = [replace(pack, scale=scale) for pack, scale in zip(loaded, scales, strict=True)]
+    return write_joined(loaded, out, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 def check_ungated(packs: Sequence[Pack]) -> None:
@@ -122,23 +122,23 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
     """
     if len(packs) < 2:
         raise InputError("A join needs two or more packs.")
-    found: list[Pack] = []
-    for given in packs:
-        place, name = pack_and_name(given)
+    loaded: list[Pack] = []
+    for pack in packs:
+        place, name = pack_and_name(pack)
         stored = StoredModel(place)
         check_output(out, overwrite, stored.folder)
         if not isinstance(stored.config, LayerMoEConfig):
             kind = stored.config.model_type
             why = "nothing of a DMoE's base is frozen" if kind == "dmoe" else "it is not an expanded checkpoint"
-            raise InputError(f"{given}: is a {kind} checkpoint, which is no language pack: {why}.")
+            raise InputError(f"{pack}: is a {kind} checkpoint, which is no language pack: {why}.")
         if stored.config.packs:
-            if str(given) != place:
-                raise InputError(f"{given}: joins packs already, which keep their names: give it without a name.")
-            found += _packs_of_joined(stored)
+            if str(pack) != place:
+                raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")
+            loaded += _packs_of_joined(stored)
         else:
             check_pack_name(name)  # it is published: a local folder's path is not
-            found.append(own_pack(name, stored))
-    return found
+            loaded.append(own_pack(name, stored))
+    return loaded
 
 
 def _packs_of_joined(stored: StoredModel) -> list[Pack]:
@@ -186,10 +186,10 @@ def write_joined(
     *earlier, last = History.of(config).expansions
     parameters = sum(prod(tensor.shape) for tensor in outputs)
     History([*earlier, changed(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
-    kept = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
+    pack_files = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
     companions = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
     write_checkpoint(
-        out, config, outputs, [(packs[0].stored.folder, companions)], "join", files=kept,
+        out, config, outputs, [(packs[0].stored.folder, companions)], "join", files=pack_files,
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     return JoinReport(

@@ -85,8 +85,8 @@ def _find(packs: Sequence[Pack], wanted: str) -> Pack:
     named = named or [pack for pack in packs if wanted in pack.new_languages]
     if len(named) != 1:
         known = "; ".join(f"{pack.name} ({', '.join(pack.new_languages)})" for pack in packs)
-        said = "several packs have it" if named else "no pack has this name or language"
-        raise InputError(f"{wanted!r}: {said}; the model joins {known}.")
+        problem = "several packs have it" if named else "no pack has this name or language"
+        raise InputError(f"{wanted!r}: {problem}; the model joins {known}.")
     return named[0]
 
 

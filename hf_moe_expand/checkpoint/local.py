@@ -73,9 +73,9 @@ def name_in_results(name: str | os.PathLike) -> str:
     return folder.resolve().relative_to(run.parent).as_posix() if run else folder.resolve().name
 
 
-def pack_and_name(given: str | os.PathLike) -> tuple[str, str]:
+def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:
     """A pack's folder or hub id, and its name: in `NAME=PACK` the one that stands there, else `own_name`."""
-    text = str(given)
+    text = str(pack)
     name, equals, place = text.partition("=")
     if equals and name and place and not Path(text).is_dir():
         return place, name
@@ -104,8 +104,8 @@ def stored_layers(name: str | os.PathLike) -> int | None:
     fields = read_json(folder / "config.json", "a configuration")
     if fields.get("is_encoder_decoder") or fields.get("decoder_layers") or fields.get("num_decoder_layers"):
         return None
-    found = fields.get("num_hidden_layers")
-    return found if type(found) is int and 0 < found <= MOST_LAYERS else None
+    layers = fields.get("num_hidden_layers")
+    return layers if type(layers) is int and 0 < layers <= MOST_LAYERS else None
 
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:

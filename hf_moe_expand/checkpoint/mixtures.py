@@ -15,7 +15,7 @@ def idle_in_mixture(block: Any, config: Any) -> int:
     """Weights of a mixture of experts of the backbone's own, or of an `ExpandedFFN` around one, that a token does not
     use. 0 where the configuration does not say how many experts a token takes."""
     mixture = block.experts[0] if isinstance(block, ExpandedFFN) else block
-    active = next((found for name in _ACTIVE if isinstance(found := getattr(config, name, None), int)), None)
+    active = next((count for name in _ACTIVE if isinstance(count := getattr(config, name, None), int)), None)
     fused = [parameter for parameter in mixture.parameters() if parameter.dim() > 2]
     if active is None:
         return 0

@@ -106,10 +106,10 @@ def rows_of_files(stored: StoredModel, prefix: str, neurons: Neurons) -> Take:
         if parts := list(reader.parts.get(key, {}).values()):  # all experts' gates, then all experts' ups
             each, width = 2 * neurons.width, neurons.width
             which = (rows % each) // width * (len(parts) // 2) + rows // each
-            found = [
+            picked = [
                 reader.rows(parts[i], [row]) for i, row in zip(which.tolist(), (rows % width).tolist(), strict=True)
             ]
-            return torch.cat(found)
+            return torch.cat(picked)
         if not neurons.columns:
             return reader.rows(key, rows.tolist())
         # Columns of one expert after the other.

@@ -61,8 +61,8 @@ def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...
         rest: name of the tensor in it.
         place: seed, layer and expert, which decide the values.
     """
-    if network.config.is_encoder_decoder and (found := _drawn_with_its_ffn(network, ffn, rest, place)) is not None:
-        return found
+    if network.config.is_encoder_decoder and (drawn := _drawn_with_its_ffn(network, ffn, rest, place)) is not None:
+        return drawn
     module_name, _, parameter_name = rest.rpartition(".")
     module = copy.deepcopy(ffn.get_submodule(module_name)).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -79,5 +79,5 @@ def _drawn_with_its_ffn(network: Any, ffn: nn.Module, rest: str, place: tuple[in
             parameter.fill_(torch.nan)
         torch.manual_seed(_place_seed(*place))
         network._init_weights(whole)
-    found = whole.get_parameter(rest).detach()
-    return None if found.isnan().any() else found
+    drawn = whole.get_parameter(rest).detach()
+    return None if drawn.isnan().any() else drawn

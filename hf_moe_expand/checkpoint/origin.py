@@ -27,18 +27,18 @@ def check_expanded_from(
     if changed or any(record.expert_init == "branches" for record in history.expansions):
         return
     where = places(target.network)
-    kept = {key: home for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
-    wrong = next((key for key, home in kept.items() if not _same(target, key, base, home)), None)
+    copied = {key: home for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
+    wrong = next((key for key, home in copied.items() if not _same(target, key, base, home)), None)
     if wrong is None:
         return
-    if all(_same(target, key, instruct, home) for key, home in kept.items()):
+    if all(_same(target, key, instruct, home) for key, home in copied.items()):
         raise InputError(
             f"base ({base.folder}) and instruct ({instruct.folder}) look swapped: {target.folder} has the weights of "
-            f"instruct, and other ones in {kept[wrong]!r} than base. Give the model that was expanded as base."
+            f"instruct, and other ones in {copied[wrong]!r} than base. Give the model that was expanded as base."
         )
     raise InputError(
-        f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {kept[wrong]!r} differs from "
-        "the model's own, which the expansion copied. Give the model that was expanded as base."
+        f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {copied[wrong]!r} differs "
+        "from the model's own, which the expansion copied. Give the model that was expanded as base."
     )
 
 

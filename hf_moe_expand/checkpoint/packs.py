@@ -100,12 +100,12 @@ class Pack:
     @cached_property
     def experts(self) -> list[tuple[int, int, str, str]]:
         """Its own experts' tensors: layer, the expert's number in the pack, name inside the expert, key in `stored`."""
-        found = []
+        experts = []
         for key, place in self.places.items():
             number = (place.expert or 0) - (self.before[place.layer] if place.layer >= 0 else 0)
             if place.expert and 1 <= number < self.config.num_experts_per_layer[place.layer]:
-                found.append((place.layer, number, place.inner.split(".", 2)[2], key))
-        return found
+                experts.append((place.layer, number, place.inner.split(".", 2)[2], key))
+        return experts
 
     def to_keep(self) -> bytes:
         """The content of its file in a joined model."""
@@ -141,19 +141,19 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
         raise InputError(f"{stored.folder}: joins no language packs.")
     history = [*(stored.config.earlier_experts_per_layer or []), stored.config.num_experts_per_layer]
     layers = count_layers(stored.config)
-    found = []
+    packs = []
     for number, end in enumerate(accumulate(sizes), start=1):
         start = end - sizes[number - 1]
         before = [history[start - 1][layer] - 1 if start else 0 for layer in range(layers)]
         file = stored.folder / PACK_FILE.format(number)
-        kept = read_pack_file(file)
+        record = read_pack_file(file)
         own = [a - b for a, b in zip(history[end - 1], before, strict=True)]
-        if own != kept.config.num_experts_per_layer or sizes[number - 1] != len(History.of(kept.config)):
+        if own != record.config.num_experts_per_layer or sizes[number - 1] != len(History.of(record.config)):
             raise InputError(f"{file}: does not fit config.json's counts.")
-        pack = Pack(kept.name, kept.config, kept.text, stored, kept.routing, before, kept.scale)
+        pack = Pack(record.name, record.config, record.text, stored, record.routing, before, record.scale)
         _check_record(pack, file)
-        found.append(pack)
-    return found
+        packs.append(pack)
+    return packs
 
 
 def _check_record(pack: Pack, file: Path) -> None:
@@ -172,14 +172,16 @@ def _check_record(pack: Pack, file: Path) -> None:
     held = {(layer, f"experts.{number}.{rest}"): stored.shapes[key] for layer, number, rest, key in pack.experts}
     for key, place in own.items():
         if place.inner in ROUTING:
-            found = None if (rows := pack.routing.get((place.layer, place.inner))) is None else tuple(rows.shape)
+            shape = None if (rows := pack.routing.get((place.layer, place.inner))) is None else tuple(rows.shape)
         elif place.expert:
-            found = held.get((place.layer, place.inner))
+            shape = held.get((place.layer, place.inner))
         else:
-            found = stored.shapes.get(pack.base.get(place.dense or "", ""), shapes[key])
-        if found != shapes[key]:
-            said = "none" if found is None else f"one of shape {list(found)}"
-            raise InputError(f"{file}: its record asks for {key!r} of shape {list(shapes[key])}, but there is {said}.")
+            shape = stored.shapes.get(pack.base.get(place.dense or "", ""), shapes[key])
+        if shape != shapes[key]:
+            actual = "none" if shape is None else f"one of shape {list(shape)}"
+            raise InputError(
+                f"{file}: its record asks for {key!r} of shape {list(shapes[key])}, but there is {actual}."
+            )
     known = {(place.layer, place.inner) for place in own.values()}
     if unknown := sorted(set(pack.routing) - known):
         layer, inner = unknown[0]
@@ -230,14 +232,14 @@ def routing_of(packs: Sequence[Pack], layer: int, dtype: str, gated: bool = Fals
         gated: whether gates that were fitted take the place of the packs' classifiers.
     """
     hidden = packs[0].config.hidden_size
-    found = {}
+    tensors = {}
     counts = [pack.config.num_experts_per_layer[layer] - 1 for pack in packs]
     routers = [pack.routing.get((layer, ROUTING[0])) for pack in packs]
     scales = [pack.scale for pack in packs]
     if any(counts):
-        found[ROUTING[0]] = joined_rows(list(zip(routers, counts, scales, strict=True)), hidden)
+        tensors[ROUTING[0]] = joined_rows(list(zip(routers, counts, scales, strict=True)), hidden)
     classifiers = [pack.routing.get((layer, ROUTING[1])) for pack in packs]
     if not gated and any(matrix is not None for matrix in classifiers):
         parts = [(matrix, pack.expansions, 1.0) for matrix, pack in zip(classifiers, packs, strict=True)]
-        found[ROUTING[1]] = joined_rows(parts, hidden)
-    return {name: rows.to(TORCH_DTYPES[dtype]) for name, rows in found.items()}
+        tensors[ROUTING[1]] = joined_rows(parts, hidden)
+    return {name: rows.to(TORCH_DTYPES[dtype]) for name, rows in tensors.items()}

@@ -101,8 +101,8 @@ def _moved(model: Any) -> Any:
 
 
 def _starts_as_the_base(twin: Twin) -> bool:
-    expected, found = _logits(twin.dense), _logits(twin.expanded)
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    expected, actual = _logits(twin.dense), _logits(twin.expanded)
+    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def _keeps_the_base(twin: Twin) -> bool:
@@ -124,11 +124,11 @@ def _is_saved_whole(twin: Twin) -> bool:
         loaded: Any = auto_class(twin.trained.config).from_pretrained(
             folder, trust_remote_code=False, output_loading_info=True
         )
-        again, found = loaded
+        again, info = loaded
         expected = twin.trained.state_dict()
         state = again.state_dict()
         same = list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
-    return same and not any(found.values())
+    return same and not any(info.values())
 
 
 def _generates_with_a_cache(twin: Twin) -> bool:

@@ -73,10 +73,10 @@ class CheckpointReader:
         self._finite: set[str] = set()
         self.files, wanted = self._files()
         for file in self.files:
-            found = _read_header(file)
-            if twice := sorted(set(found) & set(self.tensors)):
+            tensors = _read_header(file)
+            if twice := sorted(set(tensors) & set(self.tensors)):
                 raise InputError(f"{file}: tensor {twice[0]!r} is in {self.tensors[twice[0]].file.name} too.")
-            self.tensors.update(found)
+            self.tensors.update(tensors)
         for name, place in wanted.items():
             if name not in self.tensors or self.tensors[name].file.name != place:
                 raise InputError(f"{self.folder / place}: lacks tensor {name!r}, which the index says it holds.")
@@ -119,13 +119,13 @@ class CheckpointReader:
     def fingerprint(self) -> str:
         """A hash of config.json and of each tensor's name, type, shape and first elements, which identifies the
         checkpoint."""
-        found = hashlib.sha256((self.folder / "config.json").read_bytes())
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, info in sorted(self.tensors.items()):
-            found.update(f"{name} {info.dtype} {info.shape}".encode())
+            digest.update(f"{name} {info.dtype} {info.shape}".encode())
             with open(info.file, "rb") as file:
                 file.seek(info.start)
-                found.update(file.read(min(_SAMPLE, info.nbytes)))
-        return found.hexdigest()
+                digest.update(file.read(min(_SAMPLE, info.nbytes)))
+        return digest.hexdigest()
 
     def put_together(
         self,

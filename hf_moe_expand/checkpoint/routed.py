@@ -106,18 +106,18 @@ def check_counts(counts: Sequence[int], top_k: int, folder: Any, biased: bool, w
     Raises:
         InputError: see the module.
     """
-    found = sorted({count for count in counts if count > 1})
+    sizes = sorted({count for count in counts if count > 1})
     if not needs_bias(counts, top_k):
         return
     if not biased:
         raise InputError(
-            f"{folder}: its layers have {', '.join(map(str, found))} experts, but architectures have one number for "
+            f"{folder}: its layers have {', '.join(map(str, sizes))} experts, but architectures have one number for "
             f"all layers. Filling layers up would need a bias on the scores that only the choice sees, and {why}. "
             "Expand with as many experts in every layer (`plan moe-lpr`) to export."
         )
-    if found[0] < top_k:
+    if sizes[0] < top_k:
         raise InputError(
-            f"{folder}: a layer has {found[0]} experts, fewer than the {top_k} that are active for a token; an "
+            f"{folder}: a layer has {sizes[0]} experts, fewer than the {top_k} that are active for a token; an "
             f"architecture with one number of experts for all layers chooses {top_k} in each. Expand with at least "
             f"{top_k} experts in each expanded layer to export."
         )

@@ -67,7 +67,7 @@ def shrink_checkpoint(
     reader = CheckpointReader(folder)
     prefixes = [ffn.place for ffn in decoder_ffns(network_of(config))]
     kept_file = folder / KEPT_ROUTERS.format(to)
-    kept = load_file(kept_file) if kept_file.is_file() else None
+    routers = load_file(kept_file) if kept_file.is_file() else None
     grown: Any = config.num_experts_per_layer
     config.num_experts_per_layer = history[to - 1]
     config.earlier_experts_per_layer = history[: to - 1] or None
@@ -92,8 +92,8 @@ def shrink_checkpoint(
         rows["conditional_gate.weight"] = int(config.conditional_routing and count > 1)
         for inner, number in rows.items():
             name = f"{prefix}.{inner}"
-            if kept is not None and name in kept:
-                outputs[name] = _written(name, reader.tensors[f"{prefix}.router.weight"].dtype, kept[name])
+            if routers is not None and name in routers:
+                outputs[name] = _written(name, reader.tensors[f"{prefix}.router.weight"].dtype, routers[name])
             elif number and name in reader.tensors and bool(known) == bool(config.gate_languages):
                 outputs[name] = _first_rows(reader, name, number)
             elif number:
@@ -108,7 +108,7 @@ def shrink_checkpoint(
         max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     names = layer_names(config)
-    return ShrinkReport(Path(out), kept is not None, lost, [names[layer] for layer in lost])
+    return ShrinkReport(Path(out), routers is not None, lost, [names[layer] for layer in lost])
 
 
 def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:

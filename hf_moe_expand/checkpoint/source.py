@@ -58,15 +58,15 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
     unreachable = ""
     try:
         unreachable = hub_problem()
-        found = Path(
+        snapshot = Path(
             snapshot_download(str(name), revision=revision, allow_patterns=patterns, local_files_only=bool(unreachable))
         )
-        if not (found / "config.json").is_file() and not unreachable and _has_gguf(str(name), revision):
+        if not (snapshot / "config.json").is_file() and not unreachable and _has_gguf(str(name), revision):
             raise InputError(
                 f"{name}: the hub has this model as GGUF files alone: give the id of the model that they were made of, "
                 "or download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
             )
-        return found
+        return snapshot
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     except (RepositoryNotFoundError, GatedRepoError):
@@ -110,10 +110,10 @@ def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedCon
     if Path(name).exists():
         return load_base_config(resolve_checkpoint(name))
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
         raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
-    return load_base_config(Path(found).parent) if isinstance(found, str) else None
+    return load_base_config(Path(cached).parent) if isinstance(cached, str) else None
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
@@ -211,12 +211,12 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
 
 def _reason(config: Any) -> str | None:
     """Why an architecture has no FFNs that could become experts; None if it may have."""
-    given = "; give a dense decoder or encoder-decoder (docs/backbones.md)"
+    advice = "; give a dense decoder or encoder-decoder (docs/backbones.md)"
     reason = reason_left_out(config)
     if reason and config.model_type not in UNCERTAIN:
-        return f"it is {reason}{given}"
+        return f"it is {reason}{advice}"
     if type(config) not in language_models(config):
-        return f"it is not a language model that transformers knows{given}"
+        return f"it is not a language model that transformers knows{advice}"
     return None
 
 

@@ -249,8 +249,8 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
             names[key] = name
         else:
             parts.setdefault(key, []).append((pattern, name, rename_source_key(inner, renamings, [])[0]))
-    for key, found in parts.items():
-        _put_together(reader, network, key, found, converters)
+    for key, pieces in parts.items():
+        _put_together(reader, network, key, pieces, converters)
         names[key] = key
     for target, source in (getattr(network, "all_tied_weights_keys", None) or {}).items():
         if source not in names and target in names:
@@ -303,7 +303,7 @@ class Place:
 
 def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
-    found = {key: Place(key) for key in network.state_dict()}
+    by_key = {key: Place(key) for key in network.state_dict()}
     ffns: dict[int, nn.Module] = network.expanded_ffns() if hasattr(network, "expanded_ffns") else {}
     found_ffns = decoder_ffns(network) if ffns else []
     for layer, ffn in ffns.items():
@@ -312,10 +312,10 @@ def places(network: Any) -> dict[str, Place]:
             if inner.startswith("experts."):
                 _, expert, rest = inner.split(".", 2)
                 has_ffn = network.config.kind_of(layer, int(expert)).has_ffn
-                found[key] = Place(f"{found_ffns[layer].name}.{rest}" if has_ffn else None, layer, int(expert), inner)
+                by_key[key] = Place(f"{found_ffns[layer].name}.{rest}" if has_ffn else None, layer, int(expert), inner)
             else:
-                found[key] = Place(None, layer, None, inner)
-    return found
+                by_key[key] = Place(None, layer, None, inner)
+    return by_key
 
 
 def computed(

@@ -27,11 +27,11 @@ def keep_tokenizer_class(source: Path, target: Path) -> None:
     if model_type in EXPANDED or registered is None or _plain(registered) == _plain(told):
         return
     try:
-        found = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
+        actual = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
     except Exception:  # the library raises many types; who loads the tokenizer will see which
         return
-    if _plain(found) != _plain(told):
-        write_json(target / _FILE, {**fields, "tokenizer_class": found})
+    if _plain(actual) != _plain(told):
+        write_json(target / _FILE, {**fields, "tokenizer_class": actual})
 
 
 def _plain(name: str) -> str:

@@ -137,16 +137,16 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _by_layer(config: PreTrainedConfig) -> dict[str, list]:
     """The fields with a value for each layer, for few layers, each kind of layer among them."""
-    found = {}
+    shortened = {}
     for name, value in config.to_dict().items():
         if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers and value:
             firsts = [i for i, item in enumerate(value) if item not in value[:i]]
-            kept = sorted(
+            layers = sorted(
                 {*firsts[:LAYERS], *[i for i in range(len(value)) if i not in firsts][: LAYERS - len(firsts)]}
             )
             # A width is an integer of more than the twin's own sizes.
-            found[name] = [48 + 16 * (i % 2) if name in _WIDTHS else value[i] for i in kept]
-    return found
+            shortened[name] = [48 + 16 * (i % 2) if name in _WIDTHS else value[i] for i in layers]
+    return shortened
 
 
 def _field_names(config: PreTrainedConfig) -> set[str]:

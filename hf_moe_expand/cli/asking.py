@@ -57,31 +57,31 @@ def generate(
     check_checkpoints(model, revision=revision)
     if base not in (None, "inside"):
         check_checkpoints(str(base))
-    asked = list(prompts or [])
-    if not asked:
+    texts = list(prompts or [])
+    if not texts:
         if sys.stdin.isatty():
             raise InputError("There is no prompt: give one as an argument, or lines on the input.")
-        asked = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+        texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     named = codes(languages)
     from ..asking import Answering, Asked, ask
 
     how = Answering(max_new_tokens, temperature, top_p, seed, chat, system)
     spoken: Any = named[0] if len(named) == 1 else named or None
     loaded = Asked.load(model, revision)
-    found = ask([loaded, *([base] if base else [])], asked, how, spoken)
-    for number, prompt in enumerate(asked):
+    by_model = ask([loaded, *([base] if base else [])], texts, how, spoken)
+    for number, prompt in enumerate(texts):
         print(f"{prompt}")
-        width = max(map(len, found))
-        for name, answers in found.items():
+        width = max(map(len, by_model))
+        for name, answers in by_model.items():
             cut = "" if answers[number].ended else " ..."
-            said = answers[number].text.strip().replace("\n", "\n    ") + cut
-            print(f"  {name + ':':<{width + 1}} {said}" if len(found) > 1 else f"  {said}")
+            reply = answers[number].text.strip().replace("\n", "\n    ") + cut
+            print(f"  {name + ':':<{width + 1}} {reply}" if len(by_model) > 1 else f"  {reply}")
     if out is not None:
         from ..jsonfile import write_json
 
         write_json(out, {
-            "prompts": asked, "languages": spoken, "how": vars(how),
-            "answers": {name: [vars(answer) for answer in answers] for name, answers in found.items()},
+            "prompts": texts, "languages": spoken, "how": vars(how),
+            "answers": {name: [vars(answer) for answer in answers] for name, answers in by_model.items()},
         })  # fmt: skip
         print(f"wrote {out}")
 
@@ -145,14 +145,14 @@ def _talk(models: "list[Asked]", how: Any, language: str | None) -> None:
                     print(f"{one.name}:")
                 streamer = TextStreamer(one.tokenizer, skip_prompt=True, skip_special_tokens=True)
                 try:
-                    said = one.reply(talk, how, language, streamer)
+                    answer = one.reply(talk, how, language, streamer)
                 except InputError as error:  # a language that it does not know, or a conversation that is too long
                     talk.pop()
                     if not sys.stdin.isatty():
                         raise
                     print(f"error: {error}", file=sys.stderr)
                     continue
-                talk.append({"role": "assistant", "content": said.text})
+                talk.append({"role": "assistant", "content": answer.text})
 
 
 def _read() -> str | None:

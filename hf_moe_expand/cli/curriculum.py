@@ -58,29 +58,29 @@ def curriculum_counts(
     check_file(out, overwrite)
     from ..data.curriculum import count_based
 
-    given = _counts(counts)
+    examples = _counts(counts)
     for language, source in text_sources(data or []).items():
-        if language in given:
+        if language in examples:
             raise InputError(f"Language {language!r} is given with --counts and with --data; give it once.")
-        given[language] = len(source.load())
-    if not given:
+        examples[language] = len(source.load())
+    if not examples:
         raise InputError("No language was given: use --counts el=6000000,... or --data el=FILE.")
     _write(
-        count_based(given, steps, _numbers(thresholds, "--thresholds"), _numbers(shares, "--shares")),
+        count_based(examples, steps, _numbers(thresholds, "--thresholds"), _numbers(shares, "--shares")),
         out,
         "examples",
-        given,
+        examples,
     )
 
 
 def _counts(argument: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for part in codes(argument):
         language, _, number = part.partition("=")
-        if language in found:
+        if language in counts:
             raise InputError(f"--counts: language {language!r} is given twice; give it once.")
-        found[language] = _numbers(number, f"--counts {part}")[0]
-    return found
+        counts[language] = _numbers(number, f"--counts {part}")[0]
+    return counts
 
 
 def _numbers(argument: str, what: str) -> list[float]:

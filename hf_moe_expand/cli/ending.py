@@ -80,9 +80,9 @@ def tell_unforeseen(error: BaseException) -> int:
             break
         except OSError:
             continue
-    kind, said = type(error).__name__, first_line(error)
-    said = said if said.startswith(kind) else f"{kind}: {said}"
-    print(f"error: {said}. This error was not expected.{where}", file=sys.stderr)
+    kind, message = type(error).__name__, first_line(error)
+    message = message if message.startswith(kind) else f"{kind}: {message}"
+    print(f"error: {message}. This error was not expected.{where}", file=sys.stderr)
     return UNFORESEEN
 
 

@@ -65,8 +65,8 @@ def evaluate(
         source.files()
     if not sources and not tasks and not questions:
         raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or --questions.")
-    asked = _questions(questions or [])
-    if asked and len(models) < 2:
+    chat_questions = _questions(questions or [])
+    if chat_questions and len(models) < 2:
         raise InputError("--questions compares answers: give the base first and the model made of it last.")
     if not tasks and not (num_fewshot is limit is include_path is None):
         raise InputError("--num-fewshot, --limit and --include-path belong to --tasks, which is not given.")
@@ -81,7 +81,7 @@ def evaluate(
         harness_tasks = HarnessTasks(codes(tasks), num_fewshot, limit, include_path)
     groups = _language_groups(models, list(sources), codes(old), codes(new))
     result = evaluate_models(models, sources, groups, block_size, batch_size, max_tokens, ensemble, harness_tasks)
-    for code, lines in asked.items():
+    for code, lines in chat_questions.items():
         from ..evaluation.chat import check_chat
 
         if (chat := check_chat(models[0], models[-1], code, lines)) is None:
@@ -157,8 +157,8 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
     ours = {code: list(QUESTIONS[code]) for code in arguments if code in QUESTIONS}
     if other := next((code for code in arguments if code not in ours and "=" not in code), None):
         raise InputError(f"--questions {other}: there are questions in {', '.join(QUESTIONS)}; give {other}=FILE.")
-    given = text_sources([argument for argument in arguments if argument not in ours])
-    return ours | {code: list(source.documents()) for code, source in given.items()}
+    sources = text_sources([argument for argument in arguments if argument not in ours])
+    return ours | {code: list(source.documents()) for code, source in sources.items()}
 
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:

@@ -44,7 +44,7 @@ def gates(
     Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
     """
     check_checkpoints(model, expanded=True)
-    sources, given = text_sources(data), None if anchors is None else text_sources(anchors)
+    sources, anchor_sources = text_sources(data), None if anchors is None else text_sources(anchors)
     from ..analysis.gating import fit_gates
     from ..schema import read
     from ..settings import GateSettings
@@ -55,7 +55,9 @@ def gates(
         "gates",
     )
     texts = {code: source.load()["text"] for code, source in sources.items()}
-    of_anchors = None if given is None else {code: source.load()["text"] for code, source in given.items()}
+    of_anchors = (
+        None if anchor_sources is None else {code: source.load()["text"] for code, source in anchor_sources.items()}
+    )
     report = fit_gates(
         model, out, texts, of_anchors, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite
     )

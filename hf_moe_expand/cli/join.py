@@ -53,8 +53,8 @@ def join(
     Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu --calibrate en=en.jsonl --calibrate el=el.jsonl
     --calibrate hu=hu.jsonl
     """
-    for option, given in (("--tokens", tokens), ("--factors", factors or None), ("--anchors", anchors)):
-        if given is not None and not calibrate:
+    for option, value in (("--tokens", tokens), ("--factors", factors or None), ("--anchors", anchors)):
+        if value is not None and not calibrate:
             raise InputError(f"{option} belongs to --calibrate, which is not given.")
     if name:
         if len(name) != len(packs):

@@ -22,8 +22,8 @@ _ANALYSES = {"similarity": "analysis", "deviation": "deviation"}
 def _verb(method: type[PlanSettings], name: str) -> None:
     """Adds `plan NAME`."""
 
-    def verb(**given: Any) -> None:
-        _plan(method, name, given)
+    def verb(**arguments: Any) -> None:
+        _plan(method, name, arguments)
 
     parameters = list(_parameters(method))
     # Typer reads the signature, the name and the docstring of a function.
@@ -35,30 +35,37 @@ def _verb(method: type[PlanSettings], name: str) -> None:
 
 def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
     """The options of a method, required ones first: its analysis, its keys, and the options of every plan."""
-    found: dict[str, tuple[Any, Any]] = {}
+    parameters: dict[str, tuple[Any, Any]] = {}
     if method.analysis:
-        found[_ANALYSES[method.analysis]] = (Annotated[Path, _analysis_option(method.analysis, required=True)], _EMPTY)
+        parameters[_ANALYSES[method.analysis]] = (
+            Annotated[Path, _analysis_option(method.analysis, required=True)],
+            _EMPTY,
+        )
     if method.needs_separability:
         help_ = "separability.json of `analyze separability`, for the same languages."
-        found["separability"] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
+        parameters["separability"] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
     for name, key in method.own_keys().items():
-        found |= _key_options(name, key)
-    found["out"] = (Out, _EMPTY)
+        parameters |= _key_options(name, key)
+    parameters["out"] = (Out, _EMPTY)
     if not method.analysis:
-        found |= {"layers": (Layers, None if method.grows else _EMPTY), "old": (OldCodes, ""), "new": (NewCodes, "")}
+        parameters |= {
+            "layers": (Layers, None if method.grows else _EMPTY),
+            "old": (OldCodes, ""),
+            "new": (NewCodes, ""),
+        }
     for name, key in method.all_keys().items():
-        found |= {} if name in method.own_keys() else _key_options(name, key)
+        parameters |= {} if name in method.own_keys() else _key_options(name, key)
     if not method.analysis:
-        found["analysis"] = (Annotated[Path | None, _analysis_option("similarity", required=False)], None)
+        parameters["analysis"] = (Annotated[Path | None, _analysis_option("similarity", required=False)], None)
     if method.analysis == "deviation":
-        found["figure"] = (Figure, None)
-    found["seed"] = (Seed, 0)
+        parameters["figure"] = (Figure, None)
+    parameters["seed"] = (Seed, 0)
     if method.grows:
-        found["grows_from"] = (GrowsFrom, None)
-    found["overwrite"] = (Overwrite, False)
+        parameters["grows_from"] = (GrowsFrom, None)
+    parameters["overwrite"] = (Overwrite, False)
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, (annotation, default) in sorted(found.items(), key=lambda item: item[1][1] is not _EMPTY)
+        for name, (annotation, default) in sorted(parameters.items(), key=lambda item: item[1][1] is not _EMPTY)
     ]
 
 
@@ -105,16 +112,16 @@ def _name(option: Option) -> str:
     return option.flag.removeprefix("--").replace("-", "_")
 
 
-def _keys_given(method: type[PlanSettings], given: dict[str, Any]) -> dict[str, Any]:
+def _keys_given(method: type[PlanSettings], arguments: dict[str, Any]) -> dict[str, Any]:
     """The method's keys, from the options."""
     keys = {}
     for name, key in method.all_keys().items():
         options = _options(key)
         if not options:
-            keys[name] = given[name]
+            keys[name] = arguments[name]
             continue
         flags = [option.flag for option in options]
-        values = [(option, given[_name(option)]) for option in options]
+        values = [(option, arguments[_name(option)]) for option in options]
         chosen = [option.value(value) for option, value in values if value is not None and value is not False]
         if len(chosen) > 1:
             raise InputError(f"{' and '.join(flags)}: give only one of them.")
@@ -125,34 +132,36 @@ def _keys_given(method: type[PlanSettings], given: dict[str, Any]) -> dict[str, 
     return keys
 
 
-def _plan(method: type[PlanSettings], name: str, given: dict[str, Any]) -> None:
-    out, figure, seed = given["out"], given.get("figure"), given["seed"]
-    check_file(out, given["overwrite"])
-    check_figure(figure, given["overwrite"])
-    settings = read_plan_settings({"method": name, **_keys_given(method, given)})
+def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> None:
+    out, figure, seed = arguments["out"], arguments.get("figure"), arguments["seed"]
+    check_file(out, arguments["overwrite"])
+    check_figure(figure, arguments["overwrite"])
+    settings = read_plan_settings({"method": name, **_keys_given(method, arguments)})
     from ..planning.make import make_plan
     from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 
-    similarity = SimilarityResult.from_json(given["analysis"]) if given.get("analysis") else None
-    deviation = DeviationResult.from_json(given["deviation"]) if given.get("deviation") else None
-    separability = SeparabilityResult.from_json(given["separability"]) if given.get("separability") else None
-    old, new = codes(given.get("old", "")), codes(given.get("new", ""))
+    similarity = SimilarityResult.from_json(arguments["analysis"]) if arguments.get("analysis") else None
+    deviation = DeviationResult.from_json(arguments["deviation"]) if arguments.get("deviation") else None
+    separability = SeparabilityResult.from_json(arguments["separability"]) if arguments.get("separability") else None
+    old, new = codes(arguments.get("old", "")), codes(arguments.get("new", ""))
     if similarity is not None:
         old, new = old or similarity.old, new or similarity.new
     counts: list[int] = []
     encoder = similarity.encoder_layers if similarity is not None else 0
-    if given.get("grows_from"):
-        check_checkpoints(given["grows_from"], expanded=True)
+    if arguments.get("grows_from"):
+        check_checkpoints(arguments["grows_from"], expanded=True)
         from ..checkpoint.source import grown_from
 
-        counts, known, encoder = grown_from(given["grows_from"])
+        counts, known, encoder = grown_from(arguments["grows_from"])
         old = old or known
         if again := [code for code in new if code in known]:
-            raise InputError(f"{', '.join(again)}: already a language of {given['grows_from']}; leave it out of --new.")
+            raise InputError(
+                f"{', '.join(again)}: already a language of {arguments['grows_from']}; leave it out of --new."
+            )
     measured = similarity.similarity if similarity else deviation.deviation if deviation else []
     num_layers = len(counts) or len(measured)
-    if given.get("layers"):
-        num_layers, encoder = _num_layers(given["layers"])
+    if arguments.get("layers"):
+        num_layers, encoder = _num_layers(arguments["layers"])
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
     plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, separability, encoder)
@@ -170,22 +179,22 @@ def _plan(method: type[PlanSettings], name: str, given: dict[str, Any]) -> None:
     print(f"wrote {out}")
 
 
-def _num_layers(given: str) -> tuple[int, int]:
+def _num_layers(layers: str) -> tuple[int, int]:
     """The number of layers, given or that of the given checkpoint, and of the encoder's among them."""
     try:
-        numbers = [int(part) for part in given.split("+")]
+        numbers = [int(part) for part in layers.split("+")]
     except ValueError:
         from ..checkpoint.local import stored_layers
 
-        if found := stored_layers(given):
-            return found, 0
+        if count := stored_layers(layers):
+            return count, 0
         from ..checkpoint.source import load_config, resolve_checkpoint
         from ..modeling import stack_sizes
 
-        sizes = stack_sizes(load_config(resolve_checkpoint(given, weights=False)))
+        sizes = stack_sizes(load_config(resolve_checkpoint(layers, weights=False)))
         return sum(sizes.values()), sizes.get("encoder", 0)
     if len(numbers) > 2 or min(numbers) < 1:
-        raise InputError(f"--layers is {given}: must be at least 1, or a checkpoint.")
+        raise InputError(f"--layers is {layers}: must be at least 1, or a checkpoint.")
     return sum(numbers), numbers[0] if len(numbers) == 2 else 0
 
 

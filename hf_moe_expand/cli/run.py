@@ -134,7 +134,7 @@ def recipes_new(
     """
     check_checkpoints(base, revision=revision)
     check_file(out, overwrite)
-    given = {
+    sources = {
         key: {code: text.source for code, text in text_sources(arguments or []).items()}
         for key, arguments in (("old", old), ("new", new), ("test", test))
     }
@@ -143,10 +143,10 @@ def recipes_new(
     from ..recipe import Recipe
     from ..recommended import new_recipe
 
-    text = new_recipe(base, **given, output=output, revision=revision, seed=seed)
-    said = validate_recipe(Recipe.of_text(text, out))
+    text = new_recipe(base, **sources, output=output, revision=revision, seed=seed)
+    lines = validate_recipe(Recipe.of_text(text, out))
     write_text(out, text)
-    for line in said:
+    for line in lines:
         print(line)
     print(f"wrote {out}: read it, then `hf-moe-expand run {out}`")
 

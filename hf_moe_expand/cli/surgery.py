@@ -180,8 +180,8 @@ def shrink(
         from ..checkpoint.leave_out import leave_out_pack
 
         left = leave_out_pack(model, out, without, overwrite=overwrite)
-        said = "as before the pack came" if left.restored else "their rows as trained after the join"
-        print(f"routers and classifiers: {said}\npacks left: {', '.join(left.left)}\nwrote {left.out}")
+        state = "as before the pack came" if left.restored else "their rows as trained after the join"
+        print(f"routers and classifiers: {state}\npacks left: {', '.join(left.left)}\nwrote {left.out}")
         return
     from ..checkpoint.shrink import shrink_checkpoint
 
@@ -374,17 +374,17 @@ def diff(
     from ..checkpoint.compare import compare_checkpoints
     from ..checkpoint.source import resolve_checkpoint
 
-    found = compare_checkpoints(resolve_checkpoint(before), resolve_checkpoint(after))
-    parts = found.by_part()
+    difference = compare_checkpoints(resolve_checkpoint(before), resolve_checkpoint(after))
+    parts = difference.by_part()
     if as_json:
-        print(json.dumps({**vars(found), "by_part": parts}, indent=2))
+        print(json.dumps({**vars(difference), "by_part": parts}, indent=2))
     else:
         rows = [[part, *map(str, counts.values())] for part, counts in parts.items()]
         print_table(["", *next(iter(parts.values()), {})], rows)
         for kind in ("changed", "removed", "added") if all_names else ():
-            for name in getattr(found, kind):
+            for name in getattr(difference, kind):
                 print(f"{kind}  {name}")
-    raise typer.Exit(0 if found.same else 1)
+    raise typer.Exit(0 if difference.same else 1)
 
 
 @app.command()
@@ -416,11 +416,11 @@ def inspect(
         made = Plan.load(plan)
         from ..forecast import forecast
 
-        found = forecast(
+        costs = forecast(
             model, made, revision, expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha,
             expert_width=expert_width,
         )  # fmt: skip
-        print("\n".join(found.lines(tokens, tflops)))
+        print("\n".join(costs.lines(tokens, tflops)))
         return
     check_checkpoints(model, revision=revision, expanded=True)
     from ..inspection import inspect_checkpoint

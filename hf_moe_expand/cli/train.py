@@ -137,12 +137,12 @@ def _train(
     from ..schema import changed
 
     settings = _settings(key, config)
-    given = {code: text.source for code, text in text_sources(validation or []).items()}
-    if given:
+    texts = {code: text.source for code, text in text_sources(validation or []).items()}
+    if texts:
         from ..stages.config import ValidationSettings
 
         before = settings.validation or ValidationSettings()
-        settings = changed(settings, validation=changed(before, texts={**before.texts, **given}))
+        settings = changed(settings, validation=changed(before, texts={**before.texts, **texts}))
     from ..stages.run import check_frozen, train_stage
 
     record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)

@@ -157,9 +157,9 @@ def step_based(
     for language, step in best_steps.items():
         members[min(range(bins), key=lambda i: abs(gaps * step - scaled[i]))].append(language)
     merged = [[code for group in members[:merge_first] for code in group], *members[merge_first:]]
-    kept = [scaled[0], *scaled[merge_first:]]
+    merged_steps = [scaled[0], *scaled[merge_first:]]
     new_steps = steps if new_steps is None else new_steps
-    return _curriculum(merged, [k * new_steps / steps / gaps for k in kept], new_steps)
+    return _curriculum(merged, [k * new_steps / steps / gaps for k in merged_steps], new_steps)
 
 
 def _curriculum(bins: Sequence[Sequence[str]], trained_steps: Sequence[float], steps: int) -> Curriculum:

@@ -85,10 +85,10 @@ class PairEncoder:
         places: dict[Pair, list[int]] = {}
         for place, row in enumerate(rows):
             places.setdefault(row.direction, []).append(place)
-        for direction, found in places.items():
-            sources = self.sources([rows[place].source for place in found], direction)
-            targets = self.targets([rows[place].target for place in found], direction)
-            for place, source, target in zip(found, sources, targets, strict=True):
+        for direction, of_direction in places.items():
+            sources = self.sources([rows[place].source for place in of_direction], direction)
+            targets = self.targets([rows[place].target for place in of_direction], direction)
+            for place, source, target in zip(of_direction, sources, targets, strict=True):
                 inputs[place], labels[place] = source, target
         return inputs, labels
 
@@ -173,12 +173,12 @@ def _nearest(language: str, codes: Mapping[str, str], tokenizer: str) -> str:
             return code
     alike = {code: name for code, name in codes.items() if _same_language(name, language)}
     script = _script(language)
-    found = [code for code, name in alike.items() if _script(name) == script] or list(alike)
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matches = [code for code, name in alike.items() if _script(name) == script] or list(alike)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise InputError(
-            f"{language!r} may be {', '.join(sorted(found))}, which {type_name(tokenizer)} tells apart: name one of "
+            f"{language!r} may be {', '.join(sorted(matches))}, which {type_name(tokenizer)} tells apart: name one of "
             "them."
         )
     raise InputError(

@@ -42,12 +42,12 @@ def texts_for(config: Any, sources: Mapping[str, LanguageText], seed: int | None
     Args:
         seed: random seed of their order; the files' order by default.
     """
-    found: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     for code, source in sources.items():
         dataset = source.load_pairs() if config.is_encoder_decoder else source.load()
         dataset = dataset if seed is None else dataset.shuffle(seed=seed)
-        found[code] = sentence_pairs(dataset) if config.is_encoder_decoder else dataset["text"]
-    return found
+        texts[code] = sentence_pairs(dataset) if config.is_encoder_decoder else dataset["text"]
+    return texts
 
 
 def pack_pairs(
@@ -81,7 +81,7 @@ def pack_pairs(
     features = Features({
         "input_ids": List(Value("int32")), "labels": List(Value("int32")), "language_ids": List(Value("int16")),
     })  # fmt: skip
-    found, tokens, counts = [], {}, {}
+    datasets, tokens, counts = [], {}, {}
     for language, dataset in texts.items():
         dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
 
@@ -106,18 +106,18 @@ def pack_pairs(
                 encode, batched=True, remove_columns=rows.column_names, features=features, desc=f"tokenize {language}"
             )
             of_part = _sizes(part)
-            kept = [place for place, size in enumerate(of_part) if max(size) <= block_size][: wanted - len(sizes)]
-            parts.append(part.select(kept))
-            sizes += [of_part[place] for place in kept]
+            fitting = [place for place, size in enumerate(of_part) if max(size) <= block_size][: wanted - len(sizes)]
+            parts.append(part.select(fitting))
+            sizes += [of_part[place] for place in fitting]
         if not sizes:
             raise InputError(
                 f"Language {language!r}: each of its {len(dataset):,} sentence pairs is longer than block_size, "
                 f"{block_size} tokens of a side: raise it, or give shorter texts."
             )
         counts[language], tokens[language] = _first_tokens(language, sizes, tokens_per_language)
-        found.append(concatenate_datasets(parts).select(range(counts[language])))
-    packed = concatenate_datasets(found)
-    return PackedText(packed, order, tokens, counts, tuple(map(len, found)))
+        datasets.append(concatenate_datasets(parts).select(range(counts[language])))
+    packed = concatenate_datasets(datasets)
+    return PackedText(packed, order, tokens, counts, tuple(map(len, datasets)))
 
 
 def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dataset:

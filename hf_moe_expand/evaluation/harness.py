@@ -89,7 +89,7 @@ class HarnessTasks:
                 f"{pattern!r} is not a task of lm_eval {self.harness} or of --include-path"
                 + (f"; did you mean {' or '.join(close)}?" if close else ".")
             )
-        found: list[Any] = []
+        matches: list[Any] = []
         for name in names:
             try:
                 loaded = self.manager.load([name])
@@ -98,8 +98,8 @@ class HarnessTasks:
                     f"{name}: its data cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})."
                 ) from None
             groups = loaded["groups"]
-            found += [groups[name]] if name in groups else list(loaded["tasks"].values())
-        return found
+            matches += [groups[name]] if name in groups else list(loaded["tasks"].values())
+        return matches
 
     def _leaves(self) -> list[str]:
         items = [item for items in self.by_shots.values() for item in items]
@@ -152,7 +152,7 @@ def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore
 
     return {
         name: TaskScore(
-            metrics=found,
+            metrics=of_task,
             shots=results["n-shot"][name],
             samples=documents(name, "effective"),
             total=documents(name, "original"),
@@ -160,14 +160,14 @@ def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore
             harness=harness,
             group=groups.get(name),
         )
-        for name, found in metrics.items()
-        if found
+        for name, of_task in metrics.items()
+        if of_task
     }
 
 
 def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> dict[str, Metric]:
     """Joins each metric with its standard error, such as `acc,none` with `acc_stderr,none`; only finite values stay."""
-    found = {}
+    metrics = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
         if not comma or metric.endswith("_stderr"):
@@ -176,5 +176,5 @@ def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> di
             continue
         stderr = values.get(f"{metric}_stderr,{kind}")
         error = float(stderr) if isinstance(stderr, (int, float)) and math.isfinite(stderr) else None
-        found[metric if kind == "none" else key] = Metric(float(value), error, better.get(metric))
-    return found
+        metrics[metric if kind == "none" else key] = Metric(float(value), error, better.get(metric))
+    return metrics

@@ -45,7 +45,7 @@ def translate_pairs(
         bad_words_ids=own.bad_words_ids,
     )  # fmt: skip
     options.update(**encoder.start(direction))
-    found, cut = [""] * len(sentences), 0
+    translations, cut = [""] * len(sentences), 0
     order = sorted(range(len(sentences)), key=lambda index: -len(encoded[index]))
     with generation_config(model, options), tqdm(total=len(order), desc="translate", unit="sentence") as progress:
         for first in range(0, len(order), batch_size):
@@ -55,9 +55,9 @@ def translate_pairs(
             written_BT = model.generate(input_ids=ids_BS.to(model.device), attention_mask=mask_BS.to(model.device))
             for index, row in zip(batch, written_BT[:, 1:].tolist(), strict=True):
                 cut += not set(row) & set(ends)
-                found[index] = " ".join(tokenizer.decode(row, skip_special_tokens=True).split())
+                translations[index] = " ".join(tokenizer.decode(row, skip_special_tokens=True).split())
             progress.update(len(batch))
-    return found, cut
+    return translations, cut
 
 
 def check_directions(model: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], max_new_tokens: int) -> None:
@@ -71,8 +71,8 @@ def check_directions(model: Any, tokenizer: Any, sentences: Mapping[Pair, Sequen
     """
     encoder, positions = PairEncoder(tokenizer), longest_block(model.config)
     encoder.check(sentences)
-    for direction, given in sentences.items():
-        longest = max(map(len, encoder.sources(list(given), direction)))
+    for direction, texts in sentences.items():
+        longest = max(map(len, encoder.sources(list(texts), direction)))
         if positions is not None and max(longest, max_new_tokens + 2) > positions:
             raise InputError(
                 f"A sentence of {longest} tokens and a translation of {max_new_tokens} do not fit the model's "

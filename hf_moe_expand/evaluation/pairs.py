@@ -13,7 +13,7 @@ from ..data.parallel import Pair
 from ..errors import InputError, errors_at
 from ..models import longest_block
 from ..settings import EvaluationSettings
-from ..trainers.two_sides import target_loss, with_decoder_inputs
+from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 from .perplexity import LanguageScore
 
 _AT_ONCE = 512  # pairs tokenised at once

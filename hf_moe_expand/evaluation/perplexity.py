@@ -148,16 +148,16 @@ def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[
 
 def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
-    found: tuple[str, list[int]] = ("", [])
+    longest: tuple[str, list[int]] = ("", [])
     fits, too_long = 0, len(text)
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
         tokens = tokenizer(text[:middle], add_special_tokens=False, verbose=False).input_ids
         if len(tokens) <= most:
-            fits, found = middle, (text[:middle], tokens)
+            fits, longest = middle, (text[:middle], tokens)
         else:
             too_long = middle
-    return found
+    return longest
 
 
 @cache

@@ -48,7 +48,7 @@ class Evaluation:
         write_json(path, {
             "old": self.old, "new": self.new, "expansions": self.expansions, "models": models,
             "mean_bits_per_byte": means,
-            "tasks": {n: {task: asdict(score) for task, score in found.items()} for n, found in self.tasks.items()},
+            "tasks": {n: {task: asdict(score) for task, score in tasks.items()} for n, tasks in self.tasks.items()},
             "chats": [asdict(chat) for chat in self.chats],
             "equal_answers": {chat.language: chat.equal for chat in self.chats},
         })  # fmt: skip
@@ -98,7 +98,7 @@ class Evaluation:
         model's change from the first."""
         names = list(self.tasks)
         header = ["task", "metric", *names] + ([f"{names[-1]} vs {names[0]}"] if len(names) > 1 else [])
-        shown = [(task, metric) for found in self.tasks.values() for task, score in found.items()
+        shown = [(task, metric) for tasks in self.tasks.values() for task, score in tasks.items()
                  if score.group is None for metric in score.metrics]  # fmt: skip
         rows = []
         for task, metric in dict.fromkeys(shown):

@@ -40,11 +40,11 @@ def score_models(
     texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
     for name, (path, revision) in models.items():
         model, tokenizer = load_for_inference(path, revision)
-        two_sides = model.config.is_encoder_decoder
-        if two_sides not in texts:
-            texts[two_sides] = texts_for(model.config, sources)
+        is_encoder_decoder = model.config.is_encoder_decoder
+        if is_encoder_decoder not in texts:
+            texts[is_encoder_decoder] = texts_for(model.config, sources)
         with errors_at(name):
-            if two_sides:
+            if is_encoder_decoder:
                 result.models[name] = evaluate_pairs(model, tokenizer, texts[True], batch_size, max_tokens)
             else:
                 result.models[name] = evaluate_model(model, tokenizer, texts[False], block_size, batch_size, max_tokens)

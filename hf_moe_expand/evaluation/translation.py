@@ -139,7 +139,7 @@ def pair_name(pair: Pair) -> str:
 
 def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ()) -> str:
     """One line for each example, `English: ... → Greek: ...`, then the sentence in this form without a translation."""
-    lines = [translation_line(pair, given, wanted) for given, wanted in examples]
+    lines = [translation_line(pair, source, target) for source, target in examples]
     return "\n".join([*lines, translation_start(pair, sentence)])
 
 
@@ -165,7 +165,7 @@ def translate(
         )
     ends = end_tokens(model, tokenizer)
     filler = ends[0] if ends else 0
-    found = [""] * len(prompts)
+    continuations = [""] * len(prompts)
     cut = 0
     # Batches of similar length need little padding; the longest come first, since they need the most memory.
     order = sorted(range(len(prompts)), key=lambda index: -len(encoded[index]))
@@ -188,10 +188,10 @@ def translate(
             for index, row in zip(batch, written_BS[:, width:].tolist(), strict=True):
                 end = next((place for place, token in enumerate(row) if token in ends), None)
                 line, newline, _ = tokenizer.decode(row[:end], skip_special_tokens=True).partition("\n")
-                found[index] = line.strip()
+                continuations[index] = line.strip()
                 cut += end is None and not newline
             progress.update(len(batch))
-    return found, cut
+    return continuations, cut
 
 
 def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
@@ -235,33 +235,33 @@ def evaluate_translation(
     """
     sentences = len(next(iter(texts.values())))
     check_sizes(shots, limit, batch_size, max_new_tokens, beams)
-    two_sides = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if two_sides and shots:
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if is_encoder_decoder and shots:
         raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
-    if not two_sides and beams > 1:
+    if not is_encoder_decoder and beams > 1:
         raise InputError(f"beams is {beams}, but a decoder's continuations of prompts are greedy: leave it at 1.")
     if shots >= sentences:
         raise InputError(f"{shots} of {sentences} sentences are examples, so that none is left to score: lower shots.")
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
-    if two_sides:  # before the first direction is translated
+    if is_encoder_decoder:  # before the first direction is translated
         check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, max_new_tokens)
     scores = {}
     for source, target in pairs:
-        if two_sides:
+        if is_encoder_decoder:
             sentences_of_source = list(texts[source][scored])
-            found, cut = translate_pairs(
+            translations, cut = translate_pairs(
                 model, tokenizer, sentences_of_source, (source, target), batch_size, max_new_tokens, beams
             )
-            scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
+            scores[pair_name((source, target))] = _score(metric, translations, cut, texts[target][scored])
             continue
         examples = list(zip(texts[source][:shots], texts[target][:shots], strict=True))
         prompts = [translation_prompt((source, target), sentence, examples) for sentence in texts[source][scored]]
-        found, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
-        scores[pair_name((source, target))] = _score(metric, found, cut, texts[target][scored])
+        translations, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
+        scores[pair_name((source, target))] = _score(metric, translations, cut, texts[target][scored])
     return scores
 
 
-def _score(metric: Any, found: list[str], cut: int, wanted: Sequence[str]) -> TranslationScore:
-    chrf = metric.corpus_score(found, [list(wanted)]).score
-    return TranslationScore(chrf, str(metric.get_signature()), len(found), cut, found)
+def _score(metric: Any, translations: list[str], cut: int, wanted: Sequence[str]) -> TranslationScore:
+    chrf = metric.corpus_score(translations, [list(wanted)]).score
+    return TranslationScore(chrf, str(metric.get_signature()), len(translations), cut, translations)

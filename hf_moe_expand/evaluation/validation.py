@@ -71,10 +71,10 @@ class ValidationCurves:
 
     def cut(self, step: int) -> None:
         """Removes scores after `step`."""
-        kept = sum(scored <= step for scored in self.steps)
-        del self.steps[kept:]
+        count = sum(scored <= step for scored in self.steps)
+        del self.steps[count:]
         for values in (*self.loss.values(), *self.bits_per_byte.values()):
-            del values[kept:]
+            del values[count:]
 
     def best_steps(self) -> dict[str, int]:
         """The step with the lowest loss of each trained language, the last of several (Elbayad et al., Algorithm 1).
@@ -87,7 +87,7 @@ class ValidationCurves:
         """
         if missing := [language for language in self.trained if language not in self.loss]:
             raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text for it.")
-        found = {}
+        best = {}
         for language in self.trained:
             losses = zip(self.loss[language], self.steps, strict=True)
             scored = [(loss, -step) for loss, step in losses if step > 0]
@@ -96,8 +96,8 @@ class ValidationCurves:
             finite = [pair for pair in scored if math.isfinite(pair[0])]
             if not finite:
                 raise InputError(f"The loss of {language!r} was never finite: the training diverged; train again.")
-            found[language] = -min(finite)[1]
-        return found
+            best[language] = -min(finite)[1]
+        return best
 
 
 class ValidationCallback(TrainerCallback):

@@ -80,8 +80,8 @@ def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[f
         raise InputError(f"{path}: has no vector for {', '.join(missing)}; add one for each language.")
     lengths = {language: len(vectors[language]) for language in languages}
     if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{language} has {length}" for language, length in lengths.items())
-        raise InputError(f"{path}: the vectors differ in length: {found}; give all the same length.")
+        listed = ", ".join(f"{language} has {length}" for language, length in lengths.items())
+        raise InputError(f"{path}: the vectors differ in length: {listed}; give all the same length.")
     matrix = np.array([vectors[language] for language in languages], dtype=np.float64)
     norms = np.linalg.norm(matrix, axis=1, keepdims=True)
     for language, norm in zip(languages, norms[:, 0], strict=True):

@@ -69,7 +69,7 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
     Raises:
         InputError: a range runs backwards, or the model has no such layer.
     """
-    found: set[int] = set()
+    layers: set[int] = set()
     for part in check_layer_ranges(text, key).split(","):
         stack, start, stop, step = _range_of(part)
         if start > stop or not step:
@@ -87,8 +87,8 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
             raise InputError(
                 f"{key}: the model has no layer {before}{stop}; its layers are {before}0-{end - first - 1}."
             )
-        found.update(range(first + start, first + stop + 1, step))
-    return sorted(found)
+        layers.update(range(first + start, first + stop + 1, step))
+    return sorted(layers)
 
 
 def _range_of(part: str) -> tuple[str, int, int, int]:

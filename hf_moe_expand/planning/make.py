@@ -123,11 +123,11 @@ def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> 
         others = rest * (target.num_layers - len(layers))
         check_total(total, len(layers), getattr(settings, "minimum", None) or target.least, others)
         settings = changed(settings, total_experts=total - others)
-    found, apart = target.measured_similarity, target.measured_separability
+    similarity, apart = target.measured_similarity, target.measured_separability
     some = replace(
         target,
         num_layers=len(layers),
-        measured_similarity=None if found is None else found.of_layers(layers),
+        measured_similarity=None if similarity is None else similarity.of_layers(layers),
         grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
         measured_separability=None if apart is None else apart.of_layers(layers),
     )
@@ -136,7 +136,7 @@ def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> 
     for layer, count in zip(layers, made.counts, strict=True):
         counts[layer] = count
     whole = {
-        **({"similarity": found.similarity} if found is not None else {}),
+        **({"similarity": similarity.similarity} if similarity is not None else {}),
         **({"separability": apart.separability} if apart is not None else {}),
     }
     details = {name: whole.get(name, value) for name, value in made.details.items()}

@@ -148,13 +148,13 @@ class Plan:
         Raises:
             InputError: the plan's settings hold something else under this name.
         """
-        found = self.settings.get("separability")
-        if found is None:
+        values = self.settings.get("separability")
+        if values is None:
             return None
-        numbers = isinstance(found, list) and all(type(value) in (int, float) for value in found)
-        if not numbers or len(found) != len(self.experts_per_layer):
+        numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+        if not numbers or len(values) != len(self.experts_per_layer):
             raise InputError("settings.separability: a list with one number for each layer is needed.")
-        return found
+        return values
 
     @property
     def has_choice(self) -> bool:

@@ -31,11 +31,11 @@ def packaged_files() -> dict[str, Path]:
 
 def packaged_recipes() -> list[PackagedRecipe]:
     """The packaged recipes, for `recipes ls`."""
-    found = []
+    recipes = []
     for name, path in packaged_files().items():
         method, _, about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(": ")
-        found.append(PackagedRecipe(name, method, read_yaml(path)["base"], about))
-    return found
+        recipes.append(PackagedRecipe(name, method, read_yaml(path)["base"], about))
+    return recipes
 
 
 def find_recipe(name: str) -> Path:

@@ -88,17 +88,17 @@ def _shapes(group: Element, ids: Mapping[str, Element], tooltip: str = "") -> It
             yield from _shapes(element, ids, key.removeprefix(TOOLTIP) if key.startswith(TOOLTIP) else tooltip)
         if name not in ("path", "text", "use"):
             continue
-        found = {key: value for key, value in element.attrib.items() if key not in ("id", "clip-path")}
-        style = dict(part.strip().split(": ", 1) for part in found.pop("style").split(";") if part)
+        attributes = {key: value for key, value in element.attrib.items() if key not in ("id", "clip-path")}
+        style = dict(part.strip().split(": ", 1) for part in attributes.pop("style").split(";") if part)
         if name == "use":  # a dot: its shape is in <defs>
-            source = ids[found[_REFERENCE].removeprefix("#")]
-            found = {"d": source.attrib["d"], "transform": f"translate({found['x']} {found['y']})"}
-        found |= {key: _VARIABLES.get(value, value) for key, value in style.items() if key != "font-family"}
-        if name != "text" and found.get("fill", "none") == "none" and "stroke" not in found:
+            source = ids[attributes[_REFERENCE].removeprefix("#")]
+            attributes = {"d": source.attrib["d"], "transform": f"translate({attributes['x']} {attributes['y']})"}
+        attributes |= {key: _VARIABLES.get(value, value) for key, value in style.items() if key != "font-family"}
+        if name != "text" and attributes.get("fill", "none") == "none" and "stroke" not in attributes:
             continue
-        for key in {"d", "x", "y", "transform", "fill-opacity"} & found.keys():
-            found[key] = _DECIMALS.sub(r"\1", found[key])
-        shape = Element("text" if name == "text" else "path", found)
+        for key in {"d", "x", "y", "transform", "fill-opacity"} & attributes.keys():
+            attributes[key] = _DECIMALS.sub(r"\1", attributes[key])
+        shape = Element("text" if name == "text" else "path", attributes)
         shape.text = element.text if name == "text" else None
         if tooltip:
             SubElement(shape, "title").text = tooltip

@@ -52,9 +52,9 @@ class Line:
     @property
     def points(self) -> list[tuple[float, float]]:
         """At most 200 points; of more points, each is the mean of a few neighbours."""
-        found = [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)]
-        size = -(-len(found) // _MOST_POINTS)
-        parts = [found[i : i + size] for i in range(0, len(found), size)] if found else []
+        finite = [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)]
+        size = -(-len(finite) // _MOST_POINTS)
+        parts = [finite[i : i + size] for i in range(0, len(finite), size)] if finite else []
         return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
 
 

@@ -65,13 +65,13 @@ def make_page(run: str | Path, *others: str | Path) -> str:
     steps = read_steps(root / "steps.json")
     steps.pop(BEGUN, None)
     history = next((made for part in reversed(parts) if len(made := part.history())), History())
-    found = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
+    evaluation = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
     facts = {
         "name": root.resolve().name,
         "summary": _summary(parts, history, root),
-        "scores": scores_section(found, history) if found and found.models else None,
-        "tasks": found.task_rows() if found and found.tasks else None,
-        "chats": found.chats if found else [],
+        "scores": scores_section(evaluation, history) if evaluation and evaluation.models else None,
+        "tasks": evaluation.task_rows() if evaluation and evaluation.tasks else None,
+        "chats": evaluation.chats if evaluation else [],
         "recipe": without_paths(read_text(root / "recipe.yaml")) if _has(root, "recipe.yaml") else None,
         "plans": [plan for part in parts if (plan := _plan(part))],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
@@ -193,23 +193,23 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
     """The figure of the separability by layer, and its columns for the plan's table."""
     if not _has(folder, "separability.json"):
         return None
-    found = SeparabilityResult.from_json(folder / "separability.json")
-    if len(found.token) != len(plan.experts_per_layer):
+    result = SeparabilityResult.from_json(folder / "separability.json")
+    if len(result.token) != len(plan.experts_per_layer):
         raise InputError(
-            f"{folder / 'separability.json'}: has {len(found.token)} layers, but the plan beside it has "
+            f"{folder / 'separability.json'}: has {len(result.token)} layers, but the plan beside it has "
             f"{len(plan.experts_per_layer)}: put the analysis of the run's own base there."
         )
-    asked = plan.settings.get("min_separability")
-    least = float(asked) if isinstance(asked, int | float) else None
-    header, rows = found.rows()
-    said = "; ".join(
-        f"{line.label} {', '.join(f'{value:.3f}' for value in line.y)}" for line in separability_lines(found)
+    threshold = plan.settings.get("min_separability")
+    least = float(threshold) if isinstance(threshold, int | float) else None
+    header, rows = result.rows()
+    accuracies = "; ".join(
+        f"{line.label} {', '.join(f'{value:.3f}' for value in line.y)}" for line in separability_lines(result)
     )
-    description = f"Balanced accuracy in telling old text from new by layer, from layer 0: {said}."
-    lines = separability_lines(found, least)
+    description = f"Balanced accuracy in telling old text from new by layer, from layer 0: {accuracies}."
+    lines = separability_lines(result, least)
     return {
-        "figure": Markup(line_chart(description, lines, "layer", separability_range(found))),
-        "length": found.length,
+        "figure": Markup(line_chart(description, lines, "layer", separability_range(result))),
+        "length": result.length,
         "least": least,
         "header": [f"accuracy, {name}" for name in header[1:]],
         "rows": [row[1:] for row in rows],
@@ -225,9 +225,9 @@ def _analysis(folder: Path) -> tuple[SimilarityResult | None, DeviationResult | 
     return SimilarityResult.from_json(path), None
 
 
-def _language_similarity(found: DeviationResult, groups: Sequence[Sequence[str]]) -> Markup:
+def _language_similarity(result: DeviationResult, groups: Sequence[Sequence[str]]) -> Markup:
     """The similarity of languages, group by group; the diagonal, 1 by definition, is empty."""
-    names, values = grouped(found.languages, found.similarity, groups)
+    names, values = grouped(result.languages, result.similarity, groups)
     description = "Cosine of two languages' changes of the FFNs; groups are framed: " + "; ".join(
         " ".join(group) for group in groups
     )
@@ -297,8 +297,8 @@ def _training_figures(
     known = list(dict.fromkeys(key for log in logs for key in log))
 
     def curve(key: str, label: str, kind: str = "new") -> Line:
-        found = [(log["step"], log[key]) for log in logs if key in log]
-        return Line(label, [step for step, _ in found], [value for _, value in found], kind)
+        points = [(log["step"], log[key]) for log in logs if key in log]
+        return Line(label, [step for step, _ in points], [value for _, value in points], kind)
 
     def figure(caption: str, lines: list[Line], **options: Any) -> dict[str, Any]:
         ends = [f"{line.label} {line.points[0][1]:.3f} to {line.points[-1][1]:.3f}" for line in lines if line.points]
@@ -353,34 +353,34 @@ def _routing_files(root: Path) -> list[Path]:
 
 
 def _routing(path: Path, root: Path) -> dict[str, Any]:
-    found = RoutingResult.from_json(path)
-    old, new = found.of_kind(old=True), found.of_kind(old=False)
+    result = RoutingResult.from_json(path)
+    old, new = result.of_kind(old=True), result.of_kind(old=False)
     maps = []
-    for index, layer in enumerate(found.names):
-        values = [found.top1_share[code][index] for code in old + new]
+    for index, layer in enumerate(result.names):
+        values = [result.top1_share[code][index] for code in old + new]
         experts = [str(expert) for expert in range(len(values[0]))]
-        said = "; ".join(f"{c} {' '.join(f'{v:.2f}' for v in row)}" for c, row in zip(old + new, values, strict=True))
-        description = f"Layer {layer}, share of each language's tokens by expert: {said}."
+        shares = "; ".join(f"{c} {' '.join(f'{v:.2f}' for v in row)}" for c, row in zip(old + new, values, strict=True))
+        description = f"Layer {layer}, share of each language's tokens by expert: {shares}."
         rule = len(old) if old and new else 0
         maps.append(Markup(heat_map(description, old + new, experts, values, f"layer {layer}", True, 1.0, rule)))
-    lines = expert_0_lines(found)
+    lines = expert_0_lines(result)
     ends = "; ".join(f"{line.label} {sum(line.y) / len(line.y):.2f}" for line in lines)
     svg = line_chart(
         f"Router's score of expert 0, mean over layers: {ends}.",
         with_means(lines),
-        axis_label(found.encoder_layers),
+        axis_label(result.encoder_layers),
         (0, 1),
     )
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
-        "choice": found.has_choice,
+        "choice": result.has_choice,
         "both": bool(old and new),
         "maps": maps,
         "expert_0": Markup(svg),
-        "table": found.rows(),
-        "colocation": found.colocation_rows(),
+        "table": result.rows(),
+        "colocation": result.colocation_rows(),
         "perplexity": [
-            (code, f"{found.perplexity[code]:.2f}", f"{found.random_perplexity[code]:.2f}") for code in old + new
+            (code, f"{result.perplexity[code]:.2f}", f"{result.random_perplexity[code]:.2f}") for code in old + new
         ],
     }
 
@@ -395,8 +395,8 @@ def _frozen(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
         config = load_expanded_config(folder)
         network = network_of(config)
         report = freeze(network, trained, entry.stage)
-    found = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
-    return {"title": part.title_of(name), "report": report, "checked": found}
+    checked = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
+    return {"title": part.title_of(name), "report": report, "checked": checked}
 
 
 def _time_of(step: Mapping[str, Any]) -> str:

@@ -67,7 +67,7 @@ class Loose(Part):
     def title_of(self, stage: str) -> str:
         history = history_of(Path(stage))
         last = history.last.stages[-1].stage if len(history) and history.last.stages else "expanded"
-        known = {found.name: found for found in map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))}
+        known = {known_stage.name: known_stage for known_stage in map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))}
         return f"{known[last].title if last in known else last}: {Path(stage).name}"
 
 
@@ -83,13 +83,13 @@ def records_and_checkpoints(folders: Sequence[str | Path]) -> list[Path]:
     Raises:
         InputError: one is no folder, several are no checkpoints, or a checkpoint is dense.
     """
-    found = [run_folder(folder) for folder in folders]
-    checkpoints = [folder for folder in found if (folder / "config.json").is_file()]
+    resolved = [run_folder(folder) for folder in folders]
+    checkpoints = [folder for folder in resolved if (folder / "config.json").is_file()]
     for folder in checkpoints:
         kind = read_json(folder / "config.json", "a checkpoint's configuration").get("model_type")
         if kind not in EXPANDED:
             raise InputError(f"{folder}: a {kind} checkpoint, not an expanded one, of which a page would tell nothing.")
-    others = [folder for folder in found if folder not in checkpoints]
+    others = [folder for folder in resolved if folder not in checkpoints]
     if len(others) > 1:
         raise InputError(
             f"{others[1]}: a page tells of one run: give one folder, or one folder with the JSON files of single "

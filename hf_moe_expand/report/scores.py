@@ -11,13 +11,16 @@ from .charts import change_chart
 from .drawing import Change
 
 
-def scores_section(found: Evaluation, history: History) -> dict[str, Any]:
+def scores_section(evaluation: Evaluation, history: History) -> dict[str, Any]:
     """The scores by language, grouped as old and new, and their figure."""
-    if len(history) > 1 and not found.expansions:
-        found.expansions = [list(record.new_languages) for record in history.expansions]
-    names = list(found.models)
-    scored = [(kind, [c for c in codes if any(c in found.models[n] for n in names)]) for kind, codes in found.groups()]
-    groups = [_score_group(found, kind, codes, names) for kind, codes in scored if codes]
+    if len(history) > 1 and not evaluation.expansions:
+        evaluation.expansions = [list(record.new_languages) for record in history.expansions]
+    names = list(evaluation.models)
+    scored = [
+        (kind, [c for c in codes if any(c in evaluation.models[n] for n in names)])
+        for kind, codes in evaluation.groups()
+    ]
+    groups = [_score_group(evaluation, kind, codes, names) for kind, codes in scored if codes]
     if len(groups) == 1 and not groups[0]["old"]:
         groups[0]["title"] = "all languages"
     changes = []
@@ -32,17 +35,17 @@ def scores_section(found: Evaluation, history: History) -> dict[str, Any]:
         "models": names,
         "groups": groups,
         "figure": Markup(change_chart(f"Bits per byte before and after. {described}.", changes, "bits per byte")),
-        "perplexity": found.rows("perplexity"),
+        "perplexity": evaluation.rows("perplexity"),
     }
 
 
-def _score_group(found: Evaluation, kind: str, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+def _score_group(evaluation: Evaluation, kind: str, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
     """A group's rows, with the best and the worst change from the first model to the last."""
-    rows = [{"label": code, **_score_row(found, [code], names), "mark": ""} for code in codes]
+    rows = [{"label": code, **_score_row(evaluation, [code], names), "mark": ""} for code in codes]
     ranked = sorted((row for row in rows if row["change"] is not None), key=lambda row: row["change"])
     if len(ranked) > 1:
         ranked[0]["mark"], ranked[-1]["mark"] = "best", "worst"
-    mean = _score_row(found, codes, names)
+    mean = _score_row(evaluation, codes, names)
     ends = [mean["cells"][0], mean["cells"][-1]]
     text = f"mean {ends[0]['text']}" + (f" to {ends[1]['text']} ({ends[1]['change']})" if len(names) > 1 else "")
     title = {"old": "old languages", "new": "new languages"}.get(kind, f"new in {kind}")
@@ -51,8 +54,8 @@ def _score_group(found: Evaluation, kind: str, codes: Sequence[str], names: Sequ
     }  # fmt: skip
 
 
-def _score_row(found: Evaluation, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    values = [found.mean(name, codes) for name in names]
+def _score_row(evaluation: Evaluation, codes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    values = [evaluation.mean(name, codes) for name in names]
     changes = [None if value is None or not values[0] else value / values[0] - 1 for value in values]
     cells = [
         {

@@ -103,12 +103,12 @@ def expert_perplexities(
     model: Any, tokenizer: Any, language: str, texts: list[str], block_size: int, max_tokens: int
 ) -> list[float]:
     """Perplexity of a language's text through each expert alone (hard routing, DMoE section 3.3)."""
-    found = []
+    perplexities = []
     for expert in tqdm(range(len(model.config.language_groups)), desc="nearest expert", unit="expert"):
         with model.use_expert(expert):
             score = evaluate_model(model, tokenizer, {language: texts}, block_size, max_tokens=max_tokens)
-        found.append(score[language].perplexity)
-    return found
+        perplexities.append(score[language].perplexity)
+    return perplexities
 
 
 def adapt_language(
@@ -149,15 +149,15 @@ def adapt_language(
                 f"{folder}: has {language!r} already (expert {number}: {', '.join(group)}); give a new one."
             )
     state = launched()
-    found: list[float] = []
+    perplexities: list[float] = []
     if state.is_main_process:
         with built_whole():
             network, tokenizer = load_for_inference(folder)
         texts = source.load().shuffle(seed=seed)["text"]
-        found = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
+        perplexities = expert_perplexities(network, tokenizer, language, texts, config.block_size, config.sample_tokens)
         del network
-    found, place = broadcast_object_list([found, beside(out, "grown")])
-    nearest = min(range(len(found)), key=found.__getitem__)
+    perplexities, place = broadcast_object_list([perplexities, beside(out, "grown")])
+    nearest = min(range(len(perplexities)), key=perplexities.__getitem__)
     with scratch_folder(place, state.is_main_process) as scratch, named_as(place / "model", out):
         grown = scratch / "model"
         if state.is_main_process:
@@ -171,7 +171,7 @@ def adapt_language(
         record = train_stage(grown, out, {language: source}, config, seed, overwrite)
         frozen = check_frozen(grown, out, record.stage)
         state.wait_for_everyone()
-    return Adaptation(found, nearest, len(groups), record, frozen)
+    return Adaptation(perplexities, nearest, len(groups), record, frozen)
 
 
 def _record(expanded: Any, language: str, nearest: int, seed: int) -> ExpansionRecord:

@@ -60,8 +60,8 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
             raise InputError(f"{where}: {unknown_key(key, known)}")
     check_sharding(training, where)
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        given = training.get(name)
-        if isinstance(given, Mapping) and given.get("use_reentrant"):
+        options = training.get(name)
+        if isinstance(options, Mapping) and options.get("use_reentrant"):
             raise InputError(
                 f"{where}: reentrant gradient checkpointing silently drops the gradient of the router losses; set "
                 f"{name}: {{use_reentrant: false}}."
@@ -73,13 +73,13 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
     return {**rest, **checked}
 
 
-def check_label_smoothing(training: Mapping[str, Any], two_sides: bool | None, where: str) -> None:
+def check_label_smoothing(training: Mapping[str, Any], is_encoder_decoder: bool | None, where: str) -> None:
     """Refuses label smoothing for a decoder, of which Trainer would smooth the unshifted labels.
 
     Args:
-        two_sides: whether the model is an encoder-decoder; None if unknown.
+        is_encoder_decoder: whether the model is an encoder-decoder; None if unknown.
     """
-    if training.get("label_smoothing_factor") and two_sides is False:
+    if training.get("label_smoothing_factor") and is_encoder_decoder is False:
         raise InputError(f"{where}: label_smoothing_factor is not supported for decoders; set it to 0.")
 
 
@@ -87,15 +87,15 @@ def check_label_smoothing(training: Mapping[str, Any], two_sides: bool | None, w
 def _numbers() -> type[pydantic.BaseModel]:
     """The arguments that are numbers or booleans, with their types."""
     hints = typing.get_type_hints(TrainingArguments)
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for f in fields(TrainingArguments):
         options = typing.get_args(hints[f.name]) or (hints[f.name],)
         if f.init and all(option in _STRICT for option in options):
             strict: Any = _STRICT[options[0]]
             for option in options[1:]:
                 strict = strict | _STRICT[option]
-            found[f.name] = (strict, None)
-    return pydantic.create_model("TrainingNumbers", **found)
+            types[f.name] = (strict, None)
+    return pydantic.create_model("TrainingNumbers", **types)
 
 
 @contextmanager

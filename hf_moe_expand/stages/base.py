@@ -100,7 +100,7 @@ class TrainingStage(Stage):
     def check(self, settings: Any, facts: StageFacts) -> list[str]:
         return check_stage(self, settings, facts)
 
-    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
         """Refuses text in languages for which the stage is not made.
 
         Args:
@@ -111,7 +111,7 @@ class TrainingStage(Stage):
         Raises:
             InputError: text in a language is missing, or is not for this stage.
         """
-        if not list(given):
+        if not list(languages):
             raise InputError("No text was given: name files with --data.")
 
     def check_model(self, model_config: Any) -> None:
@@ -178,8 +178,8 @@ class TrainingStage(Stage):
 
     def load(self, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
         """The documents of each language; for an encoder-decoder, the sentence pairs to and from it."""
-        two_sides = model_config.is_encoder_decoder
-        return {code: source.load_pairs() if two_sides else source.load() for code, source in data.items()}
+        is_encoder_decoder = model_config.is_encoder_decoder
+        return {code: source.load_pairs() if is_encoder_decoder else source.load() for code, source in data.items()}
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
         """Blocks of the stage's text.

@@ -26,7 +26,7 @@ class StageFacts:
         seed: random seed.
         has_gates: whether the model has the gates of conditional routing; None if unknown.
         longest: number of positions that the model takes; None if it sets no limit.
-        two_sides: whether the model is an encoder-decoder; None if unknown.
+        is_encoder_decoder: whether the model is an encoder-decoder; None if unknown.
         base, revision: the dense model.
         offline: download nothing, and skip checks that need an absent file.
         skipped: one line for each skipped check.
@@ -39,7 +39,7 @@ class StageFacts:
     seed: int
     has_gates: bool = False
     longest: int | None = None
-    two_sides: bool | None = None
+    is_encoder_decoder: bool | None = None
     base: str = ""
     revision: str | None = None
     offline: bool = False
@@ -71,7 +71,7 @@ def check_stage(stage: Any, settings: Any, facts: StageFacts) -> list[str]:
         InputError: one of them is wrong; the message names the key.
     """
     check_training_arguments(settings.training, facts.key_of("training"))
-    check_label_smoothing(settings.training, facts.two_sides, facts.key_of("training"))
+    check_label_smoothing(settings.training, facts.is_encoder_decoder, facts.key_of("training"))
     settings = _on_this_machine(settings, facts)
     settings.config(facts.output, facts.seed, facts.key)
     languages = list(dict.fromkeys(stage.languages(settings, facts.old, facts.new)))

@@ -97,7 +97,7 @@ class StageConfig(TrainingArguments):
     def _was_given(self, name: str) -> bool:
         value, default = getattr(self, name), _default(name)
         # The library's "no" is false: HfArgumentParser passes it so.
-        return value != default and any(said and said != "no" for said in (value, default))
+        return value != default and any(setting and setting != "no" for setting in (value, default))
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, with the stage's own fields: JSON."""
@@ -174,7 +174,7 @@ def declared_losses(cls: type[StageConfig], values: Any) -> list[RouterLoss]:
             `GateBudgetLoss.gate_budget`, takes the value of the stage's field of this name, if there is one.
     """
     hints = own_fields(cls)
-    found = []
+    losses = []
     for name, hint in hints.items():
         for loss in getattr(hint, "__metadata__", ()):
             if not (isinstance(loss, type) and issubclass(loss, RouterLoss)):
@@ -182,8 +182,8 @@ def declared_losses(cls: type[StageConfig], values: Any) -> list[RouterLoss]:
             coef = getattr(values, name)
             if coef or loss.logged_at_zero:
                 others = {f.name: getattr(values, f.name) for f in fields(loss) if f.name != "coef" and f.name in hints}
-                found.append(loss(coef, **others))
-    return found
+                losses.append(loss(coef, **others))
+    return losses
 
 
 def _without_json(hint: Any) -> Any:

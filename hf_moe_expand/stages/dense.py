@@ -168,8 +168,10 @@ class ShieldedTrainer(RecordingTrainer):
             return super().train(*args, **kwargs)
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        kept = {f"{name}.weight" for name in shielded_layers(self.accelerator.unwrap_model(model))}
-        return [name for name in super().get_decay_parameter_names(model) if name.removeprefix("module.") not in kept]
+        not_decayed = {f"{name}.weight" for name in shielded_layers(self.accelerator.unwrap_model(model))}
+        return [
+            name for name in super().get_decay_parameter_names(model) if name.removeprefix("module.") not in not_decayed
+        ]
 
 
 def _shielding(
@@ -221,11 +223,11 @@ def check_old_blocks(before: str | os.PathLike, after: str | os.PathLike) -> int
     config: Any = load_base_config(folder)
     layers = layer_list(network_of(config))
     new = tuple(f"{layers}.{layer}." for layer in config.new_layers)
-    found = compare_checkpoints(folder, after)
-    wrong = [name for name in found.changed if not name.startswith(new)] + found.added + found.removed
+    comparison = compare_checkpoints(folder, after)
+    wrong = [name for name in comparison.changed if not name.startswith(new)] + comparison.added + comparison.removed
     if wrong:
         raise RuntimeError(f"{after}: training new blocks changed other tensors: {', '.join(wrong[:5])}.")
-    return sum(not name.startswith(new) for name in found.identical)
+    return sum(not name.startswith(new) for name in comparison.identical)
 
 
 def _with_adapters(network: Any, lora: Any) -> Any:

@@ -54,11 +54,11 @@ class Group(MixingStage):
 
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
         super().check_data(config, data, model_config)
-        given, groups = set(data), model_config.language_groups
+        with_text, groups = set(data), model_config.language_groups
         for number, group in enumerate(groups):
-            if not set(group) & given:
+            if not set(group) & with_text:
                 raise InputError(f"Group {number} ({', '.join(group)}): none of its languages has text; give some.")
-        if alone := sorted(given - {code for group in groups for code in group}):
+        if alone := sorted(with_text - {code for group in groups for code in group}):
             raise InputError(f"{', '.join(alone)}: in no language group of this checkpoint; leave its text out.")
 
 

@@ -54,17 +54,17 @@ class PostPretrain(MixingStage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*(old if settings.replay else ()), *new]
 
-    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
-        given = list(given)
-        if missing := [code for code in new if code not in given]:
+    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+        languages = list(languages)
+        if missing := [code for code in new if code not in languages]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
-        given_old = [code for code in old if code in given]
-        if given_old and not config.replay:
+        old_with_text = [code for code in old if code in languages]
+        if old_with_text and not config.replay:
             raise InputError(
-                f"{', '.join(given_old)}: post-pretraining reads only new languages; set `replay: true` to train "
+                f"{', '.join(old_with_text)}: post-pretraining reads only new languages; set `replay: true` to train "
                 "on old ones too."
             )
-        if config.language_prior_coef and not given_old:
+        if config.language_prior_coef and not old_with_text:
             raise InputError(
                 "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
             )

@@ -30,7 +30,7 @@ class _SaysWhatBegins(TrainerCallback):
             return
         blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
         of = f"{blocks * size:,} tokens" if size else f"{blocks:,} rows"
-        if self.trainer._two_sides:
+        if self.trainer._is_encoder_decoder:
             of = f"{blocks:,} sentence pairs"
         scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         rate = f"learning rate {args.learning_rate:g} ({scheduler})"
@@ -49,13 +49,13 @@ class _SaysHowFar(TrainerCallback):
         self.trainer, self.clock = trainer, clock
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.begun, self.first, self.said = self.clock(), state.global_step, 0.0
+        self.begun, self.first, self.printed = self.clock(), state.global_step, 0.0
         self.wait: float = _FIRST
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         now = self.clock() - self.begun
         # The first step is slower than the others: one alone says little, unless nothing else comes for long.
-        if not state.is_world_process_zero or now - self.said < self.wait or state.global_step >= state.max_steps:
+        if not state.is_world_process_zero or now - self.printed < self.wait or state.global_step >= state.max_steps:
             return
         done = state.global_step - self.first
         blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
@@ -66,7 +66,7 @@ class _SaysHowFar(TrainerCallback):
             f"about {_duration(left)} left",
             flush=True,
         )
-        self.said = now
+        self.printed = now
         self.wait = _LATER if args.disable_tqdm or os.environ.get("TQDM_DISABLE") else float("inf")
 
 
@@ -98,7 +98,7 @@ class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
         record: the training's record for the history, after the training.
     """
 
-    _two_sides = False
+    _is_encoder_decoder = False
     packed: PackedText | None = None
     trained_as = "training"
     settings: dict[str, Any] | None = None
@@ -170,7 +170,7 @@ class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
     @property
     def seen(self) -> SeenText:
         """The text that the training has seen."""
-        return next(found for found in self.callback_handler.callbacks if isinstance(found, SeenText))
+        return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, SeenText))
 
     def _languages(self) -> int:
         return 0 if self.packed is None else len(self.packed.languages)
@@ -179,12 +179,12 @@ class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
         """The text that the training has seen, for its record; empty if it was not counted from the beginning."""
         if self.seen.tokens is None:
             return {}
-        found: dict[str, Any] = {"blocks_seen": self.seen.blocks, "tokens_seen": sum(self.seen.tokens)}
+        counts: dict[str, Any] = {"blocks_seen": self.seen.blocks, "tokens_seen": sum(self.seen.tokens)}
         _, *by_language = self.seen.tokens
         if self.packed is not None and any(by_language):
             named = zip(self.packed.languages, by_language, strict=True)
-            found["tokens_seen_by_language"] = {code: tokens for code, tokens in named if tokens}
-        return found
+            counts["tokens_seen_by_language"] = {code: tokens for code, tokens in named if tokens}
+        return counts
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.seen.gather(self, self._languages())

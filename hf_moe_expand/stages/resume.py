@@ -119,8 +119,8 @@ def remove_training(out: Path) -> None:
 def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:
     """The inputs that must match for a run to resume: model, settings, seed, and the data's contents. JSON."""
     sources = {code: [text.source, *text.digests()] for code, text in data.items()}
-    found = {"model": CheckpointReader(folder).fingerprint(), "settings": settings, "seed": seed, "data": sources}
-    return json.loads(json.dumps(found))
+    inputs = {"model": CheckpointReader(folder).fingerprint(), "settings": settings, "seed": seed, "data": sources}
+    return json.loads(json.dumps(inputs))
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

@@ -66,9 +66,9 @@ class Review(TrainingStage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
-    def check_text(self, config: Any, given: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
-        given = list(given)
-        if missing := [code for code in (*old, *new) if code not in given]:
+    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+        languages = list(languages)
+        if missing := [code for code in (*old, *new) if code not in languages]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
             )
@@ -80,7 +80,7 @@ class Review(TrainingStage):
 
     def check(self, settings: Any, facts: StageFacts) -> list[str]:
         with errors_at(facts.key):
-            _check_distillation(settings, facts.two_sides)
+            _check_distillation(settings, facts.is_encoder_decoder)
         return super().check(settings, facts)
 
     def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
@@ -102,8 +102,8 @@ class Review(TrainingStage):
         if not (counts_documents(config) or model_config.is_encoder_decoder):
             return {"sides": [old, new]}
         available = {code: len(dataset) for code, dataset in texts.items()}
-        asked = (config.old_documents, config.new_per_old or NEW_PER_OLD, config.fewer_documents)
-        return {"documents": review_documents(available, old, new, *asked)}
+        limits = (config.old_documents, config.new_per_old or NEW_PER_OLD, config.fewer_documents)
+        return {"documents": review_documents(available, old, new, *limits)}
 
 
 def counts_documents(settings: Any) -> bool:
@@ -111,8 +111,8 @@ def counts_documents(settings: Any) -> bool:
     return settings.old_documents is not None or settings.new_per_old is not None or settings.fewer_documents
 
 
-def _check_distillation(settings: Any, two_sides: bool | None) -> None:
-    if settings.distillation_coef and two_sides:
+def _check_distillation(settings: Any, is_encoder_decoder: bool | None) -> None:
+    if settings.distillation_coef and is_encoder_decoder:
         raise InputError(
             "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
             "does not make: leave distillation_coef out."

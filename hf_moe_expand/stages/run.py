@@ -72,9 +72,9 @@ def train_stage(
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
-    given = config.recorded()["training"]
-    check_training_arguments(given, "training")
-    check_label_smoothing(given, before.is_encoder_decoder, "training")
+    training = config.recorded()["training"]
+    check_training_arguments(training, "training")
+    check_label_smoothing(training, before.is_encoder_decoder, "training")
     stage.check_data(config, data, before)
     check_mix(config, list(data))
     curriculum = read_curriculum(config, list(data))
@@ -189,17 +189,19 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
         raise InputError(f"{stage!r} is not a stage that leaves tensors alone.")
     freeze(network, trained, stage)
     moving = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
-    found = compare_checkpoints(before, after)
-    wrong = [name for name in found.changed if name not in moving] + found.added + found.removed
+    comparison = compare_checkpoints(before, after)
+    wrong = [name for name in comparison.changed if name not in moving] + comparison.added + comparison.removed
     if trained.last_router_row:
         wrong += [
-            name for name in found.changed if name.endswith(".router.weight") and not _same_rows(before, after, name)
+            name
+            for name in comparison.changed
+            if name.endswith(".router.weight") and not _same_rows(before, after, name)
         ]
     if wrong:
         raise RuntimeError(
             f"{after}: stage {stage} changed tensors that it had to leave alone: {', '.join(wrong[:5])}."
         )
-    return len(found.identical)
+    return len(comparison.identical)
 
 
 def _same_rows(before: Path, after: str | os.PathLike, router: str) -> bool:

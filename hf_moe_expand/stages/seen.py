@@ -6,7 +6,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..trainers.two_sides import counted_tokens
+from ..trainers.encoder_decoder import counted_tokens
 
 
 class SeenText(TrainerCallback, ExportableState):
@@ -29,10 +29,10 @@ class SeenText(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"blocks": self.blocks, "tokens": self.tokens}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        kept = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
         self.blocks, self.tokens, self._here = 0, None if state.global_step else [0], None
-        if kept:
-            self.blocks, self.tokens = kept["attributes"]["blocks"], kept["attributes"]["tokens"]
+        if saved:
+            self.blocks, self.tokens = saved["attributes"]["blocks"], saved["attributes"]["tokens"]
 
     def add(self, inputs: Any, languages: int) -> None:
         """Counts a batch of this rank, without waiting for the device.
@@ -50,13 +50,13 @@ class SeenText(TrainerCallback, ExportableState):
         ids = torch.full_like(input_ids, -1) if ids is None else ids.long()
         ids = ids.where((ids >= 0) & (ids < languages), -1)
         per_language = [(counted & (ids == language)).sum() for language in range(-1, languages)]
-        found = torch.stack([torch.full_like(per_language[0], len(input_ids)), *per_language])
+        counts = torch.stack([torch.full_like(per_language[0], len(input_ids)), *per_language])
         if inputs.get("decoder_language_ids") is not None:  # an encoder-decoder's targets
             ids = inputs["decoder_language_ids"].long()
             counted = counted_tokens(inputs)
             targets = [(counted & (ids == language)).sum() for language in range(-1, languages)]
-            found = found + torch.stack([torch.zeros_like(targets[0]), *targets])
-        self._here = found if self._here is None else self._here + found
+            counts = counts + torch.stack([torch.zeros_like(targets[0]), *targets])
+        self._here = counts if self._here is None else self._here + counts
 
     def gather(self, trainer: Any, languages: int) -> None:
         """Adds what all ranks have counted since the last call. Every rank must call this."""

@@ -181,16 +181,16 @@ def _collator(model: Any) -> Any:
 
 
 def _by_language(
-    data: Dataset, old: Sequence[str], new: Sequence[str], two_sides: bool = False
+    data: Dataset, old: Sequence[str], new: Sequence[str], is_encoder_decoder: bool = False
 ) -> Mapping[str, Dataset]:
     """The texts of each language of a data set; for an encoder-decoder, its sentence pairs."""
-    column = "translation" if two_sides else "text"
+    column = "translation" if is_encoder_decoder else "text"
     if column not in data.column_names:
         raise InputError(
             f"train_dataset has no column `{column}`: "
             + (
                 "an encoder-decoder learns from sentences by language, such as {'en': 'A word.', 'el': 'Μία λέξη.'}."
-                if two_sides
+                if is_encoder_decoder
                 else "a decoder learns from text; `LanguageText` makes text of translations."
             )
         )

@@ -34,7 +34,7 @@ class Checks:
     Attributes:
         config: configuration of the dense base; None if it is not on this machine.
         offline: download nothing; skip checks that need an absent file, with a line that says so.
-        found: one line for each check that passed or was skipped.
+        lines: one line for each check that passed or was skipped.
         counts: experts of each layer after the expansions so far; before the analysis, the numbers are right, but not
             which layers have them.
         least: experts that every layer is certain to have.
@@ -48,7 +48,7 @@ class Checks:
     recipe: Recipe
     config: Any
     offline: bool
-    found: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     counts: Sequence[int] = ()
     least: int = 0
     copyable: int = 0

@@ -76,17 +76,24 @@ class Evaluate(Step):
 
     def work(self) -> StepResult:
         recipe, settings = self.recipe, self.recipe.evaluation
-        kept = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
-        models = {name: (path, recipe.revision if name == "base" else None) for name, path in kept.items()}
+        present = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
+        models = {name: (path, recipe.revision if name == "base" else None) for name, path in present.items()}
         result = score_models(
             models, recipe.test_sources, self._languages(), settings.block_size, settings.batch_size,
             settings.max_tokens,
         )  # fmt: skip
         first, *_, last = models.values()
         if len(models) > 1 and not load_config(Path(last[0])).is_encoder_decoder:
-            checks = [check_chat(first[0], last[0], code, asked, first[1]) for code, asked in self._questions().items()]
+            checks = [
+                check_chat(first[0], last[0], code, questions, first[1])
+                for code, questions in self._questions().items()
+            ]
             result.chats = [check for check in checks if check is not None]
         result.to_json(self.output)
-        gone = f" ({', '.join(set(self.models) - set(kept))}: no longer kept)" if len(kept) < len(self.models) else ""
+        gone = (
+            f" ({', '.join(set(self.models) - set(present))}: no longer kept)"
+            if len(present) < len(self.models)
+            else ""
+        )
         chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
-        return StepResult(f"{len(recipe.test)} languages, {len(kept)} models{gone}{chats}")
+        return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{chats}")

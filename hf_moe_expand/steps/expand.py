@@ -33,10 +33,10 @@ class Expand(Step):
         return self.run.number > 1 and self.run.expansion.expand.copy_from == "nearest"
 
     def inputs(self) -> dict[str, Any]:
-        found = {"expand": as_json(self.run.expansion.expand)}
+        inputs = {"expand": as_json(self.run.expansion.expand)}
         if self._copies_nearest:
-            found |= {"analysis": as_json(self.run.expansion.analysis), "texts": self.run.contents(self.run.new)}
-        return found
+            inputs |= {"analysis": as_json(self.run.expansion.analysis), "texts": self.run.contents(self.run.new)}
+        return inputs
 
     def check(self, checks: Checks) -> None:
         settings = self.run.expansion.expand
@@ -82,9 +82,9 @@ class Expand(Step):
             layers = range(len(plan.grows_from))
             origin = self._nearest() if nearest else dict.fromkeys(layers, int(settings.copy_from))
             grow_checkpoint(run.start, self.output, plan, copy_from=origin, keep_routers=True, **options)
-            said = f"{plan.total_experts - sum(plan.grows_from)} new experts"
+            summary = f"{plan.total_experts - sum(plan.grows_from)} new experts"
             copied = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else ""
-            return StepResult(said + copied)
+            return StepResult(summary + copied)
         report = expand_checkpoint(
             run.start,
             self.output,

@@ -23,10 +23,10 @@ class GatesStep(StageStep):
     def _classes(self) -> dict[str, int]:
         """The class of each language of the recipe so far; several rounds are several classes."""
         recipe = self.run.recipe
-        found = dict.fromkeys(recipe.old_languages, 0)
+        classes = dict.fromkeys(recipe.old_languages, 0)
         for number, expansion in enumerate(recipe.all_expansions[: self.run.number], start=1):
-            found |= dict.fromkeys(expansion.new, number)
-        return found
+            classes |= dict.fromkeys(expansion.new, number)
+        return classes
 
     def inputs(self) -> dict[str, Any]:
         anchors = contents(self.run.recipe.anchor_sources)
@@ -47,8 +47,8 @@ class GatesStep(StageStep):
             self.before, self.output, shuffled, anchors, self.settings, seed=recipe.seed,
             max_shard_size=self.run.expansion.expand.max_shard_size, overwrite=True,
         )  # fmt: skip
-        found = report.gates
-        passing = ", ".join(f"{code} {100 * shares[0]:.0f} %" for code, shares in found.new.items())
+        gates = report.gates
+        passing = ", ".join(f"{code} {100 * shares[0]:.0f} %" for code, shares in gates.new.items())
         return StepResult(
-            f"new experts take {passing} of the new languages' tokens", {"unseen": found.unseen, "new": found.new}
+            f"new experts take {passing} of the new languages' tokens", {"unseen": gates.unseen, "new": gates.new}
         )

@@ -38,9 +38,9 @@ class JoinPacks(Step):
 
     @property
     def _settings(self) -> JoinSettings:
-        found = self.run.recipe.join
-        assert found is not None
-        return found
+        settings = self.run.recipe.join
+        assert settings is not None
+        return settings
 
     @property
     def _given(self) -> list[str]:
@@ -49,8 +49,8 @@ class JoinPacks(Step):
 
     def inputs(self) -> dict[str, Any]:
         folders = [resolve_checkpoint(pack_and_name(pack)[0]) for pack in self._settings.packs]
-        found = {"join": as_json(self._settings), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
-        return found | ({"texts": self.run.contents(self._given)} if self._settings.calibrate else {})
+        inputs = {"join": as_json(self._settings), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
+        return inputs | ({"texts": self.run.contents(self._given)} if self._settings.calibrate else {})
 
     def check(self, checks: Checks) -> None:
         """Checks all but the bytes of the packs' bases, which `work` compares."""
@@ -58,18 +58,18 @@ class JoinPacks(Step):
         with errors_at("join"):
             check_shard_size(settings.max_shard_size)
         if checks.offline and (checks.config is None or not all(map(_is_whole_folder, settings.packs))):
-            checks.found.append("skipped: join: base and packs are not whole on this machine")
+            checks.lines.append("skipped: join: base and packs are not whole on this machine")
             return
         with errors_at("join.packs"):
-            found = load_packs(settings.packs, self.output, overwrite=True)
-            check_packs(found, settings.keep_both, bytes_too=False)
-            self._check_base(found[0], contents=False)
-        config = joined_config(found)
-        self._check_text(found, config, checks.offline)
+            packs = load_packs(settings.packs, self.output, overwrite=True)
+            check_packs(packs, settings.keep_both, bytes_too=False)
+            self._check_base(packs[0], contents=False)
+        config = joined_config(packs)
+        self._check_text(packs, config, checks.offline)
         checks.network = network_of(config)
         size = checks.checkpoint_bytes
         checks.written.append(StepOutput(self.output, size))
-        checks.found.append(f"join: {_in_words([pack.name for pack in found], config.num_experts_per_layer)}")
+        checks.lines.append(f"join: {_in_words([pack.name for pack in packs], config.num_experts_per_layer)}")
 
     def _check_base(self, pack: Pack, contents: bool) -> None:
         """Refuses a pack that is no expansion of the recipe's base; a graft changes the base's tensors."""
@@ -121,7 +121,7 @@ class JoinPacks(Step):
         if not settings.calibrate:
             report = join_expansions(settings.packs, self.output, **options)
             return StepResult(_in_words(report.packs, report.experts_per_layer))
-        report, found = join_calibrated(
+        report, calibration = join_calibrated(
             settings.packs,
             self.output,
             self._texts(),
@@ -130,11 +130,13 @@ class JoinPacks(Step):
             anchors={code: source.load()["text"] for code, source in self.run.recipe.anchor_sources.items()} or None,
             **options,
         )
-        said = _in_words(report.packs, report.experts_per_layer)
-        said += (
-            f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}" if not found.gates else ""
+        summary = _in_words(report.packs, report.experts_per_layer)
+        summary += (
+            f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}"
+            if not calibration.gates
+            else ""
         )
-        return StepResult(said, {"scales": report.scales, "before": found.before, "after": found.after})
+        return StepResult(summary, {"scales": report.scales, "before": calibration.before, "after": calibration.after})
 
     def _texts(self) -> dict[str, list[str]]:
         """The documents to calibrate on, which decoders alone read."""

@@ -49,7 +49,7 @@ class MakePlan(Step):
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
         checks.counts, checks.plan = grown, plan
         classifiers = len(plan.classifier_layers)
-        checks.found.append(
+        checks.lines.append(
             f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, "
             f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
         )
@@ -76,10 +76,10 @@ class MakePlan(Step):
             encoder_layers=_encoder_layers(config),
         )  # fmt: skip
         plan.save(self.output)
-        said = f"experts per layer {plan.counts_in_words}"
+        summary = f"experts per layer {plan.counts_in_words}"
         if plan.groups:
-            return StepResult(f"{said}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
-        return StepResult(f"{said}; classifiers in layers {plan.classifiers_in_words}")
+            return StepResult(f"{summary}; groups {'; '.join(' '.join(group) for group in plan.groups)}")
+        return StepResult(f"{summary}; classifiers in layers {plan.classifiers_in_words}")
 
 
 def _encoder_layers(config: Any) -> int:

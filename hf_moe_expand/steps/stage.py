@@ -67,8 +67,8 @@ class StageStep(Step, ABC):
             key=self.stage.key, old=self.run.old, new=self.run.new, output=Path(recipe.output), seed=recipe.seed,
             has_gates=recipe.all_expansions[0].expand.conditional_routing,
             longest=None if checks.config is None else longest_block(checks.config),
-            two_sides=None if checks.config is None else bool(checks.config.is_encoder_decoder), base=recipe.base,
-            revision=recipe.revision, offline=checks.offline,
+            is_encoder_decoder=None if checks.config is None else bool(checks.config.is_encoder_decoder),
+            base=recipe.base, revision=recipe.revision, offline=checks.offline,
         )  # fmt: skip
 
     def inputs(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class StageStep(Step, ABC):
 
     def check(self, checks: Checks) -> None:
         facts = self._facts(checks)
-        checks.found += self.stage.check(self.settings, facts) + facts.skipped
+        checks.lines += self.stage.check(self.settings, facts) + facts.skipped
         if checks.network is not None:
             checks.written.append(StepOutput(self.output, checks.checkpoint_bytes, self._working(checks)))
 
@@ -109,8 +109,8 @@ class TrainStep(StageStep):
     def _estimate(self, checks: Checks) -> None:
         """Says the memory, steps and hours of the stage, and the tokens of each language; estimates."""
         training = self.settings.training
-        given = {name: training[name] for name in _OF_COSTS if name in training}
-        config: Any = self.settings.model_copy(update={"training": given}).config(self.output, checks.recipe.seed)
+        relevant = {name: training[name] for name in _OF_COSTS if name in training}
+        config: Any = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
         half = bool(training.get("bf16") or training.get("fp16"))
         at_once = config.per_device_train_batch_size * config.block_size
         trained = freeze(checks.network, self.stage.trained(config)[1]).trainable
@@ -120,16 +120,16 @@ class TrainStep(StageStep):
         here = device_memory()
         if not training.get("distributed_config") and not training.get("deepspeed"):
             room = f" of {gigabytes(here)} here" if here else ""
-            said = (
+            line = (
                 f"{self.name}: memory about {gigabytes(fixed + moving)}{room}: {gigabytes(fixed)} of weights, "
                 f"gradients and AdamW, {gigabytes(moving)} of activations and logits of {at_once:,} tokens at once"
             )
             if here and fixed + moving > here:
-                said += (
+                line += (
                     "; lower per_device_train_batch_size (gradient_accumulation_steps makes up for it), or set "
                     f"{CHECKPOINTING}"
                 )
-            checks.found.append(said)
+            checks.lines.append(line)
         self._estimate_time(checks, config, half)
 
     def _estimate_time(self, checks: Checks, config: Any, half: bool) -> None:
@@ -145,7 +145,7 @@ class TrainStep(StageStep):
                 else:
                     tokens[code] = tokens_at_hand(source, tokenizer)
         if self.settings.training.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
-            checks.found.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
+            checks.lines.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
         known = [count for count in tokens.values() if count is not None]
         wanted = config.max_steps * of_step if config.max_steps > 0 else None
         limited = getattr(self.settings, "old_documents", None) is not None  # takes some documents of each language
@@ -161,7 +161,7 @@ class TrainStep(StageStep):
             by_language = ", ".join(f"{code} {count:,}" for code, count in tokens.items() if count is not None)
             words.append(f"tokens at hand, about: {by_language}")
         if words:
-            checks.found.append(f"{self.name}: {'; '.join(words)}")
+            checks.lines.append(f"{self.name}: {'; '.join(words)}")
 
     def _check_held_out_pairs(self, checks: Checks) -> None:
         """Refuses held-out text of an encoder-decoder that is no sentence pairs of its languages."""
@@ -174,8 +174,8 @@ class TrainStep(StageStep):
                     check_pairs(source, checks.recipe, checks.offline)
 
     def _working(self, checks: Checks) -> int:
-        given = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
-        config = self.settings.model_copy(update={"training": given}).config(self.output, checks.recipe.seed)
+        relevant = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
+        config = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
         each = training_checkpoint(*self.stage.saved_parameters(checks.network, config), config)
         return saved_at_once(config) * each
 
@@ -187,7 +187,7 @@ class TrainStep(StageStep):
         each = review.new_per_old or NEW_PER_OLD
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * each)))
         available = {code: _count(self.run.sources[code], count) for code, count in wanted.items()}
-        asked = (review.old_documents, each, review.fewer_documents)
+        limits = (review.old_documents, each, review.fewer_documents)
         written = checks.recipe.self_written
         if written is not None and written.documents < review.old_documents and not review.fewer_documents:
             raise InputError(
@@ -195,10 +195,10 @@ class TrainStep(StageStep):
                 f"{review.old_documents} documents of each old language (old_documents): raise the one or lower the "
                 "other."
             )
-        taken = review_documents(available, old, new, *asked)
+        taken = review_documents(available, old, new, *limits)
         if taken != wanted:
-            said = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
-            checks.found.append(f"{self.name}: fewer documents than asked for: {said}")
+            counts = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
+            checks.lines.append(f"{self.name}: fewer documents than asked for: {counts}")
 
     def work(self) -> StepResult:
         recipe = self.run.recipe

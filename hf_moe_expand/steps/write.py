@@ -46,7 +46,7 @@ class WriteOldText(Step):
                     check_positions(sample, checks.config, tokenizer)
             size = len(chosen.prompts) * chosen.documents * (chosen.tokens * _TOKEN + _ORIGIN)
             checks.written.append(StepOutput(self.output, size))
-        checks.found.append(
+        checks.lines.append(
             f"self_written: the base writes {chosen.documents:,} documents of up to {chosen.tokens:,} tokens: "
             + ", ".join(chosen.prompts)
         )

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: `make vllm` sets up an environment for these tests")
 
 from conftest import byte_tokenizer, save_dense
-from seq2seq import save_tiny
+from encoder_decoders import save_tiny
 from test_join import make_pack
 from transformers import AutoModelForCausalLM
 

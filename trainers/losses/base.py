@@ -199,15 +199,15 @@ def checked_losses(losses: Iterable[RouterLoss]) -> tuple[RouterLoss, ...]:
     """
     if not isinstance(losses, Iterable):
         raise InputError(f"router_losses is {losses!r}: must be a list of losses, such as [BalanceLoss(0.01)].")
-    found = tuple(losses)
-    for loss in found:
+    checked = tuple(losses)
+    for loss in checked:
         if not isinstance(loss, RouterLoss):
             raise InputError(
                 f"router_losses holds {loss!r}, which is not a RouterLoss: pass objects such as BalanceLoss(0.01)."
             )
     twice = [
-        metric for metric, count in Counter(metric for loss in found for metric in loss.metrics).items() if count > 1
+        metric for metric, count in Counter(metric for loss in checked for metric in loss.metrics).items() if count > 1
     ]
     if twice:
         raise InputError(f"router_losses holds two losses that log {', '.join(twice)}: leave one of them out.")
-    return found
+    return checked

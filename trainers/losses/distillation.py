@@ -73,7 +73,7 @@ class DistillationLoss(RouterLoss):
             rows_B[0] = True  # ranks that share a sharded model run equally many forward passes
         if not rows_B.any():
             return batch.outputs.logits.sum() * 0
-        own = {name: given[rows_B] if _is_of_rows(given, B) else given for name, given in inputs.items()}
+        own = {name: value[rows_B] if _is_of_rows(value, B) else value for name, value in inputs.items()}
         own.pop("labels", None)
         pieces = getattr(batch.outputs, "in_pieces", None)
         if pieces is None:
@@ -82,9 +82,9 @@ class DistillationLoss(RouterLoss):
             logits_TV = batch.outputs.logits[rows_B][:, -S:].flatten(0, 1)
             loss = distillation_loss(logits_TV, base_TV, old_BS[rows_B].flatten(), batch.step.old)
         else:
-            with pieces.kept() as kept:
+            with pieces.head_inputs() as hidden_states:
                 base_logits(batch.model, own)
-            hidden_TH, base_TH = batch.outputs.hidden_of_head[old_BS], kept[0][old_BS[rows_B]]
+            hidden_TH, base_TH = batch.outputs.hidden_of_head[old_BS], hidden_states[0][old_BS[rows_B]]
 
             def divergence(logits_TV: torch.Tensor, base_TH: torch.Tensor) -> torch.Tensor:
                 return distillation_loss(logits_TV, pieces.logits(base_TH), count=1.0)
@@ -94,5 +94,5 @@ class DistillationLoss(RouterLoss):
         return loss
 
 
-def _is_of_rows(given: Any, rows: int) -> bool:
-    return isinstance(given, torch.Tensor) and given.dim() > 0 and given.shape[0] == rows
+def _is_of_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows

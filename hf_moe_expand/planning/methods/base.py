@@ -40,7 +40,7 @@ class Option:
     flag: str
     kind: type
     help: str
-    value: Callable[[Any], Any] = lambda given: given
+    value: Callable[[Any], Any] = lambda value: value
 
 
 class PlanSettings(Declared):
@@ -113,8 +113,8 @@ class LayerPlan(PlanSettings):
 
     only_layers: Annotated[
         Text | None,
-        AfterValidator(lambda given: given and check_layer_ranges(given)),
-        BeforeValidator(lambda given: str(given) if type(given) is int else given),
+        AfterValidator(lambda layers: layers and check_layer_ranges(layers)),
+        BeforeValidator(lambda layers: str(layers) if type(layers) is int else layers),
         Field(
             description="Layers that may get experts, such as 4-11, 0,6-8 or 1-11/2 (every second one), in an "
             "encoder-decoder encoder.1,decoder.0-5; the others stay dense. All by default."
@@ -127,8 +127,8 @@ class LayerPlan(PlanSettings):
     ] = "similarity"
     classifiers_in: Annotated[
         Text | None,
-        AfterValidator(lambda given: given and check_layer_ranges(given, "classifiers_in")),
-        BeforeValidator(lambda given: str(given) if type(given) is int else given),
+        AfterValidator(lambda layers: layers and check_layer_ranges(layers, "classifiers_in")),
+        BeforeValidator(lambda layers: str(layers) if type(layers) is int else layers),
         Field(description="Layers with a classifier, by number, such as 4 or 0,6-8: instead of a count and a choice."),
     ] = None
     prefix_gates: Annotated[

@@ -57,28 +57,28 @@ class DMoEPlan(PlanSettings):
     ] = None
 
     def allocate(self, target: Target) -> Allocation:
-        found = target.deviation
+        deviation = target.deviation
         if isinstance(self.groups, int):
-            made = find_groups(self.groups, self.grouping, found, target.seed)
+            made = find_groups(self.groups, self.grouping, deviation, target.seed)
         elif self.grouping == "deviation":
-            made = given_groups(self.groups, found)
+            made = given_groups(self.groups, deviation)
         else:
             name = Path(self.grouping).name
             raise InputError(f"groups: the groups are given by hand, so leave out grouping `{name}`.")
         if len(made) < 2:
             raise InputError("groups: a mixture needs at least 2 experts, one for each group; give 2 groups or more.")
         share = DEFAULT_RATIO if self.ratio is None and self.threshold is None else self.ratio
-        chosen = select_layers(found.deviation, share, self.threshold)
+        chosen = select_layers(deviation.deviation, share, self.threshold)
         details = {
-            "ratio": share, "threshold": self.threshold, "deviation": found.deviation,
+            "ratio": share, "threshold": self.threshold, "deviation": deviation.deviation,
             # Only the file's name: a plan may be published.
             "grouping": "by hand" if isinstance(self.groups, list) else Path(self.grouping).name,
         }  # fmt: skip
-        counts = [len(made) if layer in chosen else 1 for layer in range(len(found.deviation))]
+        counts = [len(made) if layer in chosen else 1 for layer in range(len(deviation.deviation))]
         return Allocation(counts, details, made, drawn=self.grouping == "random")
 
 
-def given_groups(groups: list[list[str]], found: DeviationResult) -> list[list[str]]:
+def given_groups(groups: list[list[str]], deviation: DeviationResult) -> list[list[str]]:
     """Checks and returns the given groups.
 
     Raises:
@@ -86,14 +86,14 @@ def given_groups(groups: list[list[str]], found: DeviationResult) -> list[list[s
     """
     check_groups(groups)
     named = [language for group in groups for language in group]
-    if missing := sorted(set(found.languages) - set(named)):
+    if missing := sorted(set(deviation.languages) - set(named)):
         raise InputError(f"groups: {', '.join(missing)} is in no group; add each language to one.")
-    if unknown := sorted(set(named) - set(found.languages)):
-        raise InputError(f"groups: {', '.join(unknown)} was not measured; known: {', '.join(found.languages)}.")
+    if unknown := sorted(set(named) - set(deviation.languages)):
+        raise InputError(f"groups: {', '.join(unknown)} was not measured; known: {', '.join(deviation.languages)}.")
     return groups
 
 
-def find_groups(number: int, grouping: str, found: DeviationResult, seed: int) -> list[list[str]]:
+def find_groups(number: int, grouping: str, deviation: DeviationResult, seed: int) -> list[list[str]]:
     """Groups by the similarity of the languages' changes, at random, or by linguistic vectors.
 
     Raises:
@@ -102,6 +102,6 @@ def find_groups(number: int, grouping: str, found: DeviationResult, seed: int) -
     from ..grouping import group_languages, random_groups, vector_similarity  # numpy
 
     if grouping == "random":
-        return random_groups(found.languages, number, seed)
-    similarity = found.similarity if grouping == "deviation" else vector_similarity(grouping, found.languages)
-    return group_languages(similarity, found.languages, number)
+        return random_groups(deviation.languages, number, seed)
+    similarity = deviation.similarity if grouping == "deviation" else vector_similarity(grouping, deviation.languages)
+    return group_languages(similarity, deviation.languages, number)

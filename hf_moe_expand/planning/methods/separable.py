@@ -36,19 +36,22 @@ class SeparablePlan(LayerPlan):
     similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None
 
     def allocate(self, target: Target) -> Allocation:
-        similarity, found = target.similarity, target.separability
-        if any(set(a) != set(b) for a, b in ((similarity.old, found.old), (similarity.new, found.new))):
+        similarity, separability = target.similarity, target.separability
+        if any(set(a) != set(b) for a, b in ((similarity.old, separability.old), (similarity.new, separability.new))):
             raise InputError(
                 f"The similarity is of old {', '.join(similarity.old)} and new {', '.join(similarity.new)}, the "
-                f"separability of old {', '.join(found.old)} and new {', '.join(found.new)}: measure both on the same "
-                "languages."
+                f"separability of old {', '.join(separability.old)} and new {', '.join(separability.new)}: measure "
+                "both on the same languages."
             )
-        chosen = [layer for layer, accuracy in enumerate(found.separability) if accuracy >= self.min_separability]
+        chosen = [
+            layer for layer, accuracy in enumerate(separability.separability) if accuracy >= self.min_separability
+        ]
         if not chosen:
             raise InputError(
-                f"No layer can tell old text from new: the best one's balanced accuracy after {found.length} tokens is "
-                f"{max(found.separability):.3f}, but min_separability is {self.min_separability:g}. Lower "
-                "--min-separability (`plan: {min_separability: ...}` in a recipe), or plan without it (layer-moe)."
+                f"No layer can tell old text from new: the best one's balanced accuracy after {separability.length} "
+                f"tokens is {max(separability.separability):.3f}, but min_separability is {self.min_separability:g}. "
+                "Lower --min-separability (`plan: {min_separability: ...}` in a recipe), or plan without it "
+                "(layer-moe)."
             )
         rest = 0 if target.grows_from else 1  # a layer that gets no experts
         others = rest * (target.num_layers - len(chosen))
@@ -61,7 +64,7 @@ class SeparablePlan(LayerPlan):
         for layer, count in zip(chosen, allocated, strict=True):
             counts[layer] = count
         details = {
-            "similarity": similarity.similarity, "separability": found.separability,
+            "similarity": similarity.similarity, "separability": separability.separability,
             "min_separability": self.min_separability,
         }  # fmt: skip
         return Allocation(counts, details)

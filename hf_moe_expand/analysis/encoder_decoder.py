@@ -52,14 +52,14 @@ def side_batches(
     """
     batches: list[SideBatch] = []
     of_side: list[list[SentencePair]] = [[], []]
-    encoder, given = PairEncoder(tokenizer), list(pairs)
-    kept = [pair for pair in given if encoder.translates(pair.direction)]
-    for pair in kept:
+    encoder, all_pairs = PairEncoder(tokenizer), list(pairs)
+    translatable = [pair for pair in all_pairs if encoder.translates(pair.direction)]
+    for pair in translatable:
         for side, code in enumerate(pair.direction):
             if names_language(code, language):
                 of_side[side].append(pair)
     for side, rows in enumerate(of_side):
-        if not rows and len(kept) < len(given):
+        if not rows and len(translatable) < len(all_pairs):
             raise InputError(
                 f"Language {language!r} has no sentence as a {('source', 'target')[side]}, and both sides are "
                 f"measured: {encoder.one_way()}. `plan moe-lpr` needs no analysis."

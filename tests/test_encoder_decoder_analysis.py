@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import invoke
-from seq2seq import PLAN, SENTENCES, mbart_tokenizer, save_tiny, tiny
+from encoder_decoders import PLAN, SENTENCES, mbart_tokenizer, save_tiny, tiny
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_model
@@ -26,7 +26,7 @@ from hf_moe_expand.evaluation.translation import evaluate_translation
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import RoutingResult, SimilarityResult
-from hf_moe_expand.trainers.two_sides import with_decoder_inputs
+from hf_moe_expand.trainers.encoder_decoder import with_decoder_inputs
 
 ENCODER = 3
 TOKENS = 20

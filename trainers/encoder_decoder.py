@@ -56,11 +56,11 @@ def counted_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 def by_stack(config: Any, layers: Mapping[int, LayerRouting]) -> list[list[LayerRouting]]:
     """The routing of the expanded layers, in order: of an encoder-decoder, the encoder's and the decoder's."""
-    found, first = [], 0
+    stacks, first = [], 0
     for size in stack_sizes(config).values():
-        found.append([layers[layer] for layer in sorted(layers) if first <= layer < first + size])
+        stacks.append([layers[layer] for layer in sorted(layers) if first <= layer < first + size])
         first += size
-    return found
+    return stacks
 
 
 def others(stacks: Sequence[Sequence[LayerRouting]], stack: int) -> list[LayerRouting]:

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from conftest import checkpointed, invoke
 from datasets import Dataset
-from safetensors.torch import load_file
-from seq2seq import (
+from encoder_decoders import (
     PLAN,
     SENTENCES,
     nllb_tokenizer,
     save_tiny,
     tiny,
 )
+from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_moe_expand import (
@@ -40,7 +40,7 @@ from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.records import History
-from hf_moe_expand.trainers.two_sides import by_stack, target_loss, with_decoder_inputs
+from hf_moe_expand.trainers.encoder_decoder import by_stack, target_loss, with_decoder_inputs
 
 
 def write_pairs(path: Path, language: str, other: str = "en", times: int = 1) -> Path:
