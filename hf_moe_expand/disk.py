@@ -10,6 +10,7 @@ from typing import Any
 
 from .errors import InputError, is_full_disk
 
+DEFAULT_SHARD_SIZE = "5GB"
 # Training holds float32 weights; AdamW keeps two float32 moments of each weight that trains.
 _WEIGHT, _MOMENTS = 4, 8
 # The optimizers of transformers that keep both moments in float32; of the others, the state is not counted.

@@ -18,6 +18,7 @@ from .inspection import Inspection, inspect_config, separability_line
 from .memory import gigabytes
 from .modeling import decoder_ffns
 from .planning.plan import Plan
+from .settings import LORA_ALPHA, LORA_RANK
 from .stages import stages_for
 from .stages.base import TrainingStage
 from .trainers.freezing import freeze
@@ -113,8 +114,8 @@ def forecast(
     revision: str | None = None,
     *,
     expert_kind: str = "ffn",
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
+    lora_rank: int = LORA_RANK,
+    lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
 ) -> Forecast:
     """Forecasts the costs of `plan` on `base`, with experts of a kind (see `expand_checkpoint`); reads only the base's

@@ -4,8 +4,12 @@ from typing import Annotated
 
 from pydantic import Field
 
+from .disk import DEFAULT_SHARD_SIZE
 from .errors import InputError
 from .schema import Count, Flag, Positive, Text, Whole, settings
+
+# Of LoRA experts.
+LORA_RANK, LORA_ALPHA = 8, 16.0
 
 
 @settings
@@ -56,10 +60,10 @@ class ExpandSettings:
             "beside the original block, which may be a mixture of experts"
         ),
     ] = "ffn"
-    lora_rank: Annotated[Count, Field(description="rank of the updates")] = 8
-    lora_alpha: Annotated[Positive, Field(description="the updates are scaled by lora_alpha / lora_rank")] = 16.0
+    lora_rank: Annotated[Count, Field(description="rank of the updates")] = LORA_RANK
+    lora_alpha: Annotated[Positive, Field(description="the updates are scaled by lora_alpha / lora_rank")] = LORA_ALPHA
     expert_width: Annotated[Count | None, Field(description="width of the added FFNs")] = None
-    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = "5GB"
+    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = DEFAULT_SHARD_SIZE
 
     def __post_init__(self) -> None:
         copied = self.copy_from
@@ -89,7 +93,7 @@ class JoinSettings:
     tokens: Annotated[
         Annotated[Whole, Field(ge=16)], Field(description="tokens of each language by which the join is scored")
     ] = 500
-    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = "5GB"
+    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = DEFAULT_SHARD_SIZE
 
 
 @settings

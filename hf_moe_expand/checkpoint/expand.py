@@ -20,6 +20,7 @@ from ..modeling.expanded_config import ExpandedConfig
 from ..modeling.expert_kinds import ExpertKind
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
+from ..settings import LORA_ALPHA, LORA_RANK
 from .folder import write_checkpoint
 from .kinds import check_kinds, chosen_kind, recorded_init
 from .neurons import file_rows
@@ -60,8 +61,8 @@ def expand_checkpoint(
     expert_init: str = "copy",
     conditional_routing: bool = False,
     expert_kind: str = "ffn",
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
+    lora_rank: int = LORA_RANK,
+    lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
     seed: int = 0,
     revision: str | None = None,

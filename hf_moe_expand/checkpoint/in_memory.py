@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns, model_class
 from ..planning.plan import Plan, PrefixGate
 from ..records import History
+from ..settings import LORA_ALPHA, LORA_RANK
 from .expand import check_dense_plan, first_record, planned_config
 from .kinds import check_kinds, chosen_kind, recorded_init
 from .neurons import ROWS, added_rows, neurons_of, rows_in_memory
@@ -35,8 +36,8 @@ def expand_model(
     expert_init: str = "copy",
     conditional_routing: bool = False,
     expert_kind: str = "ffn",
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
+    lora_rank: int = LORA_RANK,
+    lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
     seed: int = 0,
 ) -> Any:

@@ -16,13 +16,13 @@ import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from safetensors.torch import save as save_safetensors
 
+from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError, first_line, is_full_disk, named_as
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
 from .reader import ITEM_BITS
 from .source import CODE, COMPANIONS
 
-DEFAULT_SHARD_SIZE = "5GB"
 # What this package, transformers and the hub's client put into a checkpoint folder.
 _BELONGS = (
     "config.json", "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",

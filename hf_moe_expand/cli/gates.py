@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..disk import DEFAULT_SHARD_SIZE
 from .apps import app
 from .common import check_checkpoints, text_sources
 from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize
@@ -32,7 +33,7 @@ def gates(
         bool, typer.Option("--state-free", help="Judge each token by itself, as vLLM needs it; sees less of a text.")
     ] = False,
     seed: Seed = 0,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Fit gates that send home every text whose language they do not recognise as new. Nothing is trained.

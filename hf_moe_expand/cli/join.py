@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from .apps import app
 from .common import check_checkpoints, text_sources
@@ -39,7 +40,7 @@ def join(
     tokens: Annotated[
         int | None, typer.Option(help="With --calibrate: tokens of each language to score; 500 by default.")
     ] = None,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Join language packs, expansions of one frozen base that were made apart, into one model without training.

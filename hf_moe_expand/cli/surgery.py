@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
+from ..settings import LORA_ALPHA, LORA_RANK
 from .apps import app, merge_app
 from .common import check_checkpoints, print_table, text_sources
 from .options import (
@@ -48,12 +50,12 @@ def expand(
         bool, typer.Option("--conditional-routing", help="Expert 0 is shared; a gate weighs the other experts (CMR).")
     ] = False,
     expert_kind: ExpertKindName = "ffn",
-    lora_rank: LoraRank = 8,
-    lora_alpha: LoraAlpha = 16,
+    lora_rank: LoraRank = LORA_RANK,
+    lora_alpha: LoraAlpha = LORA_ALPHA,
     expert_width: ExpertWidth = None,
     seed: Seed = 0,
     revision: Revision = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
@@ -97,7 +99,7 @@ def grow(
     block_size: BlockSize = 1024,
     batch_size: BatchSize = 8,
     seed: Seed = 0,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
@@ -202,7 +204,7 @@ def expand_branches_(
     plan: Annotated[Path, typer.Option(help="plan.json of `plan dmoe`.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
     seed: Seed = 0,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Make dense models the experts of one model, averaging all other weights (Branch-Train-Mix). Then `train joint`.
@@ -224,7 +226,7 @@ def expand_depth_(
     base: Model,
     out: OutFolder,
     blocks: Annotated[int, typer.Option(help="Number of blocks to insert.")],
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Insert copied blocks that at first have no effect (LLaMA-Pro). Then `train dense --only-new-blocks`.
@@ -246,7 +248,7 @@ def graft(
     instruct: Instruct,
     scale: Scale = 1.0,
     keep_tokenizer: KeepTokenizer = False,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
@@ -271,7 +273,7 @@ def merge_delta_(
     instruct: Instruct,
     scale: Scale = 1.0,
     keep_tokenizer: KeepTokenizer = False,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
@@ -298,7 +300,7 @@ def merge_average(
         list[float] | None,
         typer.Option(help="Weight of the first of two checkpoints, or one for each, with the sum 1; equal by default."),
     ] = None,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Average checkpoints (Dense-FT-Avg); a dense one joins the average of each expert (MoE-CPT-Avg).
@@ -329,7 +331,7 @@ def export(
     modelfile: Annotated[
         bool, typer.Option("--modelfile", help="With --gguf: write Ollama's Modelfile beside the file.")
     ] = False,
-    max_shard_size: ShardSize = "5GB",
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
     """Write an expanded model as a native architecture of transformers, as a dense model with one of its experts, or as
@@ -396,8 +398,8 @@ def inspect(
     tokens: Annotated[float | None, typer.Option(help="With --plan: tokens to train on, for hours of one GPU.")] = None,
     tflops: Annotated[float, typer.Option(help="Speed of the GPU in practice, 10^12 operations a second.")] = 200.0,
     expert_kind: ExpertKindName = "ffn",
-    lora_rank: LoraRank = 8,
-    lora_alpha: LoraAlpha = 16,
+    lora_rank: LoraRank = LORA_RANK,
+    lora_alpha: LoraAlpha = LORA_ALPHA,
     expert_width: ExpertWidth = None,
     revision: Revision = None,
 ) -> None:
