@@ -23,12 +23,12 @@ class StepOutput:
 
     Attributes:
         output: the folder that the step leaves.
-        kept: bytes of this folder.
+        size: bytes of this folder.
         working: most bytes of the files that it writes beside the folder and removes at its end.
     """
 
     output: Path
-    kept: int
+    size: int
     working: int = 0
 
 
@@ -63,7 +63,7 @@ def peak(steps: Sequence[StepOutput]) -> int:
     done = max((number for number, step in enumerate(steps, start=1) if step.output.exists()), default=0)
     total = most = 0
     for step in steps[done:]:
-        total += step.kept
+        total += step.size
         there = folder_bytes(step.output.with_name(f"{step.output.name}.training"))
         most = max(most, total + max(step.working - there, 0))
     return most
