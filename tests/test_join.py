@@ -21,14 +21,15 @@ from hf_moe_expand import (
     leave_out_pack,
 )
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
-from hf_moe_expand.checkpoint.join import write_joined
+from hf_moe_expand.checkpoint.gates import Gates, write_gates
+from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.local import name_in_results, own_name
 from hf_moe_expand.checkpoint.packs import joined_rows, packs_inside
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
 from hf_moe_expand.planning.plan import PrefixGate
-from hf_moe_expand.records import History
+from hf_moe_expand.records import History, StageRecord
 
 EL = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
 HU = Plan("layer-moe", [3, 2, 1], old=["en", "de"], new=["hu"])
@@ -328,6 +329,24 @@ def test_all_classes_of_a_pack_that_grew_go_with_it(packs, tmp_path):
     staged(tmp_path / "joined", "everything")
     with pytest.raises(InputError, match="`everything` changed the shared weights after the join"):
         leave_out_pack(tmp_path / "joined", tmp_path / "no", "fi")
+
+
+def test_fitted_gates_lose_the_class_of_a_pack_that_is_taken_out(packs, tmp_path):
+    rows = torch.arange(5.0)  # two languages stay home
+    gates = Gates([["en", "de"], ["el"], ["hu"], ["tr"]], {0: (rows[:, None].repeat(1, 32), rows)}, None)
+    write_joined(load_packs(list(packs.values()), tmp_path / "three", False), tmp_path / "three", gates=gates)
+    leave_out_pack(tmp_path / "three", tmp_path / "two", "hu")
+    left = load_file(tmp_path / "two" / "model.safetensors")
+    assert left["model.layers.0.mlp.classifier.bias"].tolist() == [0, 1, 2, 4]
+    assert left["model.layers.0.mlp.classifier.weight"][:, 0].tolist() == [0, 1, 2, 4]
+    fields = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert fields["gate_languages"] == [["en", "de"], ["el"], ["tr"]]
+    leave_out_pack(tmp_path / "two", tmp_path / "one", "el")
+    same_files(tmp_path / "one", packs["tr"])
+    own = Gates([["en"], ["el"]], {0: (torch.zeros(2, 32), torch.zeros(2))}, None)
+    write_gates(packs["el"], tmp_path / "gated", own, StageRecord("gates"))
+    with pytest.raises(InputError, match="gated: has gates that were fitted for it alone"):
+        join_expansions([tmp_path / "gated", packs["hu"]], tmp_path / "no")
 
 
 @pytest.fixture
