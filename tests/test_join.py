@@ -382,7 +382,7 @@ def test_what_does_not_fit_is_refused(packs, base, other, tmp_path):
     refused("is a qwen2 checkpoint, which is no language pack", el, base)
     three = make_pack(tmp_path / "qwen-fi", base, Plan("moe-lpr", [3, 3, 3], top_k=3, old=["en"], new=["fi"]), 3)
     refused("router_top_k is 2 in qwen-el, but 3 in qwen-fi", el, three)
-    refused("router_top_k is 3 in qwen-fi, but 2 in qwen-el", three, el)
+    refused("router_top_k is 3 in qwen-fi, but 2 in qwen-el: their routers", three, el)
     refused("scales is", el, packs["hu"], scales=[1.0])
     refused("scales is", el, packs["hu"], scales=[1.0, 0.0])
     trained = staged(shutil.copytree(packs["hu"], tmp_path / "trained"), "everything")
