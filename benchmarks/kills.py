@@ -15,6 +15,7 @@ import errno
 import gc
 import hashlib
 import importlib
+import json
 import os
 import pkgutil
 import random
@@ -39,6 +40,9 @@ from transformers.utils import logging
 
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions
+from hf_moe_expand.checkpoint.gguf_export import export_gguf
+from hf_moe_expand.evaluation.perplexity import LanguageScore
+from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.stages.resume import remove_training
 
@@ -49,6 +53,8 @@ _LIMIT = 120  # seconds
 _TIMED = ("trainer_state.json", "steps.json", "report.html")
 _DATA = "--data el={made}/el.jsonl"
 _DELTA = "--base {made}/base --instruct {made}/tuned"
+_JOIN = "join {out} {made}/expanded {made}/pack --calibrate hu={made}/hu.jsonl --tokens 100"
+_ANCHORS = " ".join(f"--anchors a{letter}={{made}}/en.jsonl" for letter in "abcdefghijklmnopqrst")
 VERBS = {
     "expand": "expand {made}/base {out} --plan {made}/plan.json",
     "expand, sharded": "expand {made}/base {out} --plan {made}/plan.json --max-shard-size 20KB",
@@ -86,6 +92,17 @@ VERBS = {
     "--tokens 96 --block-size 8",
     "report": "report {made}/expanded {made}/grown --out {out}",
     "generate": "generate {made}/expanded word --max-new-tokens 2 --out {out}",
+    "from-gguf": "from-gguf {made}/base.gguf {out}",
+    "export, GGUF": "export {made}/words {out} --gguf",
+    "join, gates": f"{_JOIN} --calibrate en={{made}}/en.jsonl --calibrate el={{made}}/greek.jsonl {_ANCHORS}",
+    "join, factors": f"{_JOIN} --calibrate el={{made}}/greek.jsonl --factors",
+    "curriculum derive": "curriculum derive {made}/validation.json --out {out}",
+    "curriculum counts": f"curriculum counts {_DATA} --steps 10 --thresholds 2 --shares 1,0.5 --out {{out}}",
+    "fertility": f"analyze fertility {{made}}/base {_DATA} --out {{out}}",
+    "evaluate-translation": f"evaluate-translation {{made}}/long {_DATA} --data en={{made}}/en.jsonl --limit 1 "
+    "--max-new-tokens 2 --out {out}",
+    "recipes schema": "recipes schema --out {out}",
+    "recipes settings": "recipes settings --out {out}",
     "recipes new": "recipes new --base {made}/long --new el={made}/el.jsonl --old en={made}/en.jsonl --out {out}",
 }
 # These replace a checkpoint that is there.
@@ -111,9 +128,16 @@ def make_all(folder: Path) -> None:
     expand_checkpoint(folder / "base", folder / "dmoe", groups)
     (folder / "el.jsonl").write_text('{"text": "a tiny text, long enough for some blocks of a few tokens each"}\n' * 3)
     shutil.copy(folder / "el.jsonl", folder / "en.jsonl")
+    for code, text in (("greek", "το ποτάμι κυλάει κάτω από τη γέφυρα"), ("hu", "a folyó az öreg híd alatt folyik")):
+        (folder / f"{code}.jsonl").write_text((json.dumps({"text": f"{text} " * 3}) + "\n") * 8)
     training = "training: {max_steps: 3, save_steps: 1, per_device_train_batch_size: 1, disable_tqdm: true}\n"
     (folder / "stage.yaml").write_text(f"block_size: 8\n{training}")
     (folder / "adapt.yaml").write_text(f"block_size: 8\nsample_tokens: 400\n{training}")
+    _make_gguf(folder)
+    curves = ValidationCurves(["el"], 2)
+    for at in range(3):
+        curves.add(at, {"el": LanguageScore(8.0 - at, 3.0, 10, 10)})
+    curves.save(folder / "validation.json")
     indented = f"  block_size: 8\n  {training}"
     (folder / "recipe.yaml").write_text(
         f"base: {folder}/base\noutput: {folder.parent}/results/out\nold: {{en: {folder}/en.jsonl}}\n"
@@ -122,6 +146,19 @@ def make_all(folder: Path) -> None:
         "analysis: {tokens: 8, block_size: 8}\nevaluation: {block_size: 8}\n"
         f"post_pretrain:\n{indented}review:\n  old_documents: 1\n  new_per_old: 1\n{indented}"
     )
+
+
+def _make_gguf(folder: Path) -> None:
+    """The checkpoint `words`, whose tokenizer has a merge in the place of a byte, as GGUF wants; and `base.gguf`."""
+    words = shutil.copytree(folder / "plain", folder / "words")
+    tokenizer = read_json(words / "tokenizer.json", "")
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["al"] = vocabulary.pop(next(token for token, number in vocabulary.items() if number == 255))
+    tokenizer["model"]["merges"] = [["a", "l"]]
+    write_json(words / "tokenizer.json", tokenizer)
+    settings = read_json(words / "tokenizer_config.json", "")
+    write_json(words / "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    export_gguf(words, folder / "base.gguf", expert=0)
 
 
 def tree(path: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from .errors import InputError
 
 MARKER = ".hf-moe-expand"
 _KINDS = ("partial", "replaced", "grown", "joined")
+_OF_PROCESS = re.compile(rf"^\..+\.({'|'.join(_KINDS)})-\d+")
 _DAY = 24 * 60 * 60
 
 
@@ -138,7 +139,8 @@ def remove_work_folder(path: str | os.PathLike) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-    gone = beside(path, "partial")
+    # Without the marker, a name must say whose the folder is: that of one process (`beside`) does.
+    gone = path if _OF_PROCESS.search(path.name) else beside(path, "partial")
     with suppress(OSError):
         os.rename(path, gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -187,6 +187,12 @@ def test_training_is_told_without_folders(checkpoint):
     assert "/home" not in text
 
 
+def test_no_setting_ends_its_block_of_code(checkpoint):
+    edit(checkpoint, stages=[{**STAGE, "settings": {"note": "a\n```\n## Results"}}])
+    settings = str(make_card(checkpoint)).split("```yaml")[1].split("```")[0]
+    assert "## Results" in settings
+
+
 def test_what_training_saw_stands_beside_what_was_at_hand(checkpoint):
     seen = {"blocks_seen": 48, "tokens_seen": 12_288}
     edit(checkpoint, stages=[{**STAGE, **seen, "tokens_seen_by_language": {"el": 12_288}}, {**STAGE, **seen}])

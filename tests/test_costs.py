@@ -9,7 +9,7 @@ from conftest import byte_tokenizer, write_texts
 from transformers import AutoConfig
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
-from hf_moe_expand.costs import activation_bytes, tokens_at_hand, training_flops, training_speed
+from hf_moe_expand.costs import LARGE, activation_bytes, tokens_at_hand, training_flops, training_speed
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.memory import device_memory
@@ -74,6 +74,11 @@ def test_logits_and_checkpointing_have_their_shares():
     less = activation_bytes(model, 100, checkpointing=True)
     logits = 100 * 4 * 3 * VOCABULARY
     assert logits < less < logits + (activation_bytes(model, 100) - logits) / 2
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size  # all layers are alike
+    one = (activation_bytes(model, 100) - logits) / layers
+    assert less == pytest.approx(logits + one + 100 * 4 * layers * hidden, abs=1)
+    most = LARGE // VOCABULARY  # of more tokens, the loss takes the logits in pieces
+    assert activation_bytes(model, most + 1) < activation_bytes(model, most)
     with torch.device("meta"):
         assert activation_bytes(build(), 100) == activation_bytes(model, 100)
 

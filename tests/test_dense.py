@@ -172,6 +172,8 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(root, data, tmp_path, monk
     with pytest.raises(InputError, match="interrupted run with other data"):
         train_stage(root / "base", tmp_path / "out", data, chosen)
     (root / "en.jsonl").write_bytes(kept)
+    # Killed before it removed an earlier one.
+    shutil.copytree(tmp_path / "out.training" / "checkpoint-2", tmp_path / "out.training" / "checkpoint-1")
     # Killed while it saved: the folder is there, but not whole.
     shutil.copytree(tmp_path / "out.training" / "checkpoint-2", tmp_path / "out.training" / "checkpoint-4")
     (tmp_path / "out.training" / "checkpoint-4" / "trainer_state.json").write_text('{"epoch"')

@@ -12,14 +12,24 @@ from conftest import invoke, run_fresh, save_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, join_expansions, leave_out_pack
+from hf_moe_expand import (
+    LayerMoEForCausalLM,
+    Plan,
+    expand_checkpoint,
+    grow_checkpoint,
+    join_expansions,
+    leave_out_pack,
+)
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
+from hf_moe_expand.checkpoint.gates import Gates, write_gates
+from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.local import name_in_results, own_name
-from hf_moe_expand.checkpoint.packs import joined_rows
+from hf_moe_expand.checkpoint.packs import joined_rows, packs_inside
+from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
 from hf_moe_expand.planning.plan import PrefixGate
-from hf_moe_expand.records import History
+from hf_moe_expand.records import History, StageRecord
 
 EL = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
 HU = Plan("layer-moe", [3, 2, 1], old=["en", "de"], new=["hu"])
@@ -147,8 +157,8 @@ def test_one_pack_among_others_that_stay_at_home_computes_what_it_did(packs, tmp
     joined, alone = load(tmp_path / "out"), load(packs["el"])
     for ffn in joined.expanded_ffns().values():
         own = EL.experts_per_layer[ffn.layer_index]
-        route = ffn.route
-        ffn.route = lambda x_Th, text=None, _=None, route=route, own=own: _without_others(route, x_Th, text, own)
+        route = ffn._routing
+        ffn._routing = lambda x_Th, classes, route=route, own=own: _without_others(route, x_Th, classes, own)
     with torch.no_grad():
         for ffn in joined.expanded_ffns().values():
             ffn.classifier = None
@@ -157,11 +167,11 @@ def test_one_pack_among_others_that_stay_at_home_computes_what_it_did(packs, tmp
         torch.testing.assert_close(joined(IDS).logits, alone(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
-def _without_others(route, x_Th, text, own):
+def _without_others(route, x_Th, classes, own):
     """The routing with the experts from `own` on out of reach."""
     from dataclasses import replace
 
-    found = route(x_Th, text)
+    found = route(x_Th, classes)
     allowed = (torch.arange(found.router_logits.shape[1]) < own).expand_as(found.router_logits)
     weights, experts = select_experts(found.router_logits, found.top_k, allowed)
     return replace(found, weights=weights, experts=experts)
@@ -267,7 +277,7 @@ print(model(torch.arange(12).view(1, 12), languages="hu").logits.double().sum().
     assert float(run_fresh(code, str(tmp_path / "out"))) == pytest.approx(here, rel=1e-6)
 
 
-def test_the_history_keeps_each_packs_own(packs, tmp_path):
+def test_the_history_keeps_each_packs_own(packs, base, tmp_path):
     join_expansions([packs["el"], packs["hu"]], tmp_path / "out", scales=[1.0, 2.0])
     history = History.of(json.loads((tmp_path / "out" / "config.json").read_text()))
     assert [one.pack for one in history.expansions] == ["qwen-el", "qwen-hu"]
@@ -277,6 +287,9 @@ def test_the_history_keeps_each_packs_own(packs, tmp_path):
     joined, own = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", packs["hu"]))
     name = "model.layers.1.mlp.router.weight"
     assert torch.equal(joined[name][1], 2 * (own[name][1] - own[name][0]))
+    later = Plan("moe-lpr", [2, 2, 2], old=["en", "el"], new=["fr"])  # another pack's new language is not old
+    make_pack(tmp_path / "qwen-fr", base, later, 5)
+    assert join_expansions([packs["el"], tmp_path / "qwen-fr"], tmp_path / "fr").old_languages == ["en"]
 
 
 def test_a_trained_join_leaves_a_pack_out_with_its_rows_as_they_are(packs, tmp_path):
@@ -297,6 +310,43 @@ def test_a_trained_join_leaves_a_pack_out_with_its_rows_as_they_are(packs, tmp_p
     load(tmp_path / "two")
     with pytest.raises(InputError, match="was trained or grown after its packs were joined"):
         join_expansions([tmp_path / "three", packs["el"]], tmp_path / "no")
+
+
+def test_all_classes_of_a_pack_that_grew_go_with_it(packs, tmp_path):
+    plan = Plan("layer-moe", [4, 3, 1], [0], old=["en", "de", "hu"], new=["fi"], grows_from=[3, 2, 1])
+    grow_checkpoint(packs["hu"], tmp_path / "twice", plan)
+    join_expansions([packs["el"], tmp_path / "twice", packs["tr"]], tmp_path / "joined")
+    tensors = load_file(tmp_path / "joined" / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "router" in name or "classifier" in name:
+            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    save_file(tensors, tmp_path / "joined" / "model.safetensors", metadata={"format": "pt"})
+    leave_out_pack(tmp_path / "joined", tmp_path / "two", "fi")
+    left = load_file(tmp_path / "two" / "model.safetensors")
+    for name, rows in (("0.mlp.router", [0, 1, 5]), ("2.mlp.classifier", [0, 1, 4])):
+        name = f"model.layers.{name}.weight"
+        assert torch.equal(left[name], tensors[name][rows])
+    staged(tmp_path / "joined", "everything")
+    with pytest.raises(InputError, match="`everything` changed the shared weights after the join"):
+        leave_out_pack(tmp_path / "joined", tmp_path / "no", "fi")
+
+
+def test_fitted_gates_lose_the_class_of_a_pack_that_is_taken_out(packs, tmp_path):
+    rows = torch.arange(5.0)  # two languages stay home
+    gates = Gates([["en", "de"], ["el"], ["hu"], ["tr"]], {0: (rows[:, None].repeat(1, 32), rows)}, None)
+    write_joined(load_packs(list(packs.values()), tmp_path / "three", False), tmp_path / "three", gates=gates)
+    leave_out_pack(tmp_path / "three", tmp_path / "two", "hu")
+    left = load_file(tmp_path / "two" / "model.safetensors")
+    assert left["model.layers.0.mlp.classifier.bias"].tolist() == [0, 1, 2, 4]
+    assert left["model.layers.0.mlp.classifier.weight"][:, 0].tolist() == [0, 1, 2, 4]
+    fields = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert fields["gate_languages"] == [["en", "de"], ["el"], ["tr"]]
+    leave_out_pack(tmp_path / "two", tmp_path / "one", "el")
+    same_files(tmp_path / "one", packs["tr"])
+    own = Gates([["en"], ["el"]], {0: (torch.zeros(2, 32), torch.zeros(2))}, None)
+    write_gates(packs["el"], tmp_path / "gated", own, StageRecord("gates"))
+    with pytest.raises(InputError, match="gated: has gates that were fitted for it alone"):
+        join_expansions([tmp_path / "gated", packs["hu"]], tmp_path / "no")
 
 
 @pytest.fixture
@@ -332,6 +382,7 @@ def test_what_does_not_fit_is_refused(packs, base, other, tmp_path):
     refused("is a qwen2 checkpoint, which is no language pack", el, base)
     three = make_pack(tmp_path / "qwen-fi", base, Plan("moe-lpr", [3, 3, 3], top_k=3, old=["en"], new=["fi"]), 3)
     refused("router_top_k is 2 in qwen-el, but 3 in qwen-fi", el, three)
+    refused("router_top_k is 3 in qwen-fi, but 2 in qwen-el: their routers", three, el)
     refused("scales is", el, packs["hu"], scales=[1.0])
     refused("scales is", el, packs["hu"], scales=[1.0, 0.0])
     trained = staged(shutil.copytree(packs["hu"], tmp_path / "trained"), "everything")
@@ -362,6 +413,9 @@ def test_taking_out_refuses_what_it_cannot(packs, tmp_path):
     join_expansions([packs["el"], packs["hu"]], tmp_path / "two")
     with pytest.raises(InputError, match=r"'xx': no pack has this name or language; the model joins qwen-el \(el\)"):
         leave_out_pack(tmp_path / "two", tmp_path / "out", "xx")
+    write_joined(packs_inside(StoredModel(tmp_path / "two"))[:1], tmp_path / "one")
+    with pytest.raises(InputError, match="qwen-el is its only pack; without it, it is the base model"):
+        leave_out_pack(tmp_path / "one", tmp_path / "out", "el")
     (tmp_path / "two" / "pack_2.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match=r"pack_2\.safetensors: cannot be read"):
         leave_out_pack(tmp_path / "two", tmp_path / "out", "el")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 from conftest import invoke, save_dense, write_texts
@@ -17,7 +18,7 @@ from hf_moe_expand.cli.ending import tell_full_disk
 from hf_moe_expand.errors import InputError, is_full_disk
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
-from hf_moe_expand.scratch import is_work_folder, remove_work_folder, work_folder
+from hf_moe_expand.scratch import is_work_folder, remove_leftovers, remove_work_folder, work_folder
 from hf_moe_expand.stages.resume import remove_training
 from hf_moe_expand.stages.trainer import StageTrainer
 
@@ -151,6 +152,22 @@ def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, k
             remove_work_folder(folder)
     assert is_work_folder(folder)
     remove_work_folder(folder)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["joined", "grown"])
+def test_the_next_command_removes_a_folder_of_a_process_that_died_while_it_removed_it(tmp_path, monkeypatch, kind):
+    folder = work_folder(tmp_path / f".out.{kind}-{DEAD}-{gethostname()}")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove_work_folder(folder)
+    assert list(tmp_path.iterdir())
+    remove_leftovers(tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

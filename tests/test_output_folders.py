@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from socket import gethostname
+from types import SimpleNamespace
 
 import pytest
 from conftest import invoke, save_dense, write_texts
@@ -179,6 +180,18 @@ def test_a_full_disk_says_how_much_was_needed(tmp_path, needed):
     with pytest.raises(InputError, match=f"at least {max(needed, 10):,} bytes"):
         write()
     assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_the_disk_has_no_room_for_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with new_folder(tmp_path / "fits", needed_bytes=1000):
+        pass
+    with (
+        pytest.raises(InputError, match="out: needs 1,001 bytes, but the disk has 1,000 bytes free"),
+        new_folder(tmp_path / "out", needed_bytes=1001),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["fits"]
 
 
 KILLED = """

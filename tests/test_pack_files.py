@@ -96,6 +96,10 @@ def scaled(facts, tensors):
     facts["scale"] = float("nan")
 
 
+def without_factor(facts, tensors):
+    facts["scale"] = 0.0
+
+
 def named(facts, tensors):
     facts["name"] = "two\nlines"
 
@@ -109,6 +113,7 @@ def named(facts, tensors):
         (counted, "is of type torch.int32"),
         (not_a_number, "holds NaN or infinite values"),
         (scaled, "the factor of its router is nan"),
+        (without_factor, "the factor of its router is 0.0"),
         (named, "is no name of a pack"),
     ],
 )

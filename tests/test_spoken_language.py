@@ -222,6 +222,8 @@ def test_around_forward_passes_the_codes_are_counted_as_inside():
             model(**text(4))  # after a search with beams too
         with model.use_languages("en"):
             model(**text(3))
+        with pytest.raises(ValueError, match="has 2 codes"):
+            model(**text(3))  # and after another word inside
     assert torch.equal(said, model(**text(2), languages=["en", "el"]).logits)
     assert torch.equal(found, model.generate(**text(2), languages=["en", "el"], **OPTIONS, num_beams=3))
 
