@@ -101,7 +101,7 @@ class ExpandedFFN(nn.Module):
         classes = self._classes(x_Th, text)
         if classes.all_home and self.control.capture is None:
             return self._run_alone(0, hidden_states, residual, training=False)
-        routing = self._routing(x_Th, classes)
+        routing = self.route(x_Th, classes)
         if self.control.capture is not None:
             self.control.capture.layers[self.layer_index] = routing
         alone = 0 if classes.all_home else alone
@@ -130,15 +130,9 @@ class ExpandedFFN(nn.Module):
         run = run_one_added if self.is_added else run_alone
         return run(self.experts, number, hidden_states, residual, training)
 
-    def route(self, x_Th: torch.Tensor, text: RunningText | None = None) -> LayerRouting:
-        """The routing of each token, from its hidden states `[T, h]`.
-
-        Args:
-            text: the texts of the tokens, for a prefix gate; not in training, where its loss adds up the evidence.
-        """
-        return self._routing(x_Th, self._classes(x_Th, text))
-
-    def _routing(self, x_Th: torch.Tensor, classes: "_Classes") -> LayerRouting:
+    def route(self, x_Th: torch.Tensor, classes: "_Classes | None" = None) -> LayerRouting:
+        """The routing of each token, from its hidden states `[T, h]` and what is known of its language."""
+        classes = self._classes(x_Th, None) if classes is None else classes
         logits_TN = self.router(x_Th)
         conditional = self.conditional_gate is not None
         if self.control.change_logits is not None:

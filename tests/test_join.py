@@ -157,8 +157,8 @@ def test_one_pack_among_others_that_stay_at_home_computes_what_it_did(packs, tmp
     joined, alone = load(tmp_path / "out"), load(packs["el"])
     for ffn in joined.expanded_ffns().values():
         own = EL.experts_per_layer[ffn.layer_index]
-        route = ffn._routing
-        ffn._routing = lambda x_Th, classes, route=route, own=own: _without_others(route, x_Th, classes, own)
+        route = ffn.route
+        ffn.route = lambda x_Th, classes, route=route, own=own: _without_others(route, x_Th, classes, own)
     with torch.no_grad():
         for ffn in joined.expanded_ffns().values():
             ffn.classifier = None
