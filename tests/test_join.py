@@ -344,7 +344,7 @@ def test_fitted_gates_lose_the_class_of_a_pack_that_is_taken_out(packs, tmp_path
     leave_out_pack(tmp_path / "two", tmp_path / "one", "el")
     same_files(tmp_path / "one", packs["tr"])
     own = Gates([["en"], ["el"]], {0: (torch.zeros(2, 32), torch.zeros(2))}, None)
-    write_gates(packs["el"], tmp_path / "gated", own, StageRecord("gates"))
+    write_gates(packs["el"], tmp_path / "gated", own, StageRecord(stage="gates"))
     with pytest.raises(InputError, match="gated: has gates that were fitted for it alone"):
         join_expansions([tmp_path / "gated", packs["hu"]], tmp_path / "no")
 
