@@ -28,6 +28,8 @@ _SIZES: dict[str, int] = {
     # linear attention and state spaces
     "linear_key_head_dim": _HEAD,
     "linear_value_head_dim": _HEAD,
+    "linear_head_dim": _HEAD,
+    "linear_num_heads": _HEADS,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": _HEADS,
     "mamba_d_ssm": _HIDDEN,
