@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli
+from hf_moe_expand.anchors import shipped_anchors
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 HERE = Path(__file__).resolve().parent
@@ -47,6 +48,15 @@ def quick_garbage_collection():
     """Excludes all imported modules from garbage collection: accelerate collects after each training."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def few_anchors(monkeypatch):
+    """Every fifth of the package's anchor languages, for what is run from one end to the other."""
+    from hf_moe_expand.analysis import gating
+
+    few = lambda **given: dict(list(shipped_anchors(**given).items())[::5])  # noqa: E731
+    monkeypatch.setattr(gating, "shipped_anchors", few)
 
 
 # The zero byte, as byte-level tokenizers write it.

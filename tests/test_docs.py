@@ -564,7 +564,7 @@ class Said:
         return ["wrote it"]
 
 
-def test_the_guide_to_packs(workplace, monkeypatch):
+def test_the_guide_to_packs(workplace, few_anchors, monkeypatch):
     workplace("packs.md")
     expanded("me/qwen-el", [3, 2, 2, 2, 2, 2, 2, 4], [1])
     pushed = []
