@@ -35,6 +35,7 @@ from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
 from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.arguments import check_training_arguments
+from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 from hf_moe_expand.yamlfile import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -288,7 +289,8 @@ def test_the_planning_guide_prints_what_it_says(tmp_path, monkeypatch, help_text
     for code in ("en", "es", "hu", "tr"):
         write_texts(Path("DIR", f"{code}.train.jsonl"), [text[:300] for text in help_text(code, "train", 20)])
     said = run("planning.md")
-    assert said["inspect Qwen/Qwen2.5-7B"] == expected
+    # Older releases of transformers call it gradient_checkpointing.
+    assert said["inspect Qwen/Qwen2.5-7B"] == expected.replace("activation_checkpointing", CHECKPOINTING)
     assert "24,725,632,512" in expected
     heading = table.splitlines()[1]
     assert heading in said["analyze separability"].splitlines()

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import transformers
 from conftest import COMMON_BACKBONES, load_offloaded, tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -77,6 +78,8 @@ def test_the_attention_switch_reaches_every_part(model, ids):
 
 
 def test_a_static_cache_changes_nothing(model, ids):
+    if model.config.backbone_model_type == "bloom" and transformers.__version__.startswith("5.19"):
+        pytest.skip("BLOOM of transformers 5.19 does not run with a static cache, dense or expanded")
     static = model.generate(ids, **GREEDY, cache_implementation="static", disable_compile=True)
     assert torch.equal(static, model.generate(ids, **GREEDY))
 

@@ -128,7 +128,7 @@ def test_mistakes_in_the_file(root, old, new, message):
         ("max_steps: 2, learning", "max_steps: 0, learning", "max_steps and num_train_epochs give no step"),
         ("max_steps: 2, learning", "max_steps: -2, learning", "max_steps is -2: must be above 0; leave it out"),
         ("learning_rate: 5e-5", "save_steps: 0", "training.save_steps is 0: must be above 0"),
-        ("learning_rate: 5e-5", "warmup_steps: -1", "warmup_steps >= 0"),
+        ("learning_rate: 5e-5", "warmup_steps: -1", "warmup_steps (>= 0|must be)"),
         ("learning_rate: 5e-5", "save_only_model: true", "an interrupted run could not resume"),
         ("learning_rate: 5e-5", "fsdp_config: true", "post_pretrain.training.fsdp_config: True is neither a file nor"),
         ("learning_rate: 5e-5", "distributed_config:", "training.distributed_config: must hold `key: value` lines"),
