@@ -302,3 +302,14 @@ def test_inspect_imports_neither_plots_nor_trl(tmp_path):
     code, error, imported = heavy_imports("inspect", tmp_path / "moe")
     assert code == 0, error
     assert imported & {"trl", "matplotlib"} == set()
+
+
+def test_the_help_of_a_stage_is_its_files_docstring_and_its_keys():
+    verbs = " ".join(invoke("train", "--help").split())
+    assert "Stage 2: routers and classifiers learn, on old and new text" in verbs
+    assert "Add a language to a DMoE model" in verbs
+    shown = invoke("train", "review", "--help")
+    assert "Example: hf-moe-expand train review" in " ".join(shown.split())
+    assert "  block_size           tokens in a block (512)" in shown
+    assert "  validation           held-out text to score during training\n" in shown
+    assert "\n    training " not in shown

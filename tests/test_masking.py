@@ -425,3 +425,8 @@ def test_configurations_of_older_checkpoints_with_masking_fields_load(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     ids = torch.randint(0, 256, (1, 9))
     assert torch.equal(loaded(ids).logits, model.train()(ids).logits)
+
+
+def test_the_shared_expert_is_none_of_the_active_ones():
+    assert build(num_experts=3, top_k=3, conditional=True).top_k == 2
+    assert build(num_experts=3, top_k=3).top_k == 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import COMMON_BACKBONES, load_offloaded, tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 
@@ -110,3 +110,18 @@ def test_the_saved_configuration_is_the_backbones_plus_ours(model, tmp_path):
     assert not {"num_experts", "num_local_experts", "output_router_logits", "router_aux_loss_coef"} & set(saved)
     assert model.config.get_text_config() is model.config
     assert os.path.isfile(tmp_path / "routing.py")
+
+
+@pytest.mark.parametrize(("attention", "server"), [("vllm", "vLLM"), ("sglang", "SGLang")])
+def test_a_server_is_told_what_it_would_compute_wrongly(monkeypatch, attention, server):
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention, None)  # as the server registers its own
+
+    def served(backbone, **fields):
+        config = LayerMoEConfig.from_dense(tiny_config(backbone), num_experts_per_layer=[2, 1, 2], **fields)
+        config._attn_implementation_internal = attention
+        return LayerMoEForCausalLM(config)
+
+    with pytest.raises(ValueError, match=f"{server} merges the linear layers.*--merge-lora"):
+        served("qwen2", expert_kind="lora", lora_rank=2, lora_alpha=4.0)
+    with pytest.raises(ValueError, match=f"{server} runs a mixture of experts by code of its own"):
+        served("olmoe", expert_kind="added", expert_width=4)

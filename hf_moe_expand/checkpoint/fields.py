@@ -88,7 +88,7 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
         read(_OwnFields, {name: value for name, value in fields.items() if name in _OwnFields.model_fields})
         History.of(fields)
     except InputError as error:
-        raise InputError(f"{folder}: its configuration cannot be read ({error})") from None
+        raise InputError(f"{folder}: its configuration cannot be read ({str(error).rstrip('.')}).") from None
     experts = fields.get("num_experts_per_layer") or []
     if sum(experts) > MOST_EXPERTS:
         raise _wrong(folder, "num_experts_per_layer", sum(experts), f"at most {MOST_EXPERTS:,} experts in all")
