@@ -11,7 +11,7 @@ and the gate's log-odds add it up along the text:
 The token's class is the largest of `[0, s_t[1], ..., s_t[C-1]]`, and decides as a classifier's does (LayerMoE Eq. 13).
 Padding is no evidence, and a text begins where position_ids begin anew.
 
-The evidence of all tokens stays beside the cache's keys and values. Each forward pass sums it up anew, in an order that
+The evidence of all tokens stays in a layer of the cache, beside those with keys and values. Each forward pass sums it up anew, in an order that
 depends on a token's column alone: so a token's log-odds are the same bits in one pass and token by token.
 
 Shape suffixes: B sequences, S tokens of this pass, P tokens of the cache, C classes, E = C - 1; others as in
@@ -19,18 +19,18 @@ Shape suffixes: B sequences, S tokens of this pass, P tokens of the cache, C cla
 """
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 REACHES = ("layer", "later")
 # Servers that run a model's code in place of transformers' generate, by the name of their attention.
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 _FIELDS = ("decay", "bound", "reach")
-_CACHES: dict[type, type] = {}
 
 
 @dataclass(frozen=True)
@@ -141,28 +141,68 @@ def keep_factors(marks: TextMarks, decay: float) -> torch.Tensor:
     return keep_BS.masked_fill(marks.starts, 0)
 
 
-@dataclass
-class SeenText:
-    """What the prefix gates keep of the tokens in a cache.
+class SeenText(CacheLayerMixin):
+    """What the prefix gates keep of the tokens in a cache: its last layer, which holds no keys and values.
+
+    A cache passes on to its layers what changes its sequences or tokens, to this one after all others.
 
     Attributes:
         keep: `[B, P]`; None before the first pass.
         evidence: `[B, P, E]` for each layer with a gate.
         others: tokens in the cache that no gate has judged (virtual tokens of prefix tuning), in front of the P.
+        beside: a layer with keys and values, which knows how many tokens the cache holds.
     """
 
-    keep: torch.Tensor | None = None
-    evidence: dict[int, torch.Tensor] = field(default_factory=dict)
-    others: int = 0
+    is_compileable = is_croppable = True
+    supports_early_init = False
+    keep: torch.Tensor | None
+    evidence: dict[int, torch.Tensor]
+
+    def __init__(self, beside: Any = None) -> None:
+        super().__init__()
+        self.beside, self.others = beside, 0
+        self.reset()
 
     def __len__(self) -> int:
         return 0 if self.keep is None else self.keep.shape[1]
 
-    def each(self, change: Any) -> None:
+    def _each(self, change: Any) -> None:
         """Applies a function to every tensor; each has one row for each sequence, and one column for each token."""
         if self.keep is not None:
             self.keep = change(self.keep)
             self.evidence = {layer: change(kept_BPE) for layer, kept_BPE in self.evidence.items()}
+
+    def reset(self) -> None:
+        self.keep, self.evidence = None, {}
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._each(lambda kept_B: kept_B.index_select(0, beam_idx.to(kept_B.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._each(lambda kept_B: kept_B[indices.to(kept_B.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda kept_B: kept_B.repeat_interleave(repeats, 0))
+
+    def crop(self, _: int) -> None:  # releases differ in what they are told: tokens to keep, or to remove
+        left = max(int(self.get_seq_length()) - self.others, 0)
+        self._each(lambda kept_B: kept_B[:, :left])
+
+    # What a cache may ask of any layer: the answers of the layer beside.
+
+    def lazy_initialization(self, *_: Any) -> None: ...
+
+    def update(self, *_: Any, **others: Any) -> Any:
+        raise NotImplementedError("This layer of the cache keeps no keys and values.")
+
+    def get_seq_length(self) -> int:
+        return self.beside.get_seq_length()
+
+    def get_mask_sizes(self, *queries: Any) -> tuple[int, int]:
+        return self.beside.get_mask_sizes(*queries)
+
+    def get_max_length(self) -> int:
+        return self.beside.get_max_length()
 
 
 class RunningText:
@@ -197,9 +237,15 @@ class RunningText:
     def remember(self, cache: Cache) -> None:
         """Puts the evidence of this pass, and all before it, beside a cache's keys and values."""
         others = self.seen.others if len(self.seen) else int(cache.get_seq_length()) - self.keep.shape[1]
-        if not isinstance(cache, _SeesText):
-            cache.__class__ = _class_with_text(type(cache))
-        cache.seen_text = SeenText(self.keep, self.evidence, others)  # type: ignore[attr-defined]
+        kept = _kept(cache)
+        if kept is None:
+            kept = SeenText(next(layer for layer in cache.layers if hasattr(layer, "get_seq_length")))
+            cache.layers.append(kept)
+        kept.keep, kept.evidence, kept.others = self.keep, self.evidence, others
+
+
+def _kept(cache: Any) -> SeenText | None:
+    return next((layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SeenText)), None)
 
 
 def text_seen(cache: Any) -> SeenText:
@@ -208,7 +254,7 @@ def text_seen(cache: Any) -> SeenText:
     Raises:
         ValueError: tokens came into the cache, or left it, without the gates.
     """
-    seen: SeenText | None = getattr(cache, "seen_text", None)
+    seen = _kept(cache)
     if seen is None or not len(seen):
         return SeenText()
     held = int(cache.get_seq_length())
@@ -218,51 +264,6 @@ def text_seen(cache: Any) -> SeenText:
             "cache by its own methods (crop, reorder_cache, reset), or start with a new one."
         )
     return seen
-
-
-class _SeesText:
-    """The methods of a cache that change its sequences or tokens, with the evidence beside them."""
-
-    seen_text: SeenText
-    _kind: type
-
-    def __reduce__(self) -> tuple:  # a class made in this process has no name by which another one finds it
-        return _blank_cache, (self._kind,), self.__dict__
-
-    def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
-        self.seen_text = SeenText()
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self.seen_text.each(lambda kept_B: kept_B.index_select(0, beam_idx.to(kept_B.device)))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self.seen_text.each(lambda kept_B: kept_B[indices.to(kept_B.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        self.seen_text.each(lambda kept_B: kept_B.repeat_interleave(repeats, 0))
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        # Releases differ in what they are told (tokens to keep, or to remove); the length says what came of it.
-        before = int(self.get_seq_length())  # type: ignore[attr-defined]
-        super().crop(*args, **kwargs)  # type: ignore[misc]
-        left = len(self.seen_text) - (before - int(self.get_seq_length()))  # type: ignore[attr-defined]
-        self.seen_text.each(lambda kept_B: kept_B[:, : max(left, 0)])
-
-
-def _class_with_text(kind: type) -> type:
-    """The subclass of a cache's class that keeps the gates' evidence, created once in a process."""
-    if kind not in _CACHES:
-        _CACHES[kind] = type(kind.__name__, (_SeesText, kind), {"__module__": kind.__module__, "_kind": kind})
-    return _CACHES[kind]
-
-
-def _blank_cache(kind: type) -> Any:
-    """An unpickled cache before its contents."""
-    return object.__new__(_class_with_text(kind))
 
 
 def check_runner(config: Any) -> None:

@@ -29,6 +29,7 @@ from hf_moe_expand.modeling.prefix_gate import (
     TextMarks,
     bounded_log_odds,
     running_sums,
+    text_seen,
 )
 from hf_moe_expand.planning.plan import PrefixGate
 from hf_moe_expand.trainers.routing_capture import judged_by_text
@@ -124,7 +125,7 @@ def test_in_pieces_the_log_odds_are_the_same_bits(cuts):
         piece = logits[:, start : start + size]
         text = RunningText(rule, TextMarks.of((2, size), "cpu"), seen)
         assert torch.equal(text.judge(4, piece.flatten(0, 1)).view(2, size, 3), whole[:, start : start + size])
-        seen, start = SeenText(text.keep, text.evidence), start + size
+        seen.keep, seen.evidence, start = text.keep, text.evidence, start + size
 
 
 GATED = (
@@ -240,7 +241,7 @@ def test_a_cache_is_kept_on_disk_with_its_texts(tmp_path):
         found, _ = classes(model, more, past_key_values=again)
         assert torch.equal(found, whole[:, 12:])
         again.crop(-5)
-        assert again.get_seq_length() == len(again.seen_text) == 12
+        assert again.get_seq_length() == len(text_seen(again)) == 12
     code = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -261,7 +262,7 @@ def test_a_cache_that_was_changed_behind_the_gates_is_refused():
     model = gated_model()
     cache = DynamicCache(config=model.config)
     model(tokens(1, 6), past_key_values=cache)
-    for layer in cache.layers:
+    for layer in cache.layers[:-1]:
         layer.keys, layer.values = layer.keys[:, :, :3], layer.values[:, :, :3]
     with pytest.raises(ValueError, match="holds 3 tokens, but the model's prefix gates know 6"):
         model(tokens(1, 2), past_key_values=cache)
