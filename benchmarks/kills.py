@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 import hf_moe_expand
-from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions
+from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, modeling, trainers
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.validation import ValidationCurves
@@ -263,9 +263,10 @@ class Kills:
         self.made, self.work = folder / "made", folder / "results"
         self.made.mkdir()
         make_all(self.made)
-        for module in pkgutil.walk_packages(hf_moe_expand.__path__, "hf_moe_expand."):  # then forks have them
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+        for package in (hf_moe_expand, modeling, trainers):  # then forks have them
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                if not module.name.endswith("__main__"):
+                    importlib.import_module(module.name)
         gc.freeze()
         self.inputs = tree(self.made)
         self.whole: dict[str, tuple[dict[str, str], int, float]] = {}

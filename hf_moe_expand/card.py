@@ -11,7 +11,6 @@ from typing import Any
 
 import jinja2
 import langcodes
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, metadata_load
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -30,6 +29,7 @@ from .languages import in_words, is_language_code
 from .layer_names import layer_name
 from .planning.methods import METHODS, PlanSettings, find_method
 from .records import ExpansionRecord, History, StageRecord, without_folders
+from .yamlfile import to_yaml
 
 THIS = "this model"
 # Facts that are Markdown, YAML or code already.
@@ -322,7 +322,7 @@ def _judges(config: Any) -> str:
 
 def _stage(stage: StageRecord) -> dict[str, Any]:
     settings = _without_nothing(without_folders(stage.settings or {}))
-    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).strip() if settings else ""
+    text = to_yaml(settings).strip() if settings else ""
     # No setting ends the block of code that it stands in.
     return {
         "tokens": {},

@@ -1,5 +1,5 @@
 """The names of layers in output and in what users give: numbers in a decoder; `encoder.0`, `decoder.3` and so on in an
-encoder-decoder, whose layers are one list, the encoder's first. Needs no torch."""
+encoder-decoder, whose layers are one list, the encoder's first."""
 
 from collections.abc import Iterable
 

@@ -2,11 +2,11 @@
 
 import os
 
+import torch
+
 
 def device_memory() -> int | None:
     """Bytes of memory of the device that trains here: the GPU's, else the machine's; None where it is not known."""
-    import torch  # takes seconds, for which `--help` does not wait
-
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[1]
     try:

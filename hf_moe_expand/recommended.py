@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from .checkpoint.expand import planned_config
 from .checkpoint.local import own_name
@@ -29,6 +28,7 @@ from .recipe_paths import filled_in
 from .stages import stage_of
 from .trainers.freezing import freeze
 from .trainers.router_losses import CHECKPOINTING
+from .yamlfile import parse_yaml
 
 # The blocks of the study whose rates these are (docs/recipes.md#learning-rates).
 BLOCK = 512
@@ -169,8 +169,8 @@ def _value(text: str | os.PathLike) -> str:
     """A text as YAML has it: plain where that reads back as the same text."""
     plain = str(text)
     try:
-        same = yaml.safe_load(plain) == plain and yaml.safe_load(f"{{a: {plain}}}") == {"a": plain}
-    except yaml.YAMLError:
+        same = parse_yaml(plain, plain) == plain and parse_yaml(f"{{a: {plain}}}", plain) == {"a": plain}
+    except InputError:
         same = False
     return plain if same else json.dumps(plain, ensure_ascii=False)
 

@@ -1,4 +1,4 @@
-"""Results of the analyses: numbers, and their JSON files. Needs no torch."""
+"""Results of the analyses: numbers, and their JSON files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,115 +1,55 @@
-"""Reads YAML files strictly: every error is one sentence with the line's number."""
+"""Reads YAML 1.2 strictly, and writes it: every error is one sentence, with the line's number where it is known."""
 
+import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import yaml
-from yaml.composer import ComposerError
-from yaml.constructor import ConstructorError
-from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import CollectionNode, ScalarNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
 
 from .errors import InputError, first_line
 
-# No file written by hand comes near these bounds. Aliases can make a file of a few lines arbitrarily large.
-MOST_NODES = 1_000_000
-MOST_LEVELS = 100
+# No file written by hand comes near this number. Aliases can make a file of a few lines arbitrarily large.
+MOST_VALUES = 1_000_000
 MOST_DIGITS = 100
 
-_PREFIX = "tag:yaml.org,2002:"
-_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*$|0o[0-7]+$|0x[0-9a-fA-F]+$")
-_FLOAT = re.compile(
-    r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-)
+
+class _Constructor(SafeConstructor):
+    """Dates stay text: JSON has none."""
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's numbers (`3e-4` is one; `010` is ten; `1:30` and `2026-01-31` are text),
-    without duplicate keys, and with bounds."""
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
-    level = 0
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.level == MOST_LEVELS:
-            raise ComposerError(None, None, f"nested deeper than {MOST_LEVELS} levels", self.peek_event().start_mark)
-        self.level += 1
-        node = super().compose_node(parent, index)
-        self.level -= 1
+class _Representer(SafeRepresenter):
+    """Floats are numbers for readers of YAML 1.1, too: `5.0e-05`."""
+
+    def represent_float(self, data: float) -> ScalarNode:
+        node = super().represent_float(data)
+        node.value = re.sub(r"^(-?\d+)e", r"\1.0e", node.value)
         return node
 
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)  # not yet merged with other mappings
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, ScalarNode) and key.tag != f"{_PREFIX}merge":
-                if key.value in seen:
-                    raise ComposerError(None, None, f"duplicate key `{key.value}`", key.start_mark)
-                seen.add(key.value)
-        return node
 
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if node is not None:
-            _measure(node, {})
-        return node
-
-    def construct_object(self, node: Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-            kind = node.tag.removeprefix(_PREFIX)
-            raise ConstructorError(None, None, f"not a valid {kind} ({first_line(error)})", node.start_mark) from error
-
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict:
-        for key, _ in node.value:
-            if key.tag == f"{_PREFIX}bool":  # `no` is Norwegian
-                key.tag = f"{_PREFIX}str"
-        return super().construct_mapping(node, deep)
-
-    def construct_yaml_int(self, node: ScalarNode) -> int:
-        digits = self.construct_scalar(node).replace("_", "")
-        if len(digits) > MOST_DIGITS:
-            raise ValueError(f"{len(digits):,} digits")
-        return int(digits, 0 if digits[:2] in ("0o", "0x") else 10)
+_Representer.add_representer(float, _Representer.represent_float)
 
 
-def _measure(node: Node, sizes: dict[Node, int]) -> int:
-    """The number of nodes in a node after its aliases are filled in; checks texts too."""
-    if node in sizes:
-        if not sizes[node]:
-            raise ComposerError(None, None, "an alias inside the value that it names", node.start_mark)
-        return sizes[node]
-    sizes[node] = 0
-    size = 1
-    if isinstance(node, ScalarNode):
-        try:
-            node.value.encode()
-        except UnicodeEncodeError:
-            raise ComposerError(None, None, "half of a surrogate pair, which is not text", node.start_mark) from None
-    elif isinstance(node, CollectionNode):
-        for child in node.value:
-            parts = child if isinstance(child, tuple) else (child,)
-            size += sum(_measure(part, sizes) for part in parts)
-            if size > MOST_NODES:
-                problem = f"aliases that stand for over {MOST_NODES:,} values"
-                raise ComposerError(None, None, problem, parts[0].start_mark)
-    sizes[node] = size
-    return size
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_PREFIX) not in ("int", "float", "timestamp")
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(f"{_PREFIX}int", _INTEGER, list("-+0123456789"))
-_Loader.add_implicit_resolver(f"{_PREFIX}float", _FLOAT, list("-+0123456789."))
-_Loader.add_constructor(f"{_PREFIX}int", _Loader.construct_yaml_int)
+def _yaml() -> YAML:
+    made: Any = YAML(typ="safe", pure=True)
+    made.Constructor, made.Representer = _Constructor, _Representer
+    made.default_flow_style = False
+    made.sort_base_mapping_type_on_output = False
+    made.width = 120
+    return made
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML mapping, loaded safely. Numbers are those of YAML 1.2.
+    """A YAML mapping, loaded safely.
 
     Raises:
         InputError: the file cannot be read, is not YAML or too large (the message gives the line), or holds no mapping.
@@ -150,14 +90,59 @@ def parse_yaml(text: str, where: str | Path) -> Any:
         InputError: the text is not YAML or too large; the message gives the line.
     """
     try:
-        return yaml.load(text, _Loader)
-    except yaml.reader.ReaderError as error:
+        value = _yaml().load(text)
+        _measure(value, {})
+        return value
+    except MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
+        problem = f"line {mark.line + 1}: {error.problem or error.context}" if mark else str(error.problem)
+    except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        _refuse(where, line, f"the character #x{ord(text[error.position]):04x} is not allowed")
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        _refuse(where, mark.line + 1 if mark else 1, error.problem or error.context or "not understood")
+        problem = f"line {line}: the character #x{ord(text[error.position]):04x} is not allowed"
+    except RecursionError:
+        problem = "it is nested too deep"
+    except (YAMLError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        problem = first_line(error)
+    raise InputError(f"{where}: not YAML: {problem}.") from None
 
 
-def _refuse(where: str | Path, line: int, problem: str) -> NoReturn:
-    raise InputError(f"{where}: not YAML: line {line}: {problem}.") from None
+def _measure(value: Any, sizes: dict[int, int]) -> int:
+    """The number of values in a value after its aliases are filled in; refuses what no file of ours can hold."""
+    if id(value) in sizes:
+        if not sizes[id(value)]:
+            raise ValueError("an alias inside the value that it names")
+        return sizes[id(value)]
+    if isinstance(value, str):
+        value.encode()  # half of a surrogate pair is no text
+    if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        raise ValueError(f"an integer of more than {MOST_DIGITS} digits")
+    if not isinstance(value, list | dict | set):
+        return 1
+    sizes[id(value)] = 0
+    parts = (*value, *value.values()) if isinstance(value, dict) else value
+    size = 1 + sum(_measure(part, sizes) for part in parts)
+    if size > MOST_VALUES:
+        raise ValueError(f"aliases that stand for over {MOST_VALUES:,} values")
+    sizes[id(value)] = size
+    return size
+
+
+def to_yaml(value: Any) -> str:
+    """A value as YAML, in blocks, keys in their order."""
+    out = io.StringIO()
+    _yaml().dump(value, out)
+    return out.getvalue()
+
+
+def scalars(text: str) -> Iterator[ScalarNode]:
+    """The keys and values of a YAML text that are no collections, with their places in it; none where it is no YAML."""
+    try:
+        nodes = [_yaml().compose(text)]
+    except YAMLError:
+        return
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ScalarNode):
+            yield node
+        elif isinstance(node, CollectionNode):
+            nodes += [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]

@@ -11,8 +11,9 @@ and the gate's log-odds add it up along the text:
 The token's class is the largest of `[0, s_t[1], ..., s_t[C-1]]`, and decides as a classifier's does (LayerMoE Eq. 13).
 Padding is no evidence, and a text begins where position_ids begin anew.
 
-The evidence of all tokens stays in a layer of the cache, beside those with keys and values. Each forward pass sums it up anew, in an order that
-depends on a token's column alone: so a token's log-odds are the same bits in one pass and token by token.
+The evidence of all tokens stays in a layer of the cache, beside those with keys and values. Each forward pass sums it
+up anew, in an order that depends on a token's column alone: so a token's log-odds are the same bits in one pass and
+token by token.
 
 Shape suffixes: B sequences, S tokens of this pass, P tokens of the cache, C classes, E = C - 1; others as in
 `routing.py`.

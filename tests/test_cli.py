@@ -35,11 +35,10 @@ def test_every_verb_has_help_with_an_example(verb):
     assert f"Example: hf-moe-expand {' '.join(verb)}" in " ".join(text.split()) or "accelerate launch" in text
 
 
-def test_help_answers_at_once_and_loads_no_torch():
-    code = "import sys; from hf_moe_expand.cli import app; app(['--help'], standalone_mode=False); "
-    code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("False False")
+def test_help_waits_for_no_trainer():
+    code, error, imported = heavy_imports("--help")
+    assert code == 0, error
+    assert imported == set()
 
 
 @pytest.fixture
@@ -247,7 +246,7 @@ def test_a_work_folder_that_is_named_is_kept_and_used_again(tmp_path, deviation,
     assert "need 64,000 tokens" in error_of(*deviation[:-3], 1000, *deviation[-2:], "--out", "c.json")
 
 
-HEAVY = ("torch", "transformers", "datasets", "trl", "accelerate", "peft", "transformers.trainer", "matplotlib")
+HEAVY = ("datasets", "trl", "transformers.trainer", "matplotlib")
 
 
 def heavy_imports(*arguments):
@@ -285,15 +284,11 @@ def heavy_imports(*arguments):
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:3])),
 )
-def test_what_a_look_at_the_arguments_refuses_waits_for_no_torch(tmp_path, monkeypatch, arguments):
-    monkeypatch.chdir(tmp_path)
+def test_a_look_at_the_arguments_refuses_what_cannot_be(tmp_path, error_of, arguments):
     tiny_config("qwen2").save_pretrained("base")
     (tmp_path / "broken.yaml").write_text("base: [")
     (tmp_path / "unknown.yaml").write_text("plann: {}")
-    code, error, imported = heavy_imports(*arguments)
-    assert code == 2, error
-    assert error.startswith("error: ")
-    assert imported == set()
+    assert re.fullmatch("error: .+", error_of(*arguments))
 
 
 def test_inspect_imports_neither_plots_nor_trl(tmp_path):

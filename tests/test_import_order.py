@@ -4,20 +4,20 @@ Imports inside functions, which wait until a verb needs them, and those for type
 """
 
 import ast
-import os
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_moe_expand"
+BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at the top of the repository
 # From the leaves to the command line. Each line may import the lines above it.
 ROOMS = (
-    ("_auto_classes", "errors"),
-    ("",),
-    ("auto_class", "disk", "extra", "hub_access", "layer_names", "lock", "memory", "scratch"),
-    ("jsonfile", "languages", "local_paths", "recipe_paths", "schema", "yamlfile"),
+    ("errors",),
+    ("auto_class", "disk", "extra", "hub_access", "layer_names", "lock", "memory", "scratch", "yamlfile"),
+    ("jsonfile", "languages", "local_paths", "recipe_paths", "schema"),
     ("anchors", "recipes", "records", "results", "run_record", "settings"),
     ("modeling",),
+    ("",),
     ("planning",),
     ("data",),
     ("checkpoint",),
@@ -41,13 +41,11 @@ ROOMS = (
 def modules() -> dict[str, tuple[Path, bool]]:
     """Dotted name inside the package, `` for the package itself, to the file and whether it is an `__init__`."""
     found = {}
-    for folder, folders, names in os.walk(PACKAGE, followlinks=True):
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        for name in names:
-            if name.endswith(".py"):
-                parts = (Path(folder) / name).relative_to(PACKAGE).with_suffix("").parts
-                whole = parts[-1] == "__init__"
-                found[".".join(parts[:-1] if whole else parts)] = (Path(folder) / name, whole)
+    rooms = [(path, PACKAGE.parent) for room in BESIDE for path in (PACKAGE.parent / room).rglob("*.py")]
+    for path, top in [(path, PACKAGE) for path in PACKAGE.rglob("*.py")] + rooms:
+        parts = path.relative_to(top).with_suffix("").parts
+        whole = parts[-1] == "__init__"
+        found[".".join(parts[:-1] if whole else parts)] = (path, whole)
     return found
 
 

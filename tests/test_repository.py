@@ -1,7 +1,6 @@
 """The documentation and the list of files agree with the repository."""
 
 import ast
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -99,17 +98,19 @@ def test_the_page_of_settings_has_every_key_with_its_description():
 
 def test_every_file_of_the_package_is_in_the_wheel():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    assert project["packages"]["find"]["include"] == ["hf_moe_expand*"]
-    shipped, files = set(), set()
-    for folder, rooms, names in os.walk(ROOT / "hf_moe_expand", followlinks=True):
-        rooms[:] = [room for room in rooms if room != "__pycache__"]
-        here = Path(folder)
-        files |= {here / name for name in names}
-        if "__init__.py" in names:  # a package
-            shipped |= set(here.glob("*.py"))
+    beside = project["package-dir"]
+    assert set(beside.values()) == {"modeling", "trainers", "model_cards"}
+
+    def folder_of(package):
+        top = next((top for top in beside if f"{package}.".startswith(f"{top}.")), "")
+        return ROOT / (beside.get(top, "") + package.removeprefix(top)).replace(".", "/")
+
+    shipped = {file for package in project["packages"] for file in folder_of(package).glob("*.py")}
     for package, patterns in project["package-data"].items():
-        shipped |= {file for pattern in patterns for file in (ROOT / package.replace(".", "/")).glob(pattern)}
-    assert files == shipped
+        shipped |= {file for pattern in patterns for file in folder_of(package).glob(pattern)}
+    folders = [ROOT / "hf_moe_expand", *(ROOT / folder for folder in beside.values())]
+    files = {file for folder in folders for file in folder.rglob("*") if "__pycache__" not in file.parts}
+    assert {file for file in files if file.is_file()} == shipped
 
 
 def test_the_paper_index_leads_to_code():

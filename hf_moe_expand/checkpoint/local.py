@@ -1,5 +1,4 @@
-"""Finds a checkpoint on this machine and refuses what is none. Needs neither torch nor transformers, which take seconds
-to import, so that commands can check their arguments first."""
+"""Finds a checkpoint on this machine and refuses what is none, before anything is loaded."""
 
 import os
 from pathlib import Path
@@ -89,23 +88,6 @@ def _check_files(folder: Path) -> None:
             if entry.name.endswith(_READ) and not entry.is_file():
                 kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
                 raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
-
-
-def stored_layers(name: str | os.PathLike) -> int | None:
-    """The number of layers in the config.json of a checkpoint on this machine; None for a hub id, and for a backbone
-    whose configuration has another name for it or two numbers, an encoder-decoder's.
-
-    Raises:
-        InputError: `name` is neither a checkpoint folder nor a hub id, or config.json is broken.
-    """
-    folder = local_checkpoint(name)
-    if folder is None:
-        return None
-    fields = read_json(folder / "config.json", "a configuration")
-    if fields.get("is_encoder_decoder") or fields.get("decoder_layers") or fields.get("num_decoder_layers"):
-        return None
-    layers = fields.get("num_hidden_layers")
-    return layers if type(layers) is int and 0 < layers <= MOST_LAYERS else None
 
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """The command line. Each verb is a function: its signature is the options, its docstring the help.
 
-Heavy modules are imported inside the verbs, so that `--help` answers at once.
+The modules of the work, and with them the Trainer, are imported inside the verbs: `--help` does not wait for them.
 """
 
 import io

@@ -25,7 +25,7 @@ def text_sources(arguments: list[str]) -> dict[str, Any]:
 
 
 def check_checkpoints(*names: str, revision: str | None = None, expanded: bool = False) -> None:
-    """Refuses names that are neither a checkpoint's folder nor a hub id, before torch is imported for seconds.
+    """Refuses names that are neither a checkpoint's folder nor a hub id, before any work.
 
     Args:
         expanded: refuse dense checkpoints too.

@@ -184,10 +184,6 @@ def _num_layers(layers: str) -> tuple[int, int]:
     try:
         numbers = [int(part) for part in layers.split("+")]
     except ValueError:
-        from ..checkpoint.local import stored_layers
-
-        if count := stored_layers(layers):
-            return count, 0
         from ..checkpoint.source import load_config, resolve_checkpoint
         from ..modeling import stack_sizes
 

@@ -6,42 +6,11 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from ..stages import RECIPE_STAGES
 from .apps import app, recipes_app
 from .common import check_checkpoints, check_file, print_or_write, text_sources
 from .options import New, Overwrite, Revision, Seed
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
-
-# The keys of a recipe before and after those of its stages, so that an unknown key is refused before torch is imported.
-_FIRST = ("new", "analysis", "deviation", "plan", "expand")
-_LAST = (
-    "base", "output", "old", "test", "anchors", "revision", "seed", "expansions", "join", "self_written", "evaluation",
-)  # fmt: skip
-
-
-def _readable_recipe(name: str) -> Path:
-    """The file of a recipe, after the checks that need no torch, which takes seconds to import.
-
-    Raises:
-        InputError: `name` is no recipe, or the file is not YAML or has an unknown key.
-    """
-    from ..recipes import find_recipe
-    from ..schema import unknown_key
-    from ..yamlfile import read_yaml
-
-    file = find_recipe(name)
-    mapping = read_yaml(file)
-    known = recipe_keys()
-    for key in mapping:
-        if key not in known:
-            raise InputError(f"{file}: {unknown_key(str(key), known)}")
-    return file
-
-
-def recipe_keys() -> list[str]:
-    """The keys of a recipe, in order."""
-    return [*_FIRST, *RECIPE_STAGES, *_LAST]
 
 
 @app.command()
@@ -55,13 +24,11 @@ def validate(
 
     Example: hf-moe-expand validate recipe.yaml
     """
-    file = _readable_recipe(recipe)
-    from ..recipe import Recipe
-
-    loaded = Recipe.load(file, unset_ok=offline)
     from ..pipeline import validate_recipe
+    from ..recipe import Recipe
+    from ..recipes import find_recipe
 
-    for line in validate_recipe(loaded, offline):
+    for line in validate_recipe(Recipe.load(find_recipe(recipe), unset_ok=offline), offline):
         print(line)
     print(f"{recipe}: ok")
 
@@ -72,13 +39,11 @@ def run(recipe: RecipeName) -> None:
 
     Example: accelerate launch $(which hf-moe-expand) run recipe.yaml
     """
-    file = _readable_recipe(recipe)
-    from ..recipe import Recipe
-
-    loaded = Recipe.load(file)
     from ..pipeline import run_recipe
+    from ..recipe import Recipe
+    from ..recipes import find_recipe
 
-    run_recipe(loaded)
+    run_recipe(Recipe.load(find_recipe(recipe)))
 
 
 @recipes_app.command("ls")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from markupsafe import Markup
 
 from ..checkpoint.source import load_expanded_config
@@ -28,7 +27,7 @@ from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityRes
 from ..run_record import BEGUN, read_steps
 from ..stages import trained_parts
 from ..trainers.freezing import freeze
-from ..yamlfile import read_text, read_yaml
+from ..yamlfile import read_text, read_yaml, to_yaml
 from .charts import allocation_chart, heat_map, line_chart
 from .drawing import Line, with_means
 from .figures import expert_0_lines, grouped, separability_lines, separability_range
@@ -266,7 +265,7 @@ def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]
             for code in dict.fromkeys([*documents, *tokens])
         ],
         "written": entry.self_written if entry else [],
-        "settings": without_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)) if settings else None,
+        "settings": without_paths(to_yaml(settings)) if settings else None,
         "figures": figures,
     }
 

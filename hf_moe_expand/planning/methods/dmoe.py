@@ -9,6 +9,7 @@ from ...errors import InputError
 from ...languages import LanguageCode
 from ...results import DeviationResult
 from ...schema import Count, Number, Text
+from ..grouping import group_languages, random_groups, vector_similarity
 from ..layers import select_layers
 from ..plan import check_groups
 from .allocation import Allocation, Target
@@ -99,8 +100,6 @@ def find_groups(number: int, grouping: str, deviation: DeviationResult, seed: in
     Raises:
         InputError: `number` exceeds the number of languages, or the file of vectors is wrong.
     """
-    from ..grouping import group_languages, random_groups, vector_similarity  # numpy
-
     if grouping == "random":
         return random_groups(deviation.languages, number, seed)
     similarity = deviation.similarity if grouping == "deviation" else vector_similarity(grouping, deviation.languages)
