@@ -73,16 +73,6 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
     return {**rest, **checked}
 
 
-def check_label_smoothing(training: Mapping[str, Any], is_encoder_decoder: bool | None, where: str) -> None:
-    """Refuses label smoothing for a decoder, of which Trainer would smooth the unshifted labels.
-
-    Args:
-        is_encoder_decoder: whether the model is an encoder-decoder; None if unknown.
-    """
-    if training.get("label_smoothing_factor") and is_encoder_decoder is False:
-        raise InputError(f"{where}: label_smoothing_factor is not supported for decoders; set it to 0.")
-
-
 @cache
 def _numbers() -> type[pydantic.BaseModel]:
     """The arguments that are numbers or booleans, with their types."""

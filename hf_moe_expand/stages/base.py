@@ -11,14 +11,14 @@ from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
 from ..data.sources import LanguageText
-from ..errors import InputError
+from ..errors import InputError, errors_at
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import longest_block
 from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
 from ..trainers.freezing import Trained, freeze
 from ..trainers.masking import Masking, check_gates
-from .checks import StageFacts, check_block_size, check_stage
+from .checks import StageFacts, check_block_size, check_label_smoothing, check_mix
 from .config import StageConfig, StageSettings, declared_losses, settings_of
 
 
@@ -47,14 +47,6 @@ class Stage(ABC):
     @abstractmethod
     def settings(self) -> type:
         """The class of its settings in YAML."""
-
-    @abstractmethod
-    def check(self, settings: Any, facts: StageFacts) -> list[str]:
-        """Checks the stage as far as possible before anything runs; returns one line for each check that passed.
-
-        Raises:
-            InputError: a setting is wrong.
-        """
 
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         """The languages whose training text it reads."""
@@ -97,22 +89,40 @@ class TrainingStage(Stage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return list(new)
 
-    def check(self, settings: Any, facts: StageFacts) -> list[str]:
-        return check_stage(self, settings, facts)
+    def check(self, config: Any, facts: StageFacts) -> None:
+        """Refuses a configuration that contradicts the text, the model or itself, as far as they are known.
 
-    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
+        Raises:
+            InputError: a language has no text or is unknown to the model, or a setting is wrong.
+        """
+        check_label_smoothing(config, facts)
+        if unknown := sorted({*facts.texts} - {*facts.old, *facts.new}):
+            raise InputError(
+                f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(facts.old) or 'none'}; new: "
+                f"{', '.join(facts.new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
+            )
+        with errors_at(facts.key):
+            self.check_text(config, facts)
+        check_gates(self.masking(config), facts.has_gates, facts.key_of("masking"))
+        check_block_size(config.block_size, facts.longest, facts.key_of("block_size"))
+        check_mix(config, facts)
+
+    def check_text(self, config: Any, facts: StageFacts) -> None:
         """Refuses text in languages for which the stage is not made.
-
-        Args:
-            config: the stage's configuration or settings.
-            given: languages with text.
-            old, new: the model's languages before its last expansion, and those that the last expansion added.
 
         Raises:
             InputError: text in a language is missing, or is not for this stage.
         """
-        if not list(languages):
+        if not facts.texts:
             raise InputError("No text was given: name files with --data.")
+
+    def facts(self, model_config: Any, texts: Iterable[str]) -> StageFacts:
+        """What is known of the stage on a model and the text of these languages."""
+        old, new = languages_of(model_config)
+        return StageFacts(
+            old, new, list(texts), model_config.conditional_routing, longest_block(model_config),
+            model_config.is_encoder_decoder, model_config,
+        )  # fmt: skip
 
     def check_model(self, model_config: Any) -> None:
         """Refuses a model of a type that the stage does not train.
@@ -141,23 +151,6 @@ class TrainingStage(Stage):
         config = load_expanded_config(folder)
         self.check_model(config)
         return config
-
-    def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
-        """Refuses text in languages, block sizes and masking of gates that the model does not have.
-
-        Raises:
-            InputError: a language is unknown to the model or has no text, `block_size` exceeds the model's positions,
-                or gates are masked but missing.
-        """
-        old, new = languages_of(model_config)
-        if unknown := sorted(set(data) - set(old) - set(new)):
-            raise InputError(
-                f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(old) or 'none'}; new: "
-                f"{', '.join(new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
-            )
-        self.check_text(config, data, old, new)
-        check_gates(self.masking(config), model_config.conditional_routing)
-        check_block_size(config.block_size, longest_block(model_config))
 
     def saved_parameters(self, network: Any, config: Any) -> tuple[int, int]:
         """The number of parameters in a training checkpoint, and of those among them that train.

@@ -4,7 +4,7 @@ Example: hf-moe-expand train dense Qwen/Qwen2.5-0.5B qwen-ft --data el=el.jsonl 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +31,7 @@ from ..trainers.shielding import (
     shielded_parameters,
 )
 from .base import TrainingStage
-from .checks import check_block_size
+from .checks import StageFacts
 from .config import StageConfig, key
 from .recording import RecordingTrainer
 
@@ -103,14 +103,19 @@ class Dense(TrainingStage):
             )
         return config
 
-    def check_data(self, config: DenseConfig, data: Mapping[str, Any], model_config: Any) -> None:
+    def facts(self, model_config: Any, texts: Iterable[str]) -> StageFacts:
+        languages = list(texts)
+        return StageFacts(
+            [], languages, languages, longest=longest_block(model_config), is_encoder_decoder=False, model=model_config
+        )
+
+    def check_text(self, config: DenseConfig, facts: StageFacts) -> None:
         if config.method != "lora" and config.lora != LoraSettings():
             raise InputError(f"lora: the method is {config.method}, but lora has settings; set `method: lora`.")
-        if config.method == "new-blocks" and not getattr(model_config, "new_layers", None):
+        if config.method == "new-blocks" and not getattr(facts.model, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
-        _check_shield(config, data)
-        check_block_size(config.block_size, longest_block(model_config))
-        self.check_text(config, data, (), ())
+        _check_shield(config, facts.texts)
+        super().check_text(config, facts)
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
         groups = None
@@ -194,7 +199,7 @@ def _shielding(
     return own, trainer
 
 
-def _check_shield(config: DenseConfig, data: Mapping[str, Any]) -> None:
+def _check_shield(config: DenseConfig, data: Collection[str]) -> None:
     """Raises InputError if the settings of `shield` do not fit the method, the data or the launch."""
     shield: Any = config.shield
     if config.method != "shielded":

@@ -4,14 +4,12 @@ Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --i
 """
 
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AllowInfNan, Field
 
-from ..checkpoint.graft import check_fine_tune
 from ..schema import Flag, Number, Text, settings
 from .base import Stage
-from .checks import StageFacts
 
 
 @settings
@@ -36,12 +34,6 @@ class Graft(Stage):
     settings = GraftSettings  # type: ignore[assignment]
     runs_unasked = False
     optional = True
-
-    def check(self, settings: Any, facts: StageFacts) -> list[str]:
-        if facts.offline:
-            return [f"skipped: whether {settings.instruct} is a fine-tune of {facts.base}"]
-        check_fine_tune(facts.base, settings.instruct, settings.keep_tokenizer, facts.revision)
-        return [f"graft: {settings.instruct}, of the base's shapes"]
 
 
 STAGE = Graft()

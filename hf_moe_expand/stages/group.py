@@ -3,7 +3,7 @@
 Example: hf-moe-expand train group qwen-dmoe qwen-dmoe-1 --data el=el.jsonl --data tr=tr.jsonl --config group.yaml
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from ..schema import Coefficient
 from ..trainers.freezing import EVERYTHING
 from ..trainers.grouped_sampler import GroupedSampler
 from ..trainers.losses import BalanceLoss, GroupLoss
+from .checks import StageFacts
 from .config import BlockSize, ValidationSettings, key
 from .mixing import MixedConfig, MixingStage
 from .trainer import StageTrainer
@@ -52,13 +53,13 @@ class Group(MixingStage):
         group_of = {code: number for number, group in enumerate(model_config.language_groups) for code in group}
         return [group_of.get(code, 0) for code in languages]
 
-    def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
-        super().check_data(config, data, model_config)
-        with_text, groups = set(data), model_config.language_groups
+    def check_text(self, config: Any, facts: StageFacts) -> None:
+        super().check_text(config, facts)
+        with_text, groups = set(facts.texts), facts.model.language_groups if facts.model is not None else []
         for number, group in enumerate(groups):
             if not set(group) & with_text:
                 raise InputError(f"Group {number} ({', '.join(group)}): none of its languages has text; give some.")
-        if alone := sorted(with_text - {code for group in groups for code in group}):
+        if groups and (alone := sorted(with_text - {code for group in groups for code in group})):
             raise InputError(f"{', '.join(alone)}: in no language group of this checkpoint; leave its text out.")
 
 

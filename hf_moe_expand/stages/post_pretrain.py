@@ -3,7 +3,7 @@
 Example: hf-moe-expand train post-pretrain qwen-el qwen-el-1 --data el=el.jsonl --config stage1.yaml
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ from ..schema import Coefficient, Flag, Share
 from ..trainers.freezing import EVERYTHING, Trained
 from ..trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
 from ..trainers.masking import Masking
+from .checks import StageFacts
 from .config import ValidationSettings, key
 from .mixing import MixedConfig, MixingStage
 from .trainer import StageTrainer
@@ -54,11 +55,10 @@ class PostPretrain(MixingStage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*(old if settings.replay else ()), *new]
 
-    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
-        languages = list(languages)
-        if missing := [code for code in new if code not in languages]:
+    def check_text(self, config: Any, facts: StageFacts) -> None:
+        if missing := [code for code in facts.new if code not in facts.texts]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
-        old_with_text = [code for code in old if code in languages]
+        old_with_text = [code for code in facts.old if code in facts.texts]
         if old_with_text and not config.replay:
             raise InputError(
                 f"{', '.join(old_with_text)}: post-pretraining reads only new languages; set `replay: true` to train "

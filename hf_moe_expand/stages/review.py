@@ -3,14 +3,14 @@
 Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl --config stage2.yaml
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from datasets import Dataset
 
 from ..data.mixing import NEW_PER_OLD, review_documents
-from ..errors import InputError, errors_at
+from ..errors import InputError
 from ..records import History
 from ..schema import Coefficient, Count, Flag, Positive
 from ..trainers.freezing import Trained
@@ -66,36 +66,18 @@ class Review(TrainingStage):
     def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
-    def check_text(self, config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> None:
-        languages = list(languages)
-        if missing := [code for code in (*old, *new) if code not in languages]:
+    def check_text(self, config: Any, facts: StageFacts) -> None:
+        if missing := [code for code in (*facts.old, *facts.new) if code not in facts.texts]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
             )
-        if not old:
+        if not facts.old:
             raise InputError(
                 "No old language was given: review needs text of the base's languages, which the base can write itself "
                 "(`hf-moe-expand sample`; `self_written` in a recipe)."
             )
-
-    def check(self, settings: Any, facts: StageFacts) -> list[str]:
-        with errors_at(facts.key):
-            _check_distillation(settings, facts.is_encoder_decoder)
-        return super().check(settings, facts)
-
-    def check_data(self, config: Any, data: Mapping[str, Any], model_config: Any) -> None:
-        super().check_data(config, data, model_config)
-        if config.distillation_coef and not History.of(model_config).first.old_languages:
-            raise InputError(
-                "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "
-                "none: leave distillation_coef out, or expand with a plan that has old languages."
-            )
-        _check_distillation(config, model_config.is_encoder_decoder)
-        if config.distillation_coef and (stage := History.of(model_config).trained_base):
-            raise InputError(
-                f"distillation_coef: expert 0 of this model is not the base any more, since `{stage}` trained it: "
-                "leave distillation_coef out."
-            )
+        if config.distillation_coef:
+            _check_distillation(facts)
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: ReviewConfig) -> dict[str, Any]:
         old, new = languages_of(model_config)
@@ -111,11 +93,24 @@ def counts_documents(settings: Any) -> bool:
     return settings.old_documents is not None or settings.new_per_old is not None or settings.fewer_documents
 
 
-def _check_distillation(settings: Any, is_encoder_decoder: bool | None) -> None:
-    if settings.distillation_coef and is_encoder_decoder:
+def _check_distillation(facts: StageFacts) -> None:
+    if facts.is_encoder_decoder:
         raise InputError(
             "distillation_coef: keeps the base's predictions of the next token of a text, which an encoder-decoder "
             "does not make: leave distillation_coef out."
+        )
+    if facts.model is None:
+        return
+    history = History.of(facts.model)
+    if not history.first.old_languages:
+        raise InputError(
+            "distillation_coef: keeps the base's predictions on text of its languages, but the first plan names "
+            "none: leave distillation_coef out, or expand with a plan that has old languages."
+        )
+    if stage := history.trained_base:
+        raise InputError(
+            f"distillation_coef: expert 0 of this model is not the base any more, since `{stage}` trained it: "
+            "leave distillation_coef out."
         )
 
 

@@ -28,9 +28,9 @@ from ..schema import changed
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
 from . import OTHER_STAGES, RECIPE_STAGES, stage_of, trained_parts
-from .arguments import check_label_smoothing, check_training_arguments
+from .arguments import check_training_arguments
 from .base import TrainingStage
-from .checks import check_mix, read_curriculum
+from .checks import read_curriculum
 from .config import StageConfig, check_seed
 from .resume import TrainingFolder
 
@@ -72,11 +72,8 @@ def train_stage(
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
-    training = config.recorded()["training"]
-    check_training_arguments(training, "training")
-    check_label_smoothing(training, before.is_encoder_decoder, "training")
-    stage.check_data(config, data, before)
-    check_mix(config, list(data))
+    check_training_arguments(config.recorded()["training"], "training")
+    stage.check(config, stage.facts(before, data))
     curriculum = read_curriculum(config, list(data))
     recorded = config.recorded()
     if curriculum is not None:

@@ -139,7 +139,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         old, new = languages_of(model.config)
         texts = _by_language(data, old, new, model.config.is_encoder_decoder)
         self.stage.check_model(model.config)
-        self.stage.check_data(config, texts, model.config)
+        self.stage.check(config, self.stage.facts(model.config, texts))
         with config.main_process_first(desc="pack"):
             return self.stage.pack(texts, tokenizer, model.config, config)
 

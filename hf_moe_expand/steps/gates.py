@@ -33,6 +33,8 @@ class GatesStep(StageStep):
         return {**super().inputs(), "texts": contents(self._texts), "anchors": anchors}
 
     def check(self, checks: Checks) -> None:
+        share = 100 * self.settings.unseen_share
+        checks.lines.append(f"gates: at most {share:g} % of an unseen language's tokens go to new experts")
         super().check(checks)
         if checks.config is not None and not self.run.recipe.joins:
             with errors_at(self.stage.key):

@@ -6,9 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 
-from ..checkpoint.graft import graft_delta
+from ..checkpoint.graft import check_fine_tune, graft_delta
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..costs import (
     activation_bytes,
@@ -61,22 +62,10 @@ class StageStep(Step, ABC):
     def __post_init__(self) -> None:
         self.name, self.output = f"{self.run.prefix}{self.stage.key}", self.run.folder / self.stage.key
 
-    def _facts(self, checks: Checks) -> StageFacts:
-        recipe = checks.recipe
-        return StageFacts(
-            key=self.stage.key, old=self.run.old, new=self.run.new, output=Path(recipe.output), seed=recipe.seed,
-            has_gates=recipe.all_expansions[0].expand.conditional_routing,
-            longest=None if checks.config is None else longest_block(checks.config),
-            is_encoder_decoder=None if checks.config is None else bool(checks.config.is_encoder_decoder),
-            base=recipe.base, revision=recipe.revision, offline=checks.offline,
-        )  # fmt: skip
-
     def inputs(self) -> dict[str, Any]:
         return {self.stage.key: as_json(self.settings)}
 
     def check(self, checks: Checks) -> None:
-        facts = self._facts(checks)
-        checks.lines += self.stage.check(self.settings, facts) + facts.skipped
         if checks.network is not None:
             checks.written.append(StepOutput(self.output, checks.checkpoint_bytes, self._working(checks)))
 
@@ -99,12 +88,31 @@ class TrainStep(StageStep):
         return {**super().inputs(), "texts": contents(self._data())}
 
     def check(self, checks: Checks) -> None:
+        recipe, model = checks.recipe, checks.config
+        facts = StageFacts(
+            self.run.old, self.run.new, list(self._data()), recipe.all_expansions[0].expand.conditional_routing,
+            None if model is None else longest_block(model), None if model is None else bool(model.is_encoder_decoder),
+            key=self.stage.key, offline=checks.offline,
+        )  # fmt: skip
+        self.stage.check(self._on_this_machine(facts).config(self.output, recipe.seed, self.stage.key), facts)
+        checks.lines += facts.skipped
         super().check(checks)
         self._check_held_out_pairs(checks)
         if not checks.offline and getattr(self.settings, "old_documents", None) is not None:
             self._check_documents(checks)
         if checks.network is not None and not checks.config.is_encoder_decoder:
             self._estimate(checks)
+
+    def _on_this_machine(self, facts: StageFacts) -> Any:
+        """The settings without the arguments that only the machine that trains can check."""
+        training = dict(self.settings.training)
+        if not torch.accelerator.is_available():
+            training.pop("tf32", None)
+        launcher = training.get("deepspeed")
+        if facts.offline and isinstance(launcher, str) and not Path(launcher).is_file():
+            facts.skipped.append(f"skipped: {facts.key}: training.deepspeed: {launcher} is not on this machine")
+            del training["deepspeed"]
+        return self.settings.model_copy(update={"training": training})
 
     def _estimate(self, checks: Checks) -> None:
         """Says the memory, steps and hours of the stage, and the tokens of each language; estimates."""
@@ -217,6 +225,15 @@ class TrainStep(StageStep):
 
 class GraftStep(StageStep):
     """A step that runs DeltaMoE's graft."""
+
+    def check(self, checks: Checks) -> None:
+        recipe, instruct = checks.recipe, self.settings.instruct
+        if checks.offline:
+            checks.lines.append(f"skipped: whether {instruct} is a fine-tune of {recipe.base}")
+        else:
+            check_fine_tune(recipe.base, instruct, self.settings.keep_tokenizer, recipe.revision)
+            checks.lines.append(f"graft: {instruct}, of the base's shapes")
+        super().check(checks)
 
     def work(self) -> StepResult:
         recipe, settings = self.run.recipe, self.settings
