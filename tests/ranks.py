@@ -118,7 +118,7 @@ def ddp(folder):
 
 def ddp_in_pieces(folder):
     """The loss of some tokens at a time, outside of the wrapped model's forward pass."""
-    with patch.object(pieces, "LARGE", 2 * 257), patch.object(pieces, "PIECE", 6 * 257):
+    with patch.object(pieces, "LARGE", 2 * 258), patch.object(pieces, "PIECE", 6 * 258):
         return one_step(folder, "ddp in pieces", "idle", ranks=2)
 
 

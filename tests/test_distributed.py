@@ -19,7 +19,7 @@ CHECKS = ("ddp", "ddp_in_pieces", "fsdp_by_hand", "fsdp_native", "tensor_paralle
 
 def prepared(folder):
     """What `stage` starts from: text, an expanded model, and one with all that is uncommon in it."""
-    base = save_dense(folder / "base")
+    base = save_dense(folder / "base", vocab_size=258)  # which two ranks share alike
     write_texts(folder / "en.jsonl", [f"one word, {number} words, and a line of them." for number in range(60)])
     write_texts(folder / "el.jsonl", [f"μία λέξη, {number} λέξεις και μία γραμμή." for number in range(60)])
     plan = Plan("moe-lpr", [2, 3, 2], [1], old=["en"], new=["el"])
