@@ -98,8 +98,8 @@ def check_values(config: Any, folder: Path) -> None:
     """Checks the configuration that transformers read from config.json for contradictions that it does not notice.
 
     Raises:
-        InputError: an expanded model lacks a backbone, or the counts are not one for each layer; the message names the
-            field; or a part that the model type does not have stands in the configuration.
+        InputError: an expanded model lacks a backbone, or its history has other expansions than its counts; the message
+            names the field; or a part that the model type does not have stands in the configuration.
     """
     inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     if not isinstance(inner, PreTrainedConfig):
@@ -110,31 +110,19 @@ def check_values(config: Any, folder: Path) -> None:
     if isinstance(config, ExpandedConfig):
         if config.backbone_model_type is None:
             raise InputError(f"{folder}: config.json does not say which backbone was expanded (backbone_model_type).")
-        _check_counts(config, folder)
+        _check_history(config, folder)
 
 
-def _check_counts(config: Any, folder: Path) -> None:
-    """Refuses counts of earlier expansions that do not fit one another, the last ones or the history."""
-    last, earlier = config.num_experts_per_layer or [], getattr(config, "earlier_experts_per_layer", None) or []
-    recorded, before = len(History.of(config)), [1] * len(last)
-    for counts in [*earlier, last]:
-        if len(counts) != len(last):
-            raise _wrong(folder, "earlier_experts_per_layer", counts, f"a count for each of {len(last)} layers")
-        if any(count < least for count, least in zip(counts, before, strict=True)):
-            raise _wrong(folder, "earlier_experts_per_layer", earlier, "counts that grow up to num_experts_per_layer")
-        before = counts
+def _check_history(config: Any, folder: Path) -> None:
+    """Refuses counts and packs of more or fewer expansions than config.json records."""
+    earlier, packs = getattr(config, "earlier_experts_per_layer", None) or [], getattr(config, "packs", None) or []
+    recorded = len(History.of(config))
     if earlier and recorded and len(earlier) != recorded - 1:
         raise _wrong(
             folder, "earlier_experts_per_layer", earlier, f"the counts before the last of {recorded} expansions"
         )
-    packs = getattr(config, "packs", None) or []
     if packs and not recorded:
         raise _wrong(folder, "packs", packs, "left out, where config.json records no expansion")
-    if sum(packs) > len(earlier) + 1:
-        raise _wrong(folder, "packs", packs, f"numbers of expansions, of which there are {len(earlier) + 1}")
-    updates = getattr(config, "updates_of_packs", None)
-    if updates is not None and len(updates) != len(packs):
-        raise _wrong(folder, "updates_of_packs", updates, f"an entry for each of {len(packs)} packs")
 
 
 def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
