@@ -79,6 +79,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	rm -rf build && $(BIN)/pip install --quiet --no-deps --target build/package .
 	MYPYPATH=build/package $(BIN)/mypy -p hf_moe_expand  # which sees no editable install of several folders
+	rm -rf build
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
