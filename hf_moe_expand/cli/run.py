@@ -151,7 +151,7 @@ def recipes_settings(
 @app.command()
 def demo(
     real: Annotated[
-        bool, typer.Option("--real", help="A real model, SmolLM2-135M-Instruct, learns Spanish: about seven minutes.")
+        bool, typer.Option("--real", help="A real model, SmolLM2-135M-Instruct, learns Spanish: about twelve minutes.")
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for all files of the demo; runs/demo or runs/demo-real by default.")
