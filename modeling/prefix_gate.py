@@ -21,7 +21,7 @@ Shape suffixes: B sequences, S tokens of this pass, P tokens of the cache, C cla
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,8 @@ class PrefixRule:
         ValueError: a value is out of range.
     """
 
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # where a plan holds it
+
     decay: float
     bound: float
     reach: str = "layer"
@@ -54,13 +56,13 @@ class PrefixRule:
     def __post_init__(self) -> None:
         numbers = [self.decay, self.bound]
         if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
-            raise ValueError(f"prefix_gate: decay is {self.decay!r} and bound {self.bound!r}: must be numbers.")
+            raise ValueError(f"decay is {self.decay!r} and bound {self.bound!r}: must be numbers.")
         if not 0 < self.decay <= 1:
-            raise ValueError(f"prefix_gate: decay is {self.decay:g}: must be above 0 and at most 1.")
+            raise ValueError(f"decay is {self.decay:g}: must be above 0 and at most 1.")
         if not 0 < self.bound < float("inf"):
-            raise ValueError(f"prefix_gate: bound is {self.bound:g}: must be above 0, in nats.")
+            raise ValueError(f"bound is {self.bound:g}: must be above 0, in nats.")
         if self.reach not in REACHES:
-            raise ValueError(f"prefix_gate: reach is {self.reach!r}; known: {', '.join(REACHES)}.")
+            raise ValueError(f"reach is {self.reach!r}; known: {', '.join(REACHES)}.")
 
     @classmethod
     def of(cls, config: Any) -> "PrefixRule | None":
@@ -76,7 +78,10 @@ class PrefixRule:
             raise ValueError(f"prefix_gate is {settings!r}: must be an object with {', '.join(_FIELDS)}.")
         if "decay" not in settings or "bound" not in settings:
             raise ValueError(f"prefix_gate is {settings!r}: decay and bound are missing.")
-        return cls(**settings)
+        try:
+            return cls(**settings)
+        except ValueError as error:
+            raise ValueError(f"prefix_gate: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,11 @@ def build(backbone="qwen2", **fields):
     """The model before the step; `fields` of its configuration. Two ranks share its 258 tokens alike."""
     torch.manual_seed(0)
     config = LayerMoEConfig.from_dense(
-        tiny_config(backbone, vocab_size=258), num_experts_per_layer=[3, 1, 4], classifier_layers=[0, 2], router_top_k=2, **fields
+        tiny_config(backbone, vocab_size=258),
+        num_experts_per_layer=[3, 1, 4],
+        classifier_layers=[0, 2],
+        router_top_k=2,
+        **fields,
     )
     model = LayerMoEForCausalLM(config)
     with torch.no_grad():

@@ -19,13 +19,13 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.planning.plan import PrefixGate
+from hf_moe_expand.modeling.prefix_gate import PrefixRule
 
 PLANS = {
     "layer-moe": Plan("layer-moe", [3, 3, 2], [0], old=["en", "zh"], new=["el", "hu"]),
     "uniform": Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"]),
     "classified": Plan("moe-lpr", [3, 3, 3], [0, 1], old=["en"], new=["el"]),
-    "gated": Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=["el"], prefix_gate=PrefixGate(0.9, 2.0)),
+    "gated": Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=["el"], prefix_gate=PrefixRule(0.9, 2.0)),
     "mola": Plan("mola", [2, 3, 4], old=["en"], new=["el"]),
     "random": Plan("random", [2, 1, 5], old=["en"], new=["el"]),
     "moe-lpr": Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]),

@@ -14,7 +14,7 @@ from test_dispatch import EACH_WAY, WAYS
 
 from hf_moe_expand import Plan, expand_model
 from hf_moe_expand.modeling.grouped_experts import has_kernel
-from hf_moe_expand.planning.plan import PrefixGate
+from hf_moe_expand.modeling.prefix_gate import PrefixRule
 
 FLOATS = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest value
@@ -30,7 +30,7 @@ def models(device, dtype, experts, judge=None, differ=True, **changes):
     dense = tiny_dense("qwen2", dtype=dtype, **changes)
     layers = dense.config.num_hidden_layers
     classified = list(range(layers)) if judge in ("classifier", "gate") else []
-    gate = PrefixGate(0.9, 2.0, "layer") if judge == "gate" else None
+    gate = PrefixRule(0.9, 2.0, "layer") if judge == "gate" else None
     plan = Plan("layer-moe", [experts] * layers, classified, old=["en"], new=["el"], prefix_gate=gate)
     model = expand_model(tiny_dense("qwen2", dtype=dtype, **changes), plan).eval()
     if differ:

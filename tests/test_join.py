@@ -27,8 +27,8 @@ from hf_moe_expand.checkpoint.local import name_in_results, own_name
 from hf_moe_expand.checkpoint.packs import joined_rows, packs_inside
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.modeling.prefix_gate import PrefixRule
 from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
-from hf_moe_expand.planning.plan import PrefixGate
 from hf_moe_expand.records import History, StageRecord
 
 EL = Plan("layer-moe", [2, 1, 3], [2], old=["en"], new=["el"])
@@ -242,7 +242,7 @@ def test_updates_and_ffns_meet(packs, base, tmp_path):
 
 
 def test_prefix_gates_join_as_classes(base, tmp_path):
-    gate = PrefixGate(0.9, 2.0)
+    gate = PrefixRule(0.9, 2.0)
     two = []
     for seed, code in enumerate(("el", "hu"), start=3):
         plan = Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=[code], prefix_gate=gate)

@@ -24,7 +24,7 @@ from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.local_paths import without_paths
-from hf_moe_expand.planning.plan import PrefixGate
+from hf_moe_expand.modeling.prefix_gate import PrefixRule
 from hf_moe_expand.report import page as page_module
 from hf_moe_expand.report.charts import allocation_chart, change_chart, heat_map, line_chart
 from hf_moe_expand.report.drawing import COLOURS, Change, Line, with_means
@@ -427,7 +427,7 @@ def test_an_access_token_in_the_recipe_is_refused(run):
         make_page(run)
 
 
-@pytest.mark.parametrize(("gate", "judge"), [(None, "lassifier"), (PrefixGate(0.9, 2.0), "refix gate")])
+@pytest.mark.parametrize(("gate", "judge"), [(None, "lassifier"), (PrefixRule(0.9, 2.0), "refix gate")])
 def test_the_plan_calls_gates_gates(tmp_path, gate, judge):
     run = tmp_path / "run"
     run.mkdir()

@@ -15,6 +15,7 @@ from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.planning.methods.layer_moe import allocate_experts
 from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
+from hf_moe_expand.schema import read
 
 
 def counts_of(layers, *method, seed=0, **keys):
@@ -317,3 +318,21 @@ def test_layers_that_are_dense_do_not_grow():
         make_plan(plan_settings(method="moe-lpr", experts=1, only_layers="0-2"), 5, [], [], grows_from=[2, 1, 3, 1, 2])
     with pytest.raises(InputError, match="layer 1 is dense in the model that grows, so it gets no experts"):
         Plan("x", [2, 2], grows_from=[2, 1])
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ({"decay": 0.9, "bound": 2, "rech": "layer"}, "prefix_gate: unknown key `rech`; did you mean `reach`?"),
+        ({"decay": 2, "bound": 2}, "prefix_gate: decay is 2: must be above 0 and at most 1."),
+        ({"decay": 0.9, "bound": 0}, "prefix_gate: bound is 0: must be above 0, in nats."),
+        ({"decay": 0.9, "bound": 2, "reach": "all"}, "prefix_gate: reach is 'all'; known: layer, later."),
+        ({"decay": "soon", "bound": 2}, "prefix_gate.decay: expected a number, found 'soon'."),
+        ({"bound": 2}, "prefix_gate: `decay` is missing."),
+    ],
+)
+def test_a_plans_prefix_gates_are_checked_as_a_models(gate, message):
+    fields = {"method": "moe-lpr", "experts_per_layer": [2, 2], "classifier_layers": [0], "prefix_gate": gate}
+    with pytest.raises(InputError) as refused:
+        read(Plan, fields, "p/plan.json")
+    assert str(refused.value) == f"p/plan.json: {message}"

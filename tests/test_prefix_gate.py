@@ -31,7 +31,6 @@ from hf_moe_expand.modeling.prefix_gate import (
     running_sums,
     text_seen,
 )
-from hf_moe_expand.planning.plan import PrefixGate
 from hf_moe_expand.trainers.routing_capture import judged_by_text
 
 RULE = {"decay": 0.9, "bound": 2.0, "reach": "layer"}
@@ -130,7 +129,7 @@ def test_in_pieces_the_log_odds_are_the_same_bits(cuts):
 
 GATED = (
     replace(
-        CONFIGURATIONS[0], name="prefix-gates", plan=replace(CONFIGURATIONS[0].plan, prefix_gate=PrefixGate(0.9, 2.0))
+        CONFIGURATIONS[0], name="prefix-gates", plan=replace(CONFIGURATIONS[0].plan, prefix_gate=PrefixRule(0.9, 2.0))
     ),
 )
 
@@ -390,9 +389,9 @@ def test_gates_without_classifiers_and_in_a_dmoe_are_refused():
     with pytest.raises(ValueError, match="prefix_gate"):
         DMoEConfig.from_dense(dense, num_experts_per_layer=[2, 1, 2], language_groups=groups, prefix_gate=RULE)
     with pytest.raises(InputError, match="no classifiers and no prefix gates"):
-        Plan("dmoe", [2, 1, 2], groups=groups, prefix_gate=PrefixGate(0.9, 2.0))
+        Plan("dmoe", [2, 1, 2], groups=groups, prefix_gate=PrefixRule(0.9, 2.0))
     with pytest.raises(InputError, match="no layer has a classifier"):
-        Plan("layer-moe", [2, 1, 2], prefix_gate=PrefixGate(0.9, 2.0))
+        Plan("layer-moe", [2, 1, 2], prefix_gate=PrefixRule(0.9, 2.0))
 
 
 def test_the_command_line_plans_gates(tmp_path):
@@ -402,7 +401,7 @@ def test_the_command_line_plans_gates(tmp_path):
     assert "classifier layers  1 (prefix gates)" in said
     made = Plan.load(plan)
     assert made.classifier_layers == [1]
-    assert made.prefix_gate == PrefixGate(0.95, 4.0, "later")
+    assert made.prefix_gate == PrefixRule(0.95, 4.0, "later")
     base, out = save_dense(tmp_path / "base", num_hidden_layers=4), tmp_path / "out"
     invoke("expand", base, out, "--plan", plan)
     assert json.loads((out / "config.json").read_text())["prefix_gate"] == {
@@ -430,7 +429,7 @@ def test_the_command_line_refuses_wrong_gates(tmp_path, options, said):
 
 @pytest.fixture
 def gated_checkpoint(tmp_path):
-    plan = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"], prefix_gate=PrefixGate(0.9, 2.0))
+    plan = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"], prefix_gate=PrefixRule(0.9, 2.0))
     expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "one", plan)
     return tmp_path / "one"
 
@@ -457,7 +456,7 @@ def test_growth_keeps_the_gates_decisions_and_shrinking_takes_it_back(gated_chec
     for ffn in model.expanded_ffns().values():
         ffn.classifier.weight.data.normal_(0, 1)
     model.save_pretrained(gated_checkpoint)
-    gate = PrefixGate(0.9, 2.0)
+    gate = PrefixRule(0.9, 2.0)
     plan = Plan("layer-moe", [4, 1, 3], [0, 2], old=["en"], new=["tr"], grows_from=[3, 1, 2], prefix_gate=gate)
     grown = tmp_path / "two"
     grow_checkpoint(gated_checkpoint, grown, plan, keep_routers=True)

@@ -11,8 +11,7 @@ from conftest import CONFIGURATIONS, byte_tokenizer, matrix, tiny_config, tiny_d
 from transformers import Trainer, TrainingArguments, pipeline
 
 from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
-from hf_moe_expand.modeling.prefix_gate import text_seen
-from hf_moe_expand.planning.plan import PrefixGate
+from hf_moe_expand.modeling.prefix_gate import PrefixRule, text_seen
 
 LAYER_MOE = [one for one in CONFIGURATIONS if one.name != "dmoe"]
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -108,7 +107,7 @@ def test_a_language_of_an_earlier_expansion_sees_the_experts_of_its_time():
 
 
 def test_with_prefix_gates_the_word_decides_and_the_gates_go_on_listening():
-    plan = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"], prefix_gate=PrefixGate(0.9, 2.0, "layer"))
+    plan = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"], prefix_gate=PrefixRule(0.9, 2.0, "layer"))
     dense, model = expanded("qwen2", plan=plan)
     batch = text(1, 12)
     assert torch.equal(model(**batch, languages="en").logits, dense(**batch).logits)

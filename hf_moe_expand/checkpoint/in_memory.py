@@ -13,7 +13,8 @@ from transformers import initialization as init
 from ..auto_class import auto_class, language_models
 from ..errors import InputError
 from ..modeling import ExpandedConfig, decoder_ffns, model_class
-from ..planning.plan import Plan, PrefixGate
+from ..modeling.prefix_gate import PrefixRule
+from ..planning.plan import Plan
 from ..records import History
 from ..settings import LORA_ALPHA, LORA_RANK
 from .expand import check_dense_plan, first_record, planned_config
@@ -141,7 +142,7 @@ def _plan_of(config: ExpandedConfig) -> Plan:
     method = "moe-lpr" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
     return Plan(
         "dmoe" if groups else method, counts, config.classifier_layers or [], config.router_top_k, groups=groups,
-        prefix_gate=PrefixGate(**config.prefix_gate) if config.prefix_gate else None,
+        prefix_gate=PrefixRule.of(config),
     )  # fmt: skip
 
 

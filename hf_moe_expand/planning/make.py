@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from ..errors import InputError
 from ..layer_names import layer_name
+from ..modeling.prefix_gate import PrefixRule
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from ..schema import changed
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, Allocation, LayerPlan, PlanSettings, Target
 from .methods.allocation import check_total
-from .plan import Plan, PrefixGate
+from .plan import Plan
 
 
 def make_plan(
@@ -74,7 +75,7 @@ def make_plan(
     groups = [list(group) for group in made.groups]
     gate = None
     if by_layer.prefix_gates:
-        gate = PrefixGate(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
+        gate = PrefixRule(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
     return Plan(
         settings.method, counts, classifiers, settings.top_k, list(old), list(new), details, groups, list(grows_from),
         gate, encoder_layers,

@@ -2,32 +2,16 @@
 
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..languages import LanguageCode, check_old_and_new
 from ..layer_names import counts_in_words, in_words, layer_name
-from ..schema import Count, Positive, Share, Text, Whole, read, settings
+from ..modeling.prefix_gate import PrefixRule
+from ..schema import Count, Text, Whole, read, settings
 
 MOST_EXPERTS = 65_536
-
-
-@settings
-class PrefixGate:
-    """How prefix gates judge the text so far (`modeling/prefix_gate.py`).
-
-    Attributes:
-        decay: factor of the log-odds from token to token, above 0 and at most 1.
-        bound: most evidence of one token, in nats.
-        reach: `layer`, a gate decides for its own layer; `later`, also for the later layers without one.
-    """
-
-    decay: Annotated[Share, Field(gt=0)]
-    bound: Positive
-    reach: Literal["layer", "later"] = "layer"
 
 
 @settings
@@ -60,7 +44,7 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
     groups: list[list[LanguageCode]] = field(default_factory=list)
     grows_from: list[Whole] = field(default_factory=list)
-    prefix_gate: PrefixGate | None = None
+    prefix_gate: PrefixRule | None = None
     encoder_layers: Whole = 0
 
     def __post_init__(self) -> None:
