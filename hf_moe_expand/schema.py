@@ -43,8 +43,8 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 Probability = Annotated[Number, Field(ge=0, lt=1)]
 
 _KINDS = {
-    "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "float_parsing": "a number", "string_type": "text",
-    "bool_type": "true or false", "list_type": "a list", "dict_type": "`key: value` lines",
+    "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "float_parsing": "a number",
+    "string_type": "text", "bool_type": "true or false", "list_type": "a list", "dict_type": "`key: value` lines",
     "mapping_type": "`key: value` lines", "dataclass_type": "`key: value` lines", "model_type": "`key: value` lines",
     "model_attributes_type": "`key: value` lines", "none_required": "null",
 }  # fmt: skip
