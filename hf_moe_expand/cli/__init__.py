@@ -6,6 +6,9 @@ The modules of the work, and with them the Trainer, are imported inside the verb
 import io
 import os
 import sys
+from functools import partialmethod
+
+from tqdm import tqdm
 
 from ..errors import InputError, is_full_disk
 
@@ -59,12 +62,14 @@ def main() -> None:
 
 
 def _write_lines_to_logs() -> None:
-    """Where the output is a file or a pipe, whole lines appear as they are printed, and no progress bar does: tqdm, of
-    which the bars of every library here are made, reads its variable when it is imported (an empty one keeps bars)."""
+    """Where the output is a file or a pipe, whole lines appear as they are printed, and no progress bar does: tqdm makes
+    the bars of every library here. It reads its variable when it is imported, as the processes do that this one starts;
+    an empty one keeps bars."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    if sys.stderr is None or not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
+    if "TQDM_DISABLE" not in os.environ and (sys.stderr is None or not sys.stderr.isatty()):
+        os.environ["TQDM_DISABLE"] = "1"
+        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[assignment, method-assign]
 
 
 def _leave_ranks() -> None:
