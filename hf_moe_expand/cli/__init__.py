@@ -62,9 +62,11 @@ def main() -> None:
 
 
 def _write_lines_to_logs() -> None:
-    """Where the output is a file or a pipe, whole lines appear as they are printed, and no progress bar does: tqdm
-    makes the bars of every library here. It reads its variable when it is imported, as the processes do that this one starts;
-    an empty one keeps bars."""
+    """Where the output is a file or a pipe, whole lines appear as they are printed, and no progress bar does.
+
+    tqdm makes the bars of every library here. It reads its variable when it is imported, as the processes do that this
+    one starts; an empty one keeps bars.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if "TQDM_DISABLE" not in os.environ and (sys.stderr is None or not sys.stderr.isatty()):
