@@ -134,6 +134,7 @@ def test_the_analysis_that_a_plan_needs():
         ({"method": "moe_lpr"}, "unknown plan method 'moe_lpr'; did you mean `moe-lpr`?"),
         ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: layer-moe, moe-lpr, separable, mola, random, dmoe."),
         ({"method": None}, "unknown plan method None"),
+        ({"method": {1: 2}}, "unknown plan method {1: 2}"),
         ({}, "`total_experts` is missing."),
         ({"total_experts": 7.5}, "total_experts: expected an integer, found 7.5."),
         ({"total_experts": 7, "minimum": 0}, "minimum is 0: must be at least 1."),

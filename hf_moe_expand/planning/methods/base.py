@@ -189,9 +189,9 @@ def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
         return read(METHODS[DEFAULT_METHOD], mapping, where)  # which refuses it
     name = mapping.get("method", DEFAULT_METHOD)
     before = f"{where}: " if where else ""
-    method = find_method(name)
+    method = find_method(name) if isinstance(name, str) else None
     if method is None:
-        raise InputError(f"{before}unknown plan method {name!r}; {_nearest(name)}")
+        raise InputError(f"{before}unknown plan method {name!r}; {_nearest(str(name))}")
     for key in mapping:
         if key in method.model_fields:
             continue
