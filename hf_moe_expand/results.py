@@ -249,7 +249,10 @@ class RoutingResult:
         names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")
         lists = {f"{name}.{code}": values for name in names for code, values in getattr(self, name).items()}
         _check_lengths(len(self.layers), lists | {"similarity": self.similarity})
-        for name in (*names, "perplexity"):
+        pairs = max(len(self.layers) - 1, 0)
+        if len(self.colocation) != pairs:
+            raise InputError(f"colocation has {len(self.colocation)} entries, but there are {pairs} pairs of layers.")
+        for name in (*names, "perplexity", *(["random_perplexity"] if self.random_perplexity else [])):
             if missing := sorted(set(self.classes) - set(getattr(self, name))):
                 raise InputError(f"{name}: lacks {', '.join(missing)}, which classes names.")
         for index in range(len(self.layers)):

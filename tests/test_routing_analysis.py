@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -353,6 +354,10 @@ def test_json_round_trip_and_pictures(tmp_path):
     result = measure_routing(build("qwen2"), byte_tokenizer(), TEXTS, **SETTINGS)
     result.to_json(tmp_path / "routing.json")
     assert RoutingResult.from_json(tmp_path / "routing.json") == result
+    with pytest.raises(InputError, match="colocation has 0 entries, but there are"):
+        replace(result, colocation=[])
+    with pytest.raises(InputError, match="random_perplexity: lacks "):
+        replace(result, random_perplexity={"x": 1.0})
     (tmp_path / "other.json").write_text('{"tokens": 3}')
     with pytest.raises(InputError, match="not a routing analysis: `classes` is missing"):
         RoutingResult.from_json(tmp_path / "other.json")
