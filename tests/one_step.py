@@ -51,11 +51,11 @@ def collate_padded(batch):
     }
 
 
-def build(backbone="qwen2", **fields):
-    """The model before the step; `fields` of its configuration. Two ranks share its 258 tokens alike."""
+def build(backbone="qwen2", vocab_size=257, **fields):
+    """The model before the step; `fields` of its configuration."""
     torch.manual_seed(0)
     config = LayerMoEConfig.from_dense(
-        tiny_config(backbone, vocab_size=258),
+        tiny_config(backbone, vocab_size=vocab_size),
         num_experts_per_layer=[3, 1, 4],
         classifier_layers=[0, 2],
         router_top_k=2,

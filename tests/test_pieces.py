@@ -16,8 +16,8 @@ TOKENS = 5  # of a piece; no divisor of anything here
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(module, "PIECE", TOKENS * 258 + 200)
-    monkeypatch.setattr(module, "LARGE", 90 * 258)
+    monkeypatch.setattr(module, "PIECE", TOKENS * 257 + 200)
+    monkeypatch.setattr(module, "LARGE", 90 * 257)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def compare(folder, make, monkeypatch, widest, **options):
     logs, in_pieces = {}, {}
     whole = train(folder / "whole", model=make(), logs=logs, **options)
     assert not widest
-    monkeypatch.setattr(module, "PIECE", TOKENS * 258 + 200)
-    monkeypatch.setattr(module, "LARGE", 40 * 258)
+    monkeypatch.setattr(module, "PIECE", TOKENS * 257 + 200)
+    monkeypatch.setattr(module, "LARGE", 40 * 257)
     cut = train(folder / "cut", model=make(), logs=in_pieces, **options)
     assert 1 <= max(widest[1:]) <= TOKENS < widest[0] == 8  # the first are those by which the head was found
     for name in ("loss", "next_token_loss", "grad_norm"):
@@ -99,11 +99,11 @@ def test_the_definition(small_pieces):
     assert model.training
     with found.head_inputs() as kept:
         outputs = model(input_ids=IDS, use_cache=False)
-    assert outputs.logits.shape == (8, 1, 258)
+    assert outputs.logits.shape == (8, 1, 257)
     loss = found.next_token_loss(kept[0], labels)
     gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     logits = model(input_ids=IDS, use_cache=False).logits
-    assert logits.shape == (8, 12, 258)
+    assert logits.shape == (8, 12, 257)
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(expected, model(input_ids=IDS, labels=labels).loss)

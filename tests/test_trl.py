@@ -384,7 +384,7 @@ def test_router_losses_in_dpo_count_the_trained_model_alone(tmp_path, reference)
         torch.testing.assert_close(without[name] - after[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
     routers = [gradient.abs().max() for name, gradient in expected.items() if ".router." in name]
     assert len(routers) == 2
-    assert min(routers) > 1e-3
+    assert min(routers) > 1e-2
     logged = with_loss.state.log_history[0]
     assert logged["loss"] == pytest.approx(plain.state.log_history[0]["loss"] + logged["balance_loss"], abs=1e-4)
 
