@@ -327,7 +327,9 @@ def test_layers_that_are_dense_do_not_grow():
         ({"decay": 2, "bound": 2}, "prefix_gate: decay is 2: must be above 0 and at most 1."),
         ({"decay": 0.9, "bound": 0}, "prefix_gate: bound is 0: must be above 0, in nats."),
         ({"decay": 0.9, "bound": 2, "reach": "all"}, "prefix_gate: reach is 'all'; known: layer, later."),
-        ({"decay": "soon", "bound": 2}, "prefix_gate.decay: expected a number, found 'soon'."),
+        ({"decay": "soon", "bound": 2}, "prefix_gate: decay is 'soon': must be a number."),
+        ({"decay": "0.9", "bound": 2}, "prefix_gate: decay is '0.9': must be a number."),
+        ({"decay": 0.9, "bound": True}, "prefix_gate: bound is True: must be a number."),
         ({"bound": 2}, "prefix_gate: `decay` is missing."),
     ],
 )

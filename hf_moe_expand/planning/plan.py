@@ -2,7 +2,9 @@
 
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
@@ -12,6 +14,14 @@ from ..modeling.prefix_gate import PrefixRule
 from ..schema import Count, Text, Whole, read, settings
 
 MOST_EXPERTS = 65_536
+
+
+def _checked_numbers(gate: Any) -> Any:
+    """Refuses texts and booleans, which pydantic would make numbers for a dataclass that is not its own."""
+    for name in ("decay", "bound"):
+        if isinstance(gate, dict) and isinstance(gate.get(name), bool | str):
+            raise ValueError(f"{name} is {gate[name]!r}: must be a number.")
+    return gate
 
 
 @settings
@@ -44,7 +54,7 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
     groups: list[list[LanguageCode]] = field(default_factory=list)
     grows_from: list[Whole] = field(default_factory=list)
-    prefix_gate: PrefixRule | None = None
+    prefix_gate: Annotated[PrefixRule | None, BeforeValidator(_checked_numbers)] = None
     encoder_layers: Whole = 0
 
     def __post_init__(self) -> None:
