@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tqdm.auto import tqdm
 
 from hf_moe_expand import cli
 
@@ -178,3 +179,13 @@ def test_a_log_gets_lines_at_once_and_no_bars(wanted):
     _, errors = process.communicate("\n", timeout=120)
     assert process.returncode == 0, errors
     assert errors.count("a bar: 100%") == (3 if wanted else 0), errors
+
+
+def test_bars_are_back_after_the_command(monkeypatch, capsys):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["hf-moe-expand", "--version"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "TQDM_DISABLE" not in os.environ
+    list(tqdm(range(3), desc="a bar"))
+    assert "a bar: 100%" in capsys.readouterr().err

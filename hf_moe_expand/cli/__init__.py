@@ -6,6 +6,8 @@ The modules of the work, and with them the Trainer, are imported inside the verb
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partialmethod
 
 from tqdm import tqdm
@@ -40,8 +42,7 @@ def main() -> None:
     """Entry point. Errors are printed in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it). The exit code
     is 2 after wrong input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an unexpected error."""
     debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG"))
-    _write_lines_to_logs()
-    with orderly_stops() as came:
+    with _lines_for_logs(), orderly_stops() as came:
         try:
             app()
         except InputError as error:
@@ -61,7 +62,8 @@ def main() -> None:
             _leave_ranks()
 
 
-def _write_lines_to_logs() -> None:
+@contextmanager
+def _lines_for_logs() -> Iterator[None]:
     """Where the output is a file or a pipe, whole lines appear as they are printed, and no progress bar does.
 
     tqdm makes the bars of every library here. It reads its variable when it is imported, as the processes do that this
@@ -69,9 +71,17 @@ def _write_lines_to_logs() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    if "TQDM_DISABLE" not in os.environ and (sys.stderr is None or not sys.stderr.isatty()):
-        os.environ["TQDM_DISABLE"] = "1"
-        tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[assignment, method-assign]
+    if "TQDM_DISABLE" in os.environ or (sys.stderr is not None and sys.stderr.isatty()):
+        yield
+        return
+    with_bars = tqdm.__init__
+    os.environ["TQDM_DISABLE"] = "1"
+    tqdm.__init__ = partialmethod(with_bars, disable=True)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = with_bars  # type: ignore[method-assign]
+        os.environ.pop("TQDM_DISABLE", None)
 
 
 def _leave_ranks() -> None:
