@@ -241,6 +241,8 @@ DAMAGES: tuple[Damage, ...] = (header, weights, index, fields, fields, history, 
 def change(rng: random.Random, value: Any) -> str:
     """Replaces, drops or adds one value, at any depth of `value`."""
     places = list(_places(value))
+    if not places:  # an earlier change has taken all that there was
+        return "nothing"
     holder, key = rng.choice(places)
     if rng.random() < 0.15:
         del holder[key]

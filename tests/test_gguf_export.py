@@ -283,6 +283,9 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(gguf_file, "_converted", full)
         with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
+            invoke("export", model, tmp_path / "other.gguf", "--gguf", "--modelfile")
+        assert not (tmp_path / "Modelfile").exists()
+        with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
             export_gguf(model, out, kind="q8_0", overwrite=True)
     with monkeypatch.context() as patch:
         patch.setattr(gguf_file, "free_bytes", lambda _: 1000)
@@ -318,3 +321,15 @@ def test_smollm2_in_llama_cpp(tmp_path, help_text):
         found = served.logprobs(ids, len(logits))
         torch.testing.assert_close(found, logits.log_softmax(-1), rtol=0, atol=2e-3)
         assert found.argmax() == logits.argmax()
+
+
+def test_a_modelfile_of_another_model_is_not_replaced(tmp_path):
+    model, out, beside = grown(tmp_path, "llama", [2, 2, 2]), tmp_path / "out.gguf", tmp_path / "Modelfile"
+    beside.write_text("FROM ./another.gguf\n")
+    with pytest.raises(InputError, match="Modelfile: exists already; choose another file or pass --overwrite"):
+        export_gguf(model, out, modelfile=True)
+    assert not out.exists()
+    export_gguf(model, out, modelfile=True, overwrite=True)
+    assert beside.read_text().startswith("FROM ./out.gguf\n")
+    out.unlink()  # as after an export that was killed between the two files
+    export_gguf(model, out, modelfile=True)

@@ -74,11 +74,14 @@ def export_gguf(
     folder = resolve_checkpoint(model)
     check_file(out, overwrite)
     check_apart(out, folder)
-    beside = out.with_name("Modelfile")
-    if modelfile:
-        check_file(beside, overwrite)
     source = StoredModel(model, load_expanded_config(folder))
     config = dense_config(source.config)
+    beside = out.with_name("Modelfile")
+    lines = modelfile_text(out.name, config, folder) if modelfile else ""
+    there = modelfile and os.path.lexists(beside)
+    # The same text is what an interrupted export left.
+    if there and not (beside.is_file() and beside.read_bytes() == lines.encode()):
+        check_file(beside, overwrite)
     counts = None if expert is not None else source.config.num_experts_per_layer
     form = gguf_form(config if counts is None else source.config, counts, folder, merge_lora)
     kind = kind or type_of(source.copied(next(iter(source.tensors))).dtype)
@@ -96,21 +99,26 @@ def export_gguf(
         fields(writer)
         tokenizer(writer)
 
-    write_gguf(out, form.architecture, add, [in_type(name, tensor, kind) for name, tensor in tensors], overwrite)
-    if modelfile:
-        write_modelfile(beside, out.name, config, folder)
+    if modelfile:  # before the file of weights: where that exists, all is done
+        write_text(beside, lines)
+    try:
+        write_gguf(out, form.architecture, add, [in_type(name, tensor, kind) for name, tensor in tensors], overwrite)
+    except BaseException:
+        if modelfile and not there:
+            beside.unlink(missing_ok=True)
+        raise
     return form.architecture
 
 
-def write_modelfile(path: Path, name: str, config: Any, folder: Path) -> None:
-    """Writes Ollama's `Modelfile` for a GGUF file beside it: four lines, or three without an end-of-text token."""
+def modelfile_text(name: str, config: Any, folder: Path) -> str:
+    """Ollama's `Modelfile` for the GGUF file `name`: four lines, or three without an end-of-text token."""
     settings = folder / "generation_config.json"
     temperature = (read_json(settings, "a generation config") if settings.is_file() else {}).get("temperature", 0)
     lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
     lines.append(f"PARAMETER temperature {temperature}")
     if (end := load_tokenizer(folder).eos_token) is not None:
         lines.append(f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}")
-    write_text(path, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 _Named = tuple[str, OutputTensor]

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..data.sources import LanguageText
 from ..errors import InputError
+from ..jsonfile import write_text
 from ..pipeline import run_recipe
 from ..planning.plan import Plan
 from ..recipe import Recipe
@@ -73,13 +74,14 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
             if not path.exists():
                 # Another seed for the test split: its documents combine the same words in ways that training never saw.
                 lines = documents(code, count, seed * 2 + (split == "test"))
-                path.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in lines), "utf-8")
+                write_text(path, "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in lines))
     if not (out / "base").exists():
         print(f"training the base model in {out / 'base'}, {BASE.steps} steps ...")
         texts = {code: LanguageText(code, str(path)).load() for code, path in sources["train"].items()}
         make_base(out / "base", texts, SHARES, BASE, seed)
     recipe = out / "recipe.yaml"
-    recipe.write_text(
+    write_text(
+        recipe,
         RECIPE.format(
             out=out,
             seed=seed,
@@ -87,7 +89,6 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
             new=_yaml({code: sources["train"][code] for code in NEW}),
             test=_yaml(sources["test"]),
         ),
-        "utf-8",
     )
     print(f"hf-moe-expand run {recipe}")
     try:
