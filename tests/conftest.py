@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
+from zygote import Zygote
 
 from hf_moe_expand import Plan, cli
 from hf_moe_expand.anchors import shipped_anchors
@@ -177,14 +178,12 @@ def load_offloaded(folder: Path):
     return model
 
 
+_WITHOUT_US = Zygote("!hf_moe_expand", "torch", "transformers.trainer", "transformers.models.qwen2.modeling_qwen2")
+
+
 def run_fresh(code: str, *arguments: str) -> str:
-    """Runs code in a new interpreter in which `hf_moe_expand` cannot be imported; returns what it prints."""
-    program = "import sys; sys.modules['hf_moe_expand'] = None\n" + code
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd="/", timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Runs code in a new process in which `hf_moe_expand` cannot be imported, and never was; returns what it prints."""
+    return _WITHOUT_US.run(f"import sys\n{code}", *arguments)
 
 
 def run_ranks(*command: str, count: int = 2, configuration: Path | None = None) -> str:

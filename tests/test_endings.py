@@ -12,6 +12,7 @@ import pytest
 from tqdm.auto import tqdm
 
 from hf_moe_expand import cli
+from hf_moe_expand.cli.ending import orderly_stops
 
 # A verb that writes a folder until something stops it.
 # It undoes the SIG_IGN that `nohup` and `&` hand down, as in a terminal.
@@ -189,3 +190,14 @@ def test_bars_are_back_after_the_command(monkeypatch, capsys):
     assert "TQDM_DISABLE" not in os.environ
     list(tqdm(range(3), desc="a bar"))
     assert "a bar: 100%" in capsys.readouterr().err
+
+
+def test_a_second_signal_does_not_stop_the_clean_up():
+    with orderly_stops() as came:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):  # but Ctrl-C does
+            signal.raise_signal(signal.SIGINT)
+    assert came == [signal.SIGTERM, signal.SIGINT]

@@ -155,6 +155,8 @@ def test_table_and_json(tmp_path):
         "| el (new) | 4.000 | 3.000 | -25.0 % |",
     ]
     assert result.rows("perplexity")[1][0] == ["en (old)", "2.000", "2.144", "+7.2 %"]
+    certain = Evaluation(["en"], [], {name: {"en": LanguageScore(1.0, 0.0, 9, 9)} for name in ("base", "after")})
+    assert certain.rows()[1] == [["en (old)", "0.000", "0.000", "-"]]  # no share of nothing
     result.to_json(tmp_path / "evaluation.json")
     assert Evaluation.from_json(tmp_path / "evaluation.json") == result
     (tmp_path / "other.json").write_text("{}")

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_dense
 from one_step import build, rows, train
+from transformers import Trainer, TrainingArguments
 
 from hf_moe_expand import DistillationLoss, Plan, expand_model
 from hf_moe_expand.trainers import pieces as module
-from hf_moe_expand.trainers.pieces import LogitsInPieces
+from hf_moe_expand.trainers.pieces import LogitsInPieces, PiecewiseLossMixin
 
 IDS, LANGUAGES = rows()
 TOKENS = 5  # of a piece; no divisor of anything here
@@ -141,6 +142,19 @@ def test_other_logits_and_other_losses_are_left_alone(small_pieces, tmp_path, wi
     other = build()
     other.loss_function = lambda **_: torch.tensor(0.0)
     assert LogitsInPieces.of(other) is None
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_smoothed_labels_take_the_logits_of_the_whole_batch(small_pieces, tmp_path, widest, smoothing):
+    class InPieces(PiecewiseLossMixin, Trainer):
+        pass
+
+    examples = [{"input_ids": row, "labels": row} for row in IDS.tolist()]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=1, label_smoothing_factor=smoothing, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    InPieces(tiny_dense("qwen2"), arguments, train_dataset=examples).train()
+    assert bool(widest) == (smoothing == 0.0)
 
 
 def test_a_loss_that_reads_logits_finds_them_all(small_pieces, tmp_path):

@@ -5,6 +5,7 @@ import re
 import pytest
 import yaml
 from conftest import invoke, save_dense, write_texts
+from encoder_decoders import save_tiny
 
 from hf_moe_expand import recommended
 from hf_moe_expand.data.sources import LanguageText
@@ -133,3 +134,6 @@ def test_what_it_refuses(base, texts, tmp_path):
     small = save_dense(tmp_path / "short", "llama", max_position_embeddings=64)
     with pytest.raises(InputError, match=r"takes 64 positions, but this recipe's blocks have 512"):
         new_recipe(str(small), {}, {"hu": str(texts["hu"])}, {})
+    save_tiny(tmp_path / "t5", "t5")
+    with pytest.raises(InputError, match=r"is an encoder-decoder, for which docs/encoder_decoder\.md has recipes"):
+        new_recipe(str(tmp_path / "t5"), {}, {"hu": str(texts["hu"])}, {})

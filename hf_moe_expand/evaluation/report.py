@@ -89,7 +89,7 @@ class Evaluation:
             row = [label] + ["-" if values[n] is None else f"{values[n]:.3f}" for n in names]
             first, last = values[names[0]], values[names[-1]]
             if len(names) > 1:
-                row.append("-" if first is None or last is None else f"{100 * (last / first - 1):+.1f} %")
+                row.append("-" if not first or last is None else f"{100 * (last / first - 1):+.1f} %")
             rows.append(row)
         return header, rows
 
