@@ -2,7 +2,9 @@
 
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from .errors import InputError
 from .jsonfile import read_json
@@ -10,6 +12,13 @@ from .schema import Coefficient, Count, Text, read, settings
 
 # The key under which the step at work stands.
 BEGUN = "begun"
+
+
+def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
+    """The page reads one of them."""
+    if not isinstance(frozen := facts.get("frozen", 0), int):
+        raise ValueError(f"frozen is {frozen!r}: must be a number of tensors.")
+    return facts
 
 
 @settings
@@ -20,7 +29,7 @@ class _Step:
     seconds: Coefficient
     summary: Text
     attempts: Count = 1
-    facts: dict[Text, Any] = field(default_factory=dict)
+    facts: Annotated[dict[Text, Any], AfterValidator(_facts)] = field(default_factory=dict)
     made_from: dict[Text, Text] = field(default_factory=dict)
 
 

@@ -178,12 +178,17 @@ def load_offloaded(folder: Path):
     return model
 
 
-_WITHOUT_US = Zygote("!hf_moe_expand", "torch", "transformers.trainer", "transformers.models.qwen2.modeling_qwen2")
+_PROCESSES = Zygote("torch", "transformers.trainer", "transformers.models.qwen2.modeling_qwen2", "datasets")
 
 
-def run_fresh(code: str, *arguments: str) -> str:
-    """Runs code in a new process in which `hf_moe_expand` cannot be imported, and never was; returns what it prints."""
-    return _WITHOUT_US.run(f"import sys\n{code}", *arguments)
+def run_python(code: str, *arguments: str, cwd: str | Path = "/") -> str:
+    """Runs code in a new process, which has imported nothing of ours; returns what it prints."""
+    return _PROCESSES.run(f"import sys\n{code}", *arguments, cwd=cwd)
+
+
+def run_fresh(code: str, *arguments: str, cwd: str | Path = "/") -> str:
+    """As `run_python`, where `hf_moe_expand` cannot be imported."""
+    return run_python(f"sys.modules['hf_moe_expand'] = None\n{code}", *arguments, cwd=cwd)
 
 
 def run_ranks(*command: str, count: int = 2, configuration: Path | None = None) -> str:

@@ -3,13 +3,11 @@
 import ast
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_dense, write_texts
+from conftest import run_python, save_dense, write_texts
 from safetensors.torch import load_file
 
 from hf_moe_expand import Plan, expand_checkpoint
@@ -33,13 +31,10 @@ def folder(tmp_path_factory):
 
 def run(name, folder, *arguments, forbid=""):
     """Runs an example in `folder`, where importing `forbid` fails; returns what it prints."""
-    program = "import runpy, sys\n"
+    program = "import runpy\n"
     program += f"sys.modules[{forbid!r}] = None\n" if forbid else ""
     program += "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", program, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(program, str(EXAMPLES / name), *arguments, cwd=folder)
 
 
 def changed(folder, out):

@@ -1,17 +1,14 @@
 """docs/extending.md: its files, put into a copy of the package, make a method and a stage; its loss trains."""
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 import yaml
-from conftest import save_dense, write_texts
+from conftest import run_python, save_dense, write_texts
 
 import hf_moe_expand
 from hf_moe_expand import Plan, expand_checkpoint
@@ -66,18 +63,14 @@ def test_the_guides_files_make_a_method_and_a_stage(place):
     (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     lines = [shlex.split(line)[1:] for block in blocks("bash") for line in block.splitlines()]
     lines += [["recipes", "settings"], ["run", "recipe.yaml"]]
-    program = "import sys; from hf_moe_expand.cli import app\n"
+    program = f"sys.path.insert(0, {str(package.parent)!r})\nfrom hf_moe_expand.cli import app\n"
     program += "".join(f"app({words!r}, standalone_mode=False)\n" for words in lines)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "4 2 4 (total 10)" in done.stdout
-    assert re.search(r"wrote qwen-el-0: .*1 steps.*frozen tensors are byte-identical", done.stdout)
-    assert "| `most` | 4 | experts of the first and of the last layer" in done.stdout
-    assert "## `warm_up`" in done.stdout
-    assert "final checkpoint: run/post_pretrain" in done.stdout
+    said = run_python(program, cwd=Path.cwd())
+    assert "4 2 4 (total 10)" in said
+    assert re.search(r"wrote qwen-el-0: .*1 steps.*frozen tensors are byte-identical", said)
+    assert "| `most` | 4 | experts of the first and of the last layer" in said
+    assert "## `warm_up`" in said
+    assert "final checkpoint: run/post_pretrain" in said
     assert (place / "run" / "warm_up" / "config.json").is_file()
 
 

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import invoke, save_dense
+from conftest import invoke, run_python, save_dense
 from safetensors import safe_open
 
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
@@ -391,6 +389,14 @@ def test_hostile_names_and_recipes_stay_text(run):
     assert "</table><iframe>" in page.text
 
 
+def test_a_record_of_steps_whose_count_is_none_is_refused(run):
+    steps = read_json(run / "steps.json", "")
+    steps["review"]["facts"]["frozen"] = "x"
+    write_json(run / "steps.json", steps)
+    with pytest.raises(InputError, match=r"steps\.json: review: facts: frozen is 'x': must be a number of tensors"):
+        make_page(run)
+
+
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):
     shutil.copyfile(run / "routing.json", run / "review" / "routing.json")
     first = make_page(run)
@@ -623,5 +629,5 @@ def test_pictures_have_the_colours_that_the_page_gives_its_variables():
 
 
 def test_matplotlib_waits_for_a_chart():
-    code = "import sys; from hf_moe_expand.report import figures, page; print('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    code = "from hf_moe_expand.report import figures, page; print('matplotlib' in sys.modules)"
+    assert run_python(code) == "False\n"

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from conftest import byte_tokenizer, checkpointed, fork_ranks
+from conftest import byte_tokenizer, checkpointed, fork_ranks, run_python
 from datasets import Dataset
 from one_sft_step import LANGUAGES, NEW_EXPERTS, ROWS, lora, save_expanded, settings, train, trainer
 from one_step import build
@@ -427,7 +425,6 @@ def test_the_documents_python_runs_without_a_gpu(tmp_path, monkeypatch, expanded
 
 
 def test_trl_is_imported_on_first_use_alone():
-    code = "import sys; from hf_moe_expand.trainers import RouterLossMixin; before = 'trl' in sys.modules; "
+    code = "from hf_moe_expand.trainers import RouterLossMixin; before = 'trl' in sys.modules; "
     code += "from hf_moe_expand import MoESFTTrainer; print(before, 'trl' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    assert run_python(code).split() == ["False", "True"]

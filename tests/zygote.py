@@ -1,8 +1,8 @@
 """Starts Python programs by forking a process that has imported the large libraries: an interpreter of one's own takes
 four seconds to import them.
 
-`python zygote.py NAME... [!NAME...]` imports modules, and forbids those with a `!`. Each line of its standard input is
-a request, each line of its standard output the answer.
+`python zygote.py NAME...` imports modules. Each line of its standard input is a request, each line of its standard
+output the answer.
 """
 
 import importlib
@@ -65,14 +65,10 @@ def _run(code: str, arguments: list[str], cwd: str, timeout: int, environment: d
 
 
 def _serve(modules: list[str]) -> None:
-    for name in modules:
-        if name.startswith("!"):
-            sys.modules[name[1:]] = None  # type: ignore[assignment]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in modules:
-        if not name.startswith("!"):
-            importlib.import_module(name)
+        importlib.import_module(name)
     import torch
 
     torch.set_num_threads(1)
