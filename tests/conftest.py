@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command, launch_command_parser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
@@ -191,13 +193,9 @@ def run_fresh(code: str, *arguments: str, cwd: str | Path = "/") -> str:
     return run_python(f"sys.modules['hf_moe_expand'] = None\n{code}", *arguments, cwd=cwd)
 
 
-def run_ranks(*command: str, count: int = 2, configuration: Path | None = None) -> str:
-    """Runs a script (or `-m` a module) on several ranks, under accelerate if there is a configuration for it; returns
-    what they print."""
+def run_ranks(*command: str, count: int = 2) -> str:
+    """Runs a script (or `-m` a module) on several ranks; returns what they print."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    if configuration:
-        options = ["--num_processes", str(count), "--main_process_port", "0"]
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration), *options]
     ranks = subprocess.Popen(
         [*launch, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE, start_new_session=True
     )
@@ -210,8 +208,17 @@ def run_ranks(*command: str, count: int = 2, configuration: Path | None = None) 
     return out
 
 
-def fork_ranks(script: str, *arguments: str, count: int = 2) -> None:
-    """Runs a script of this folder, or a module, on several ranks.
+def accelerates_environment(configuration: Path, count: int = 2) -> dict[str, str]:
+    """The variables that `accelerate launch` sets for its ranks."""
+    found: dict[str, str] = {}
+    options = ["--config_file", str(configuration), "--num_processes", str(count), "--main_process_port", "0"]
+    with patch("torch.distributed.run.run", lambda arguments: found.update(os.environ)):
+        launch_command(launch_command_parser().parse_args([*options, "script.py"]))
+    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+
+
+def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mapping[str, str] = {}) -> None:
+    """Runs a script of this folder, or a module, on several ranks, with further variables of the environment.
 
     They are forked from a process that has imported all they need: a rank of `run_ranks` imports for seconds first.
     """
@@ -220,7 +227,7 @@ def fork_ranks(script: str, *arguments: str, count: int = 2) -> None:
     multiprocessing.set_forkserver_preload(["hf_moe_expand.trainers.sft", "hf_moe_expand.stages.run"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"nprocs": count, "start_method": "forkserver", "join": False}
-    started = start_processes(run_rank, (script, arguments, count, store.port), **options)
+    started = start_processes(run_rank, (script, arguments, count, store.port, dict(environment)), **options)
     deadline = time.monotonic() + 600
     while not started.join(timeout=1):
         if time.monotonic() > deadline:

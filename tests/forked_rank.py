@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def run_rank(rank: int, script: str, arguments: Sequence[str], count: int, port: int) -> None:
+def run_rank(
+    rank: int, script: str, arguments: Sequence[str], count: int, port: int, environment: dict[str, str]
+) -> None:
     """Runs a script of this folder, or a module, as one of `count` ranks, which meet at the store on this port."""
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",

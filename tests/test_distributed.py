@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import HERE, fork_ranks, run_ranks, save_dense, write_texts
+from conftest import accelerates_environment, fork_ranks, save_dense, write_texts
 from one_step import train
 from ranks import STEPS, adapt, dense, model_of, options, post_pretraining, stage
 from safetensors.torch import load_file
@@ -145,7 +145,7 @@ def under_accelerate(request, root, tmp_path_factory):
         pytest.skip("deepspeed is not installed")
     folder = prepared(tmp_path_factory.mktemp(request.param))
     configuration = files("hf_moe_expand") / "accelerate_configs" / f"{request.param}.yaml"
-    run_ranks(str(HERE / "ranks.py"), str(folder), "stage_accelerate", configuration=configuration)
+    fork_ranks("ranks.py", str(folder), "stage_accelerate", environment=accelerates_environment(configuration))
     return folder, torch.load(folder / "stage_accelerate.pt", weights_only=False)
 
 
