@@ -54,12 +54,14 @@ def quick_garbage_collection():
 
 
 @pytest.fixture
-def few_anchors(monkeypatch):
-    """Every fifth of the package's anchor languages, for what is run from one end to the other."""
-    from hf_moe_expand.analysis import gating
+def quick_gates(monkeypatch):
+    """Gates from every fifth of the package's anchor languages and a fit of a few iterations, for what is run from one
+    end to the other."""
+    from hf_moe_expand.analysis import gate_fit, gating
 
     few = lambda **given: dict(list(shipped_anchors(**given).items())[::5])  # noqa: E731
     monkeypatch.setattr(gating, "shipped_anchors", few)
+    monkeypatch.setattr(gate_fit, "ITERATIONS", 4)
 
 
 # The zero byte, as byte-level tokenizers write it.

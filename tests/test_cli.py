@@ -86,7 +86,7 @@ def workplace(tmp_path, monkeypatch, help_text):
     return tmp_path
 
 
-def test_every_command_of_the_readme_runs(workplace, few_anchors, monkeypatch):
+def test_every_command_of_the_readme_runs(workplace, quick_gates, monkeypatch):
     """The recipe from its check to the list of files that a push uploads; the tiny tokenizer has no chat template."""
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("hf-moe-expand")]
@@ -103,7 +103,7 @@ def test_every_command_of_the_readme_runs(workplace, few_anchors, monkeypatch):
         invoke("chat", "runs/qwen-el/review", "--base", "inside")
 
 
-def test_the_readmes_python_runs(workplace, few_anchors, monkeypatch):
+def test_the_readmes_python_runs(workplace, quick_gates, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     small = {**SMALL, "block_size": 32}
     for name in ("PostPretrainConfig", "ReviewConfig"):

@@ -260,7 +260,7 @@ def test_the_moe_lpr_and_layermoe_guide(workplace):
         assert [entry["stage"] for entry in history] == [stage]
 
 
-def test_the_guide_to_a_real_model(tmp_path, monkeypatch, few_anchors):
+def test_the_guide_to_a_real_model(tmp_path, monkeypatch, quick_gates):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(real, "make_smollm2", lambda out: save_dense(out, "llama"))
     monkeypatch.setattr(gguf, "checkpoint_from_gguf", lambda file, out, overwrite: 7)
@@ -510,7 +510,7 @@ def test_the_lora_guide(workplace):
     assert "Qwen2ForCausalLM" in said["export qwen-mola-2"]
 
 
-def test_the_guide_to_added_experts(workplace, tmp_path, few_anchors):
+def test_the_guide_to_added_experts(workplace, tmp_path, quick_gates):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
     save_dense(tmp_path / "Qwen" / "Qwen3-30B-A3B", "qwen3_moe", **sizes)
     workplace("added_experts.md")
@@ -520,7 +520,7 @@ def test_the_guide_to_added_experts(workplace, tmp_path, few_anchors):
     assert "fitted gates" in said["inspect moe-el-3"]
 
 
-def test_the_lifelong_guide(workplace, few_anchors):
+def test_the_lifelong_guide(workplace, quick_gates):
     workplace("dmoe.md")
     workplace("lifelong.md")
     first = Recipe.load("recipe.yaml")
@@ -566,7 +566,7 @@ class Said:
         return ["wrote it"]
 
 
-def test_the_guide_to_packs(workplace, few_anchors, monkeypatch):
+def test_the_guide_to_packs(workplace, quick_gates, monkeypatch):
     workplace("packs.md")
     expanded("me/qwen-el", [3, 2, 2, 2, 2, 2, 2, 4], [1])
     pushed = []

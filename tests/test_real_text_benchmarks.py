@@ -169,7 +169,7 @@ def test_nothing_lost(tiny_study, tmp_path):
     assert set(kept) == {"en", "es", "zh", "el", "hu", "tr"}
 
 
-def test_packs(tiny_study, few_anchors):
+def test_packs(tiny_study, quick_gates):
     found = rows(tiny_study("packs", calibration_tokens=100))
     assert list(found) == [
         "base", "pack el", "pack hu", "pack tr", "joined", "joined, factors", "joined, gates",
