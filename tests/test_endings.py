@@ -193,11 +193,18 @@ def test_bars_are_back_after_the_command(monkeypatch, capsys):
 
 
 def test_a_second_signal_does_not_stop_the_clean_up():
-    with orderly_stops() as came:
-        with pytest.raises(KeyboardInterrupt):
+    # Ignored ones, as SIGINT is in the background, would stay so.
+    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with orderly_stops() as came:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGHUP)
-        with pytest.raises(KeyboardInterrupt):  # but Ctrl-C does
-            signal.raise_signal(signal.SIGINT)
-    assert came == [signal.SIGTERM, signal.SIGINT]
+            signal.raise_signal(signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):  # but Ctrl-C does
+                signal.raise_signal(signal.SIGINT)
+        assert came == [signal.SIGTERM, signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
