@@ -194,7 +194,11 @@ def test_bars_are_back_after_the_command(monkeypatch, capsys):
 
 def test_a_second_signal_does_not_stop_the_clean_up():
     # Ignored ones, as SIGINT is in the background, would stay so.
-    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    handlers = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with orderly_stops() as came:
