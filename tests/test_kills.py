@@ -133,6 +133,14 @@ def test_the_folder_of_a_training_that_is_done_is_removed(tmp_path):
     assert not (tmp_path / "out.training").exists()
 
 
+def test_a_run_removes_the_folder_of_a_training_that_was_killed_while_it_removed_it(tmp_path):
+    running, dead = (f".out.training.partial-{process}-{gethostname()}" for process in (os.getpid(), DEAD))
+    for name in (running, dead):
+        work_folder(tmp_path / name)
+    remove_training(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [running]
+
+
 @pytest.mark.parametrize("kept", range(1, 4))
 def test_a_work_folder_that_was_removed_in_part_is_ours(tmp_path, monkeypatch, kept):
     folder = work_folder(tmp_path / "work")

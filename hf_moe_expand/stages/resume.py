@@ -12,7 +12,7 @@ from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..lock import FolderLock
-from ..scratch import is_work_folder, remove_work_folder, training_of, work_folder
+from ..scratch import is_work_folder, remove_leftovers, remove_work_folder, training_of, work_folder
 
 STARTED_WITH = "started_with.json"
 
@@ -111,6 +111,7 @@ class TrainingFolder:
 
 def remove_training(out: Path) -> None:
     """Removes what an interrupted training of `out` left, once `out` is whole; somebody else's folder stays."""
+    remove_leftovers(out)
     path = training_of(out)
     if is_work_folder(path):
         remove_work_folder(path)
