@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -234,7 +234,7 @@ class _Row:
             shield = ShieldSettings(models.reviewed, **own.get("shield", {}))
             each = shield.tokens // len(models.reviewed)
             text |= {code: models.text.piece(code, each) for code in models.reviewed}
-            own["shield"] = asdict(shield)
+            own["shield"] = shield.model_dump()
         return self.train("dense", start, text, self.steps, self.rate, own)
 
     def averaged(self, trained: Path, weight: float) -> Path:

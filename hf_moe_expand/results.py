@@ -1,7 +1,6 @@
 """Results of the analyses: numbers, and their JSON files."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ from typing import Any
 from .errors import InputError
 from .jsonfile import read_json, write_json
 from .layer_names import layer_name
-from .schema import Flag, Number, Share, Text, Whole, read, settings
+from .schema import Declared, Flag, Number, Share, Text, Whole, changed, read
 
 
-@settings
-class SimilarityResult:
+class SimilarityResult(Declared):
     """Similarities of languages in each layer; every list has one entry a layer.
 
     Attributes:
@@ -34,7 +32,7 @@ class SimilarityResult:
     similarity: list[Number]
     encoder_layers: Whole = 0
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         lists = {"new_old": self.new_old, **({} if self.new_new is None else {"new_new": self.new_new})}
         _check_lengths(len(self.similarity), lists | {f"pairs.{name}": values for name, values in self.pairs.items()})
 
@@ -56,7 +54,16 @@ class SimilarityResult:
         new_new = mean([f"{a}-{b}" for a, b in combinations(new, 2)]) if len(new) > 1 else None
         both = new_old if new_new is None else [(a + b) / 2 for a, b in zip(new_old, new_new, strict=True)]
         by_pair = {k: list(v) for k, v in pairs.items()}
-        return cls(list(old), list(new), tokens, by_pair, new_new, new_old, both, encoder_layers)
+        return cls(
+            old=list(old),
+            new=list(new),
+            tokens=tokens,
+            pairs=by_pair,
+            new_new=new_new,
+            new_old=new_old,
+            similarity=both,
+            encoder_layers=encoder_layers,
+        )
 
     def of_layers(self, layers: Sequence[int]) -> "SimilarityResult":
         """The similarities in these layers alone."""
@@ -66,7 +73,7 @@ class SimilarityResult:
 
         new_new = None if self.new_new is None else some(self.new_new)
         pairs = {name: some(values) for name, values in self.pairs.items()}
-        return replace(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
+        return changed(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
 
     def to_json(self, path: str | Path) -> None:
         write_json(path, _of_stacks(self.__dict__))
@@ -81,8 +88,7 @@ class SimilarityResult:
         return read(cls, read_json(path, "a similarity analysis"), f"{path}: not a similarity analysis")
 
 
-@settings
-class SeparabilityResult:
+class SeparabilityResult(Declared):
     """How well a linear probe on each FFN's input tells new text from old, on held-out text.
 
     All accuracies are balanced: the mean of the share of the old text that is called old and the share of the new text
@@ -111,7 +117,7 @@ class SeparabilityResult:
     running: dict[Text, list[Share]]
     by_language: dict[Text, list[Share]]
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         if not self.running:
             raise InputError("running is empty: it must have the accuracy after at least one number of tokens.")
         lists = {f"running.{length}": values for length, values in self.running.items()}
@@ -135,7 +141,7 @@ class SeparabilityResult:
             return {name: [by_layer[layer] for layer in layers] for name, by_layer in values.items()}
 
         token = [self.token[layer] for layer in layers]
-        return replace(self, token=token, running=some(self.running), by_language=some(self.by_language))
+        return changed(self, token=token, running=some(self.running), by_language=some(self.by_language))
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """A table: header, and one row for each layer."""
@@ -156,8 +162,7 @@ class SeparabilityResult:
         return read(cls, read_json(path, "a separability analysis"), f"{path}: not a separability analysis")
 
 
-@settings
-class DeviationResult:
+class DeviationResult(Declared):
     """How far fine-tuning on each language moves the FFNs, and how similar the changes of two languages are (DMoE).
 
     Attributes:
@@ -179,7 +184,7 @@ class DeviationResult:
     block_size: Whole
     seed: Whole
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         lists = {f"by_language.{name}": values for name, values in self.by_language.items()}
         _check_lengths(len(self.deviation), lists)
 
@@ -203,8 +208,7 @@ NO_CHOICE = (
 )
 
 
-@settings
-class RoutingResult:
+class RoutingResult(Declared):
     """How the routers of an expanded model route the text of each language.
 
     Lists by layer have one entry for each of `layers`.
@@ -245,7 +249,7 @@ class RoutingResult:
     has_choice: Flag = True
     encoder_layers: Whole = 0
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")
         lists = {f"{name}.{code}": values for name in names for code, values in getattr(self, name).items()}
         _check_lengths(len(self.layers), lists | {"similarity": self.similarity})

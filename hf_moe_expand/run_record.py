@@ -1,14 +1,13 @@
 """steps.json: the record of a run's steps."""
 
-from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from .errors import InputError
 from .jsonfile import read_json
-from .schema import Coefficient, Count, Text, read, settings
+from .schema import Coefficient, Count, Declared, Text, read
 
 # The key under which the step at work stands.
 BEGUN = "begun"
@@ -21,26 +20,24 @@ def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
     return facts
 
 
-@settings
-class _Step:
+class _Step(Declared):
     """A step that is done: seconds that its attempts took together, their number, a line for the user, facts for the
     page, hashes of its inputs."""
 
     seconds: Coefficient
     summary: Text
     attempts: Count = 1
-    facts: Annotated[dict[Text, Any], AfterValidator(_facts)] = field(default_factory=dict)
-    made_from: dict[Text, Text] = field(default_factory=dict)
+    facts: Annotated[dict[Text, Any], AfterValidator(_facts)] = Field(default_factory=dict)
+    made_from: dict[Text, Text] = Field(default_factory=dict)
 
 
-@settings
-class _StepAtWork:
+class _StepAtWork(Declared):
     """The step that has begun, hashes of its inputs, seconds of its earlier attempts, and the number of attempts."""
 
     step: Text
     seconds: Coefficient = 0.0
     attempts: Count = 1
-    made_from: dict[Text, Text] = field(default_factory=dict)
+    made_from: dict[Text, Text] = Field(default_factory=dict)
 
 
 def run_folder(run: str | Path) -> Path:

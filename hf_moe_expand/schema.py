@@ -1,16 +1,16 @@
 """Declares settings once: types with bounds, and mappings read into them with errors that name the key.
 
-A class of settings is a dataclass or a pydantic model whose annotations are the types below. The annotations are the
-check, the JSON schema and the documentation.
+A class of settings is a `Declared` model whose annotations are the types below. The annotations are the check, the JSON
+schema and the documentation.
 """
 
 import difflib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter
@@ -23,8 +23,7 @@ else:
     ModelMetaclass = type(BaseModel)
 
 T = TypeVar("T")
-
-CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+D = TypeVar("D", bound="Declared")
 
 
 def _whole(value: Any) -> Any:
@@ -56,30 +55,16 @@ _BOUNDS = {
 }
 
 
-@dataclass_transform(frozen_default=True)
-def settings(cls: type[T]) -> type[T]:
-    """Makes a frozen dataclass that checks its fields, from Python and from a file alike."""
-    made: Any = pydantic.dataclasses.dataclass(cls, frozen=True, config=CONFIG)
-    checked, names = made.__init__, [field.name for field in fields(made) if field.init]
-
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
-        try:
-            if len(args) > len(names):
-                raise TypeError(f"{made.__name__} takes at most {len(names)} arguments, but {len(args)} were given.")
-            checked(self, **dict(zip(names, args, strict=False)), **values)
-        except pydantic.ValidationError as error:
-            raise InputError(_explained(error, made, "")) from None
-
-    made.__init__ = __init__
-    return made
-
-
 class _Checked(ModelMetaclass):
-    """Makes the constructor of a model raise InputError, as `read` does."""
+    """Lets the constructor of a model take positions, in the order of its fields, and raise InputError, as `read`
+    does."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
+        names = list(keys_of(cls))
+        if len(args) > len(names):
+            raise TypeError(f"{cls.__name__} takes at most {len(names)} arguments, but {len(args)} were given.")
         try:
-            return super().__call__(*args, **values)
+            return super().__call__(**dict(zip(names, args, strict=False)), **values)
         except pydantic.ValidationError as error:
             raise InputError(_explained(error, cls, "")) from None
 
@@ -87,19 +72,12 @@ class _Checked(ModelMetaclass):
 class Declared(BaseModel, metaclass=_Checked):
     """A frozen pydantic model whose errors are InputErrors."""
 
-    model_config = ConfigDict(**CONFIG, frozen=True)
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, frozen=True)
 
 
-def changed(value: T, **changes: Any) -> T:
+def changed(value: D, **changes: Any) -> D:
     """A copy of settings with some fields changed, checked again."""
-    if isinstance(value, BaseModel):
-        return type(value)(**{**dict(value), **changes})
-    return replace(value, **changes)  # type: ignore[type-var]
-
-
-def as_json(value: Any) -> Any:
-    """Settings as JSON values."""
-    return value.model_dump() if isinstance(value, BaseModel) else asdict(value)
+    return type(value)(**{**dict(value), **changes})
 
 
 def read(cls: type[T], mapping: Any, where: str = "") -> T:

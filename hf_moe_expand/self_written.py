@@ -4,7 +4,7 @@ hand."""
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from .languages import UNDETERMINED, check_language_code
 from .modeling import ExpandedConfig
 from .models import check_decoder, load_for_inference, longest_block
 from .records import History
-from .schema import Count, Positive, Share, Text, Whole, settings
+from .schema import Count, Declared, Positive, Share, Text, Whole
 
 WRITTEN_BY = "written_by"  # the key of a row that names the model that wrote it
 _TRIES = 4  # batches without a word for each one with words, before the model is given up
@@ -43,8 +43,7 @@ def _by_language(prompts: Any) -> Any:
 _PROMPTS = {"type": "array", "items": {"type": "string"}}
 
 
-@settings
-class _Writing:
+class _Writing(Declared):
     """What the settings of all self-written text have in common."""
 
     documents: Annotated[Count, Field(description="documents to write, in each language of `prompts`")] = 1000
@@ -54,7 +53,6 @@ class _Writing:
     batch_size: Annotated[Count, Field(description="documents written at once")] = 16
 
 
-@settings
 class SampleSettings(_Writing):
     """How a model writes the text of one language.
 
@@ -62,15 +60,14 @@ class SampleSettings(_Writing):
         InputError: a number is out of range, or a prompt is empty.
     """
 
-    prompts: list[Text] = field(default_factory=list)
+    prompts: list[Text] = Field(default_factory=list)
     seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         if not all(prompt.strip() for prompt in self.prompts):
             raise InputError("prompts: a prompt is empty: leave it out, or give a few words.")
 
 
-@settings
 class SelfWrittenSettings(_Writing):
     """Old text that the base writes itself, once, before the first step: review and analyses read it.
 
@@ -86,9 +83,9 @@ class SelfWrittenSettings(_Writing):
             description="beginnings, taken in turn: a list, or a list for each language; without any, documents begin "
             "by themselves. A plain list's language is `und`, undetermined"
         ),
-    ] = field(default_factory=lambda: {UNDETERMINED: []})
+    ] = {UNDETERMINED: []}  # noqa: RUF012 (a model copies it)
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         if not self.prompts:
             raise InputError("prompts: names no language: give a list of prompts, or leave `prompts` out.")
         self.samples(0)
@@ -100,7 +97,7 @@ class SelfWrittenSettings(_Writing):
 
     def samples(self, seed: int) -> dict[str, SampleSettings]:
         """How the text of each language is written."""
-        common = {name: value for name, value in asdict(self).items() if name != "prompts"}
+        common = {name: value for name, value in dict(self).items() if name != "prompts"}
         return {code: SampleSettings(**common, prompts=list(p), seed=seed) for code, p in self.prompts.items()}
 
 
@@ -159,7 +156,7 @@ def write_texts(
     origin = {WRITTEN_BY: Path(model).resolve().name if local else model, "revision": commit}
     rows = []
     for language, chosen in samples.items():
-        how = {name: value for name, value in asdict(chosen).items() if name != "prompts"}
+        how = {name: value for name, value in chosen.model_dump().items() if name != "prompts"}
         for row in write_documents(network, tokenizer, chosen):
             rows.append({**row, "language": language, **origin, **how, "versions": versions()})
     write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

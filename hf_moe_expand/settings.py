@@ -1,19 +1,18 @@
 """Settings of the steps that do not train. A stage's settings are in the stage's file, a plan's in its method's."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from .disk import DEFAULT_SHARD_SIZE
 from .errors import InputError
-from .schema import Count, Flag, Positive, Text, Whole, settings
+from .schema import Count, Declared, Flag, Positive, Text, Whole
 
 # Of LoRA experts.
 LORA_RANK, LORA_ALPHA = 8, 16.0
 
 
-@settings
-class AnalysisSettings:
+class AnalysisSettings(Declared):
     """Similarity of languages in each layer (LayerMoE), separability of old and new text, and which experts a further
     expansion copies."""
 
@@ -22,8 +21,7 @@ class AnalysisSettings:
     batch_size: Annotated[Count, Field(description="blocks in a forward pass")] = 8
 
 
-@settings
-class DeviationSettings:
+class DeviationSettings(Declared):
     """How training moves each layer (DMoE)."""
 
     steps: Annotated[Count, Field(description="training steps on each language")] = 10
@@ -36,8 +34,7 @@ class DeviationSettings:
     last_layers: Annotated[Count, Field(description="number of last layers over whose FFNs languages are compared")] = 3
 
 
-@settings
-class ExpandSettings:
+class ExpandSettings(Declared):
     """Kind and initial weights of the new experts."""
 
     expert_init: Annotated[Text, Field(description="`copy` of the original FFN, or `random` weights (an ablation)")] = (
@@ -65,14 +62,13 @@ class ExpandSettings:
     expert_width: Annotated[Count | None, Field(description="width of the added FFNs")] = None
     max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = DEFAULT_SHARD_SIZE
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, _: Any) -> None:
         copied = self.copy_from
         if copied != "nearest" and (isinstance(copied, str) or copied < 0):
             raise InputError(f"copy_from is {copied!r}: must be an expert's number or `nearest`.")
 
 
-@settings
-class JoinSettings:
+class JoinSettings(Declared):
     """Language packs, which are joined without training."""
 
     packs: Annotated[
@@ -96,8 +92,7 @@ class JoinSettings:
     max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = DEFAULT_SHARD_SIZE
 
 
-@settings
-class GateSettings:
+class GateSettings(Declared):
     """How gates that send home what they do not recognise are fitted."""
 
     unseen_share: Annotated[
@@ -120,8 +115,7 @@ class GateSettings:
     ] = False
 
 
-@settings
-class EvaluationSettings:
+class EvaluationSettings(Declared):
     """How held-out text is scored."""
 
     block_size: Annotated[Count, Field(description="tokens in a window")] = 1024

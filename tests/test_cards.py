@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.modeling.prefix_gate import PrefixRule
+from hf_moe_expand.schema import changed
 
 PLANS = {
     "layer-moe": Plan("layer-moe", [3, 3, 2], [0], old=["en", "zh"], new=["el", "hu"]),
@@ -306,7 +306,7 @@ def test_several_expansions(checkpoint):
 def test_the_history_of_several_expansions(checkpoint, tmp_path):
     second = Plan("moe-lpr", [4, 5, 2], [0, 2], old=["en", "zh", "el", "hu"], new=["tr"], grows_from=[3, 3, 2])
     grow_checkpoint(checkpoint, tmp_path / "second", second, copy_from={0: 2, 1: 1, 2: 1})
-    third = replace(second, method="layer-moe", experts_per_layer=[4, 6, 3], new=["hi", "ro"], grows_from=[4, 5, 2])
+    third = changed(second, method="layer-moe", experts_per_layer=[4, 6, 3], new=["hi", "ro"], grows_from=[4, 5, 2])
     grow_checkpoint(tmp_path / "second", tmp_path / "third", third)
     text = str(make_card(tmp_path / "third"))
     table = text.split("It was expanded 3 times:")[1].split("##")[0].strip().splitlines()

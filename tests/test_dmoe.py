@@ -1,7 +1,6 @@
 """DMoE: one expert a language group; group training, joint training, adaptation to a new language."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.records import ExpansionRecord, History
+from hf_moe_expand.schema import changed
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.trainers import GroupedSampler, GroupLoss
 
@@ -274,7 +274,7 @@ def test_wrong_input_is_named(expanded, text, tmp_path):
         train_stage(expanded, out, text, JointConfig(block_size=16))
     with pytest.raises(InputError, match="no frozen expert for old languages"):
         train_stage(expanded, out, data, PostPretrainConfig())
-    uniform = replace(PLAN, method="moe-lpr", groups=[], new=["el"])
+    uniform = changed(PLAN, method="moe-lpr", groups=[], new=["el"])
     expand_checkpoint(expanded.with_name("dense"), tmp_path / "uniform", uniform)
     with pytest.raises(InputError, match="has no language groups"):
         train_stage(tmp_path / "uniform", out, data, GroupConfig())

@@ -1,7 +1,6 @@
 """Language groups, layer choice and dmoe plans, against published figures and obvious definitions."""
 
 import json
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -16,6 +15,7 @@ from hf_moe_expand.planning.grouping import _grown_set, random_groups, vector_si
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.results import DeviationResult
+from hf_moe_expand.schema import changed
 
 
 @st.composite
@@ -317,7 +317,7 @@ def test_a_plan_whose_groups_do_not_fit_is_refused(tmp_path):
         ({"grows_from": [1, 1, 1, 1, 1]}, "for a dense model"),
     ]:
         with pytest.raises(InputError, match=message):
-            replace(plan, **changes)
+            changed(plan, **changes)
     plan.save(tmp_path / "plan.json")
     edited = (tmp_path / "plan.json").read_text().replace('"el"', '"en"')
     (tmp_path / "plan.json").write_text(edited)

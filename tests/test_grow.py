@@ -4,7 +4,6 @@ import copy
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +33,7 @@ from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.records import History
 from hf_moe_expand.results import SimilarityResult
+from hf_moe_expand.schema import changed
 from hf_moe_expand.stages.run import check_frozen
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])
@@ -95,7 +95,7 @@ def test_growth_keeps_every_earlier_byte(first, grown):
 
 def test_p1_with_the_new_experts_out_of_sight_it_is_the_earlier_model(first, tmp_path):
     # The same classifier layers: a layer whose classifier was dropped would rightly route its old tokens itself.
-    grow_checkpoint(first, tmp_path / "grown", replace(SECOND, classifier_layers=[1, 2]))
+    grow_checkpoint(first, tmp_path / "grown", changed(SECOND, classifier_layers=[1, 2]))
     old, expected = logits(first)
     new, found = logits(tmp_path / "grown")
     assert not torch.allclose(found, expected, atol=1e-3)
@@ -255,7 +255,7 @@ def test_grow_copies_what_it_is_told(first, text, tmp_path):
     refused("--copy-from is 'next': must be an expert's number", "--copy-from", "next")
     refused("layer 1 has no expert 2 to copy; give one of 0..1", "--copy-from", 2)
     refused("Language 'tr' has .* tokens, but 90,000 were asked for", *nearest, *data, "--tokens", 90000)
-    replace(SECOND, grows_from=[3, 3, 2]).save(plan)
+    changed(SECOND, grows_from=[3, 3, 2]).save(plan)
     refused("was made for a model with .3, 3, 2. experts", *nearest, *data)
 
 
@@ -313,9 +313,9 @@ def test_wrong_growth_is_refused(first, tmp_path):
             grow_checkpoint(model, out, plan)
         assert not out.exists()
 
-    refused("el: already a language of the model", replace(SECOND, old=["en"], new=["el", "tr"]))
-    refused(r"made for a model with \[2, 2, 2\] experts", replace(SECOND, grows_from=[2, 2, 2]))
-    refused("made for a dense model", replace(SECOND, grows_from=[]))
+    refused("el: already a language of the model", changed(SECOND, old=["en"], new=["el", "tr"]))
+    refused(r"made for a model with \[2, 2, 2\] experts", changed(SECOND, grows_from=[2, 2, 2]))
+    refused("made for a dense model", changed(SECOND, grows_from=[]))
     expand_checkpoint(first.with_name("dense"), tmp_path / "dmoe", Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]))
     refused("dmoe checkpoint, which does not grow by plans: .*train adapt", SECOND, tmp_path / "dmoe")
     refused("not an expanded one", SECOND, first.with_name("dense"))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS, add_experts
 from hf_moe_expand.checkpoint.new_weights import new_router, new_weight
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import ExpansionRecord
-from hf_moe_expand.schema import read
+from hf_moe_expand.schema import changed, read
 
 FIRST = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"])
 SECOND = Plan("moe-lpr", [5, 1, 4], [0, 2], old=["en", "el"], new=["tr"], grows_from=[3, 1, 2])
@@ -100,7 +99,7 @@ def test_every_tensor_is_its_definition(made, kind, dtype, origin, tmp_path):
 
 
 def test_a_layer_that_gets_its_first_classifier_late_has_a_class_for_each_expansion(made, tmp_path):
-    without = replace(SECOND, classifier_layers=[])
+    without = changed(SECOND, classifier_layers=[])
     grow_checkpoint(made(), tmp_path / "second", without, seed=SEED)
     assert not any("classifier" in name for name in weights(tmp_path / "second"))
     grow_checkpoint(tmp_path / "second", tmp_path / "third", THIRD, seed=SEED)
@@ -135,7 +134,7 @@ def test_the_base_and_the_old_languages_are_the_historys(made, tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").symlink_to(made() / "model.safetensors")
-    grow_checkpoint(folder, tmp_path / "second", replace(SECOND, old=["en"]))
+    grow_checkpoint(folder, tmp_path / "second", changed(SECOND, old=["en"]))
     (_, entry) = json.loads((tmp_path / "second" / "config.json").read_text())["expansions"]
     assert (entry["base_model"], entry["base_revision"]) == ("Qwen/Qwen2.5-0.5B", "0123abc")
     assert entry["old_languages"] == ["en", "el"]

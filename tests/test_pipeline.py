@@ -32,7 +32,7 @@ from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.schema import as_json, changed
+from hf_moe_expand.schema import changed
 from hf_moe_expand.settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.graft import GraftSettings
@@ -197,13 +197,13 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
 
 def test_two_ranks_run_a_recipe_together(recipe, root):
     recipe = changed(recipe, output=str(root / "ranks"))
-    (root / "recipe.yaml").write_text(yaml.safe_dump(as_json(recipe)))
+    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump()))
     said = run_ranks("-m", "hf_moe_expand.cli", "run", str(root / "recipe.yaml"))
     assert said.count("[1/6] analyze ...") == said.count("[6/6] evaluate: 4 languages, 3 models") == 1
     assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]
     assert [stage["steps"] for stage in stages] == [6, 4]
-    size = as_json(recipe)["post_pretrain"]["training"]["per_device_train_batch_size"]
+    size = recipe.model_dump()["post_pretrain"]["training"]["per_device_train_batch_size"]
     assert [stage["blocks_seen"] for stage in stages] == [6 * size * 2, 4 * size * 2]
     assert all(stage["tokens_seen"] == 32 * stage["blocks_seen"] for stage in stages)
     assert all(sum(stage["tokens_seen_by_language"].values()) == stage["tokens_seen"] for stage in stages)
@@ -407,7 +407,7 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
         instruct.save_pretrained(root / "instruct")
         byte_tokenizer().save_pretrained(root / "instruct")
     mapping = {
-        **as_json(recipe),
+        **recipe.model_dump(),
         "base": "$ROOT/base",
         "output": "$ROOT/delta",
         "plan": {"method": "moe-lpr", "experts": 2},
@@ -453,7 +453,7 @@ def test_deltamoe_from_end_to_end(recipe, root, monkeypatch):
 
 
 def test_recipes_with_several_expansions_share_what_they_say_once(recipe, tmp_path):
-    mapping = as_json(recipe)
+    mapping = recipe.model_dump()
     (first, second) = mapping.pop("new").items()
     mapping["expansions"] = [{"new": dict([first])}, {"new": dict([second]), "review": None}]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(mapping))

@@ -4,7 +4,6 @@ import copy
 import inspect
 import json
 import re
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -43,7 +42,7 @@ from hf_moe_expand.planning.methods import (
 )
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.results import DeviationResult, SeparabilityResult, SimilarityResult
-from hf_moe_expand.schema import Count, as_json, changed, json_schema, read, settings
+from hf_moe_expand.schema import Count, Declared, changed, json_schema, read
 
 GOOD = {
     "layer-moe": {"total_experts": 7},
@@ -55,8 +54,7 @@ GOOD = {
 }
 
 
-@settings
-class Holder:
+class Holder(Declared):
     """A settings class with a plan, as a recipe is."""
 
     plan: AnyPlan
@@ -98,10 +96,10 @@ def test_a_word_of_ones_own_is_no_method():
 def test_settings_are_values(name):
     made = plan_settings(name, **GOOD[name])
     assert made == read_plan_settings({"method": name, **GOOD[name]}) == read_plan_settings(made)
-    assert read_plan_settings(json.loads(json.dumps(as_json(made)))) == made
+    assert read_plan_settings(json.loads(json.dumps(made.model_dump()))) == made
     assert copy.deepcopy(made) == made == changed(made) != changed(made, top_k=5)
     assert type(made) is METHODS[name]
-    assert set(as_json(made)) == {"method", *METHODS[name].all_keys()}
+    assert set(made.model_dump()) == {"method", *METHODS[name].all_keys()}
     assert read(Holder, {"plan": {"method": name, **GOOD[name]}}).plan == Holder(plan=made).plan == made
     with pytest.raises(ValidationError, match="frozen"):
         made.top_k = 3
@@ -278,7 +276,7 @@ def test_wrong_languages_pass_no_door(tmp_path, name, wrong):
     with pytest.raises(InputError, match=message):  # every method makes its plan so
         Plan(name, [2, 2, 2], old=old, new=new, groups=groups)
     plan = Plan(name, [2, 2, 2], old=["en"], new=["el"], groups=groups)
-    written = {**asdict(plan), "old": old, "new": new}
+    written = {**plan.model_dump(), "old": old, "new": new}
     write_json(tmp_path / "plan.json", written)
     with pytest.raises(InputError, match=message):
         Plan.load(tmp_path / "plan.json")

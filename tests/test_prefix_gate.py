@@ -31,6 +31,7 @@ from hf_moe_expand.modeling.prefix_gate import (
     running_sums,
     text_seen,
 )
+from hf_moe_expand.schema import changed
 from hf_moe_expand.trainers.routing_capture import judged_by_text
 
 RULE = {"decay": 0.9, "bound": 2.0, "reach": "layer"}
@@ -129,7 +130,7 @@ def test_in_pieces_the_log_odds_are_the_same_bits(cuts):
 
 GATED = (
     replace(
-        CONFIGURATIONS[0], name="prefix-gates", plan=replace(CONFIGURATIONS[0].plan, prefix_gate=PrefixRule(0.9, 2.0))
+        CONFIGURATIONS[0], name="prefix-gates", plan=changed(CONFIGURATIONS[0].plan, prefix_gate=PrefixRule(0.9, 2.0))
     ),
 )
 
@@ -468,7 +469,7 @@ def test_growth_keeps_the_gates_decisions_and_shrinking_takes_it_back(gated_chec
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "back" / name).read_bytes() == (gated_checkpoint / name).read_bytes()
     said = invoke(
-        "grow", gated_checkpoint, tmp_path / "three", "--plan", write_plan(tmp_path, replace(plan, prefix_gate=None))
+        "grow", gated_checkpoint, tmp_path / "three", "--plan", write_plan(tmp_path, changed(plan, prefix_gate=None))
     )
     assert "judge the text so far" in said
     assert "will judge one token" in said

@@ -7,7 +7,7 @@ from hf_moe_expand import PostPretrainConfig, ReviewConfig, validate_recipe
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.schema import as_json, changed, read
+from hf_moe_expand.schema import changed, read
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
@@ -213,13 +213,13 @@ def test_what_trainingarguments_takes_is_not_refused(root):
     """Values whose types the library's annotations do not tell, its own defaults, and keys of another machine."""
     given = "{max_steps: 2, save_steps: 0.5, learning_rate: 1, eval_strategy: no, push_to_hub: false, tf32: true}"
     loaded = recipe(root, a=("{max_steps: 2, learning_rate: 5e-5}", given))
-    before = as_json(loaded)
+    before = loaded.model_dump()
     assert validate_recipe(loaded)
-    assert as_json(loaded) == before
+    assert loaded.model_dump() == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "fsdp: full_shard, fsdp_config: {fsdp_version: 2}"))
-    before = as_json(loaded)
+    before = loaded.model_dump()
     assert validate_recipe(loaded)
-    assert as_json(loaded) == before
+    assert loaded.model_dump() == before
     loaded = recipe(root, a=("learning_rate: 5e-5", "deepspeed: /far/away.json"))
     found = validate_recipe(loaded, offline=True)
     assert "skipped: post_pretrain: training.deepspeed: /far/away.json is not on this machine" in found
@@ -341,7 +341,7 @@ def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
     assert loaded.base == f"{root}/base"
     assert "base: $ROOT/base" in loaded.text
     assert str(root) not in loaded.text
-    assert "text" not in as_json(loaded)
+    assert "text" not in loaded.model_dump()
     assert changed(loaded, seed=1).text is None
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,6 +25,7 @@ from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.report.figures import plot_expert_0_scores, plot_expert_shares
 from hf_moe_expand.results import NO_CHOICE, RoutingResult
+from hf_moe_expand.schema import changed
 
 TEXTS = {
     "en": ["A plain sentence.", "Another one, a little longer than the first."] * 3,
@@ -355,9 +355,9 @@ def test_json_round_trip_and_pictures(tmp_path):
     result.to_json(tmp_path / "routing.json")
     assert RoutingResult.from_json(tmp_path / "routing.json") == result
     with pytest.raises(InputError, match="colocation has 0 entries, but there are"):
-        replace(result, colocation=[])
+        changed(result, colocation=[])
     with pytest.raises(InputError, match="random_perplexity: lacks "):
-        replace(result, random_perplexity={"x": 1.0})
+        changed(result, random_perplexity={"x": 1.0})
     (tmp_path / "other.json").write_text('{"tokens": 3}')
     with pytest.raises(InputError, match="not a routing analysis: `classes` is missing"):
         RoutingResult.from_json(tmp_path / "other.json")

@@ -13,14 +13,13 @@ from pydantic import Field
 
 from ..errors import InputError
 from ..modeling.routing import Choice
-from ..schema import Probability, settings
+from ..schema import Declared, Probability
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096
 
 
-@settings
-class Masking:
+class Masking(Declared):
     """Probabilities of masking (Elbayad et al.) and of gating dropout during training.
 
     Raises:

@@ -156,7 +156,7 @@ def measure_separability(
         InputError: there is no old or no new language; a language has fewer tokens than `tokens`, or too few to hold
             some out; a number is out of range; or hidden states are not finite.
     """
-    AnalysisSettings(tokens, block_size, batch_size)  # refuses numbers out of range
+    AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
     for kind, languages in (("old", old), ("new", new)):
         if not languages:
             raise InputError(
@@ -202,9 +202,10 @@ def measure_separability(
         return torch.stack(of_kinds).mean(0).tolist()
 
     return SeparabilityResult(
-        list(old), list(new), tokens, {code: sum(map(len, held)) for code, (_, held) in parts.items()}, BOUND, seed,
-        balanced(1), {str(length): balanced(length) for length in LENGTHS},
-        {code: shares[code][LENGTHS[-1]].tolist() for code in parts},
+        old=list(old), new=list(new), tokens=tokens,
+        held_out={code: sum(map(len, held)) for code, (_, held) in parts.items()}, bound=BOUND, seed=seed,
+        token=balanced(1), running={str(length): balanced(length) for length in LENGTHS},
+        by_language={code: shares[code][LENGTHS[-1]].tolist() for code in parts},
     )  # fmt: skip
 
 

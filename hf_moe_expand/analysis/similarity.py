@@ -132,7 +132,7 @@ def measure_similarity(
     Raises:
         InputError: a language has fewer tokens than `tokens`, or a number is out of range.
     """
-    AnalysisSettings(tokens, block_size, batch_size)  # refuses numbers out of range
+    AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
     model.eval()
     base = getattr(model, "base_model", model)
     encoder_layers = stack_sizes(model.config).get("encoder", 0)

@@ -141,7 +141,8 @@ def _plan_of(config: ExpandedConfig) -> Plan:
     counts, groups = config.num_experts_per_layer or [], getattr(config, "language_groups", None) or []
     method = "moe-lpr" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
     return Plan(
-        "dmoe" if groups else method, counts, config.classifier_layers or [], config.router_top_k, groups=groups,
+        "dmoe" if groups else method, counts, classifier_layers=config.classifier_layers or [],
+        top_k=config.router_top_k, groups=groups,
         prefix_gate=PrefixRule.of(config),
     )  # fmt: skip
 

@@ -222,7 +222,8 @@ def evaluate_model(
     Raises:
         InputError: a language has no text to score, its score is not finite, or a number is out of range.
     """
-    EvaluationSettings(block_size, batch_size, max_tokens)  # refuses numbers out of range
+    # Refuses numbers out of range.
+    EvaluationSettings(block_size=block_size, batch_size=batch_size, max_tokens=max_tokens)
     model.eval()
     block_size = min(block_size, longest_block(model.config) or block_size)
     scores = {}

@@ -77,8 +77,8 @@ def make_plan(
     if by_layer.prefix_gates:
         gate = PrefixRule(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
     return Plan(
-        settings.method, counts, classifiers, settings.top_k, list(old), list(new), details, groups, list(grows_from),
-        gate, encoder_layers,
+        settings.method, counts, classifier_layers=classifiers, top_k=settings.top_k, old=list(old), new=list(new),
+        settings=details, groups=groups, grows_from=list(grows_from), prefix_gate=gate, encoder_layers=encoder_layers,
     )  # fmt: skip
 
 

@@ -1,17 +1,17 @@
 """The plan: a small JSON file with the experts and classifiers of each layer."""
 
-from dataclasses import asdict, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
 from ..languages import LanguageCode, check_old_and_new
 from ..layer_names import counts_in_words, in_words, layer_name
 from ..modeling.prefix_gate import PrefixRule
-from ..schema import Count, Text, Whole, read, settings
+from ..schema import Count, Declared, Text, Whole, read
 
 MOST_EXPERTS = 65_536
 
@@ -24,8 +24,7 @@ def _checked_numbers(gate: Any) -> Any:
     return gate
 
 
-@settings
-class Plan:
+class Plan(Declared):
     """The experts and classifiers of each layer. A plan with groups gives a DMoE model, any other a LayerMoE model.
 
     Attributes:
@@ -47,17 +46,21 @@ class Plan:
 
     method: Text
     experts_per_layer: list[Whole]
-    classifier_layers: list[Whole] = field(default_factory=list)
+    classifier_layers: list[Whole] = Field(default_factory=list)
     top_k: Count = 2
-    old: list[LanguageCode] = field(default_factory=list)
-    new: list[LanguageCode] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
-    groups: list[list[LanguageCode]] = field(default_factory=list)
-    grows_from: list[Whole] = field(default_factory=list)
+    old: list[LanguageCode] = Field(default_factory=list)
+    new: list[LanguageCode] = Field(default_factory=list)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    groups: list[list[LanguageCode]] = Field(default_factory=list)
+    grows_from: list[Whole] = Field(default_factory=list)
     prefix_gate: Annotated[PrefixRule | None, BeforeValidator(_checked_numbers)] = None
     encoder_layers: Whole = 0
 
-    def __post_init__(self) -> None:
+    if TYPE_CHECKING:
+
+        def __init__(self, method: str, experts_per_layer: list[int], **others: Any) -> None: ...
+
+    def model_post_init(self, _: Any) -> None:
         counts = self.experts_per_layer
         if not self.method.strip():
             raise InputError("method is empty: name the plan's method, or give a word of your own.")
@@ -124,7 +127,7 @@ class Plan:
         Raises:
             InputError: see `Plan`.
         """
-        return read(Plan, asdict(self), "plan")
+        return read(Plan, dict(self), "plan")
 
     def name_of(self, layer: int) -> str:
         """The name of a layer: its number, or its number in the encoder or decoder."""
@@ -172,7 +175,7 @@ class Plan:
         return f"{layers} (prefix gates)" if self.prefix_gate else layers
 
     def save(self, path: str | Path) -> None:
-        fields = asdict(self)
+        fields = self.model_dump()
         if not self.encoder_layers:  # a decoder's plan does not speak of encoders
             del fields["encoder_layers"]
         write_json(path, fields)

@@ -7,7 +7,7 @@ A subclass declares its fields once, for the checks, the keys of a stage in a re
 import json
 import math
 import typing
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar
 
@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from ..errors import InputError, errors_at
-from ..schema import Count, Declared, Text, Whole, read, settings
+from ..schema import Count, Declared, Text, Whole, read
 from ..trainers.losses import RouterLoss
 from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
 
@@ -35,11 +35,10 @@ def key(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-@settings
-class ValidationSettings:
+class ValidationSettings(Declared):
     """Held-out text that is scored during a stage."""
 
-    texts: Annotated[dict[Text, Text], Field(description="language: held-out text")] = field(default_factory=dict)
+    texts: Annotated[dict[Text, Text], Field(description="language: held-out text")] = Field(default_factory=dict)
     every: Annotated[Count, Field(description="steps between two scores; the model is scored at the end too")] = 50
     max_tokens: Annotated[
         Annotated[Whole, Field(ge=2)] | None, Field(description="maximum of tokens to score of each language")
@@ -190,7 +189,7 @@ def _without_json(hint: Any) -> Any:
     """The type of a field without the text that a command line's JSON is; `_from_json` has read it."""
     options = typing.get_args(hint)
     if typing.get_origin(hint) is not Annotated and any(
-        isinstance(option, type) and is_dataclass(option) for option in options
+        isinstance(option, type) and issubclass(option, Declared) for option in options
     ):
         return typing.Union[tuple(option for option in options if option is not str)]  # noqa: UP007
     return hint
@@ -236,11 +235,11 @@ def _from_json(value: Any) -> Any:
             return json.loads(value)
         except json.JSONDecodeError as error:
             raise InputError(f"{value!r}: not a JSON object ({error.msg}).") from None
-    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
+    return value.model_dump() if isinstance(value, Declared) else value
 
 
 def _json(value: Any) -> Any:
     """Converts settings to mappings, and members of enumerations to their values."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no such number
-    return asdict(value) if is_dataclass(value) else getattr(value, "value", value)  # type: ignore[arg-type]
+    return value.model_dump() if isinstance(value, Declared) else getattr(value, "value", value)

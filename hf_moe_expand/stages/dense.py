@@ -5,7 +5,7 @@ Example: hf-moe-expand train dense Qwen/Qwen2.5-0.5B qwen-ft --data el=el.jsonl 
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from ..checkpoint.stored import layer_list, network_of
 from ..data.packing import PackedText, collate_without_languages, pack_texts
 from ..errors import InputError
 from ..models import longest_block
-from ..schema import Count, Number, Text, settings
+from ..schema import Count, Declared, Number, Text
 from ..trainers.freezing import EVERYTHING
 from ..trainers.shielding import (
     column_importance,
@@ -36,25 +36,23 @@ from .config import StageConfig, key
 from .recording import RecordingTrainer
 
 
-@settings
-class LoraSettings:
+class LoraSettings(Declared):
     """Low-rank adapters of `train dense`, merged into the weights at the end."""
 
     r: Annotated[Count, Field(description="rank")] = 16
     alpha: Annotated[Number, Field(description="the update is scaled by alpha / r")] = 32
     target_modules: Annotated[
         Text | list[Text], Field(description="modules with an adapter: `all-linear`, or names")
-    ] = field(default="all-linear")
+    ] = "all-linear"
 
 
-@settings
-class ShieldSettings:
+class ShieldSettings(Declared):
     """Columns of weights that `train dense` leaves frozen (source-shielded updates, arXiv 2512.04844)."""
 
     languages: Annotated[
         list[Text],
         Field(description="languages of the data whose text says which columns matter; it is not trained on"),
-    ] = field(default_factory=list)
+    ] = Field(default_factory=list)
     share: Annotated[
         Annotated[float, Field(gt=0, lt=1)], Field(description="share of each linear layer's columns to freeze")
     ] = 0.5

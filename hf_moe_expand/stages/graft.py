@@ -3,24 +3,22 @@
 Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
 """
 
-from dataclasses import field
 from typing import Annotated
 
 from pydantic import AllowInfNan, Field
 
-from ..schema import Flag, Number, Text, settings
+from ..schema import Declared, Flag, Number, Text
 from .base import Stage
 
 
-@settings
-class GraftSettings:
+class GraftSettings(Declared):
     """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
 
     instruct: Annotated[Text, Field(description="folder or hub id of the fine-tune")]
     scale: Annotated[Number, AllowInfNan(False), Field(description="factor of the change")] = 1.0
     keep_tokenizer: Annotated[
         Flag, Field(description="keep the model's tokenizer, chat template and generation config, not the fine-tune's")
-    ] = field(default=False)
+    ] = False
 
 
 class Graft(Stage):

@@ -11,7 +11,6 @@ from ..analysis.similarity import document_blocks, measure_similarity, token_blo
 from ..checkpoint.source import resolve_checkpoint
 from ..errors import InputError
 from ..models import load_for_inference, load_tokenizer
-from ..schema import as_json
 from ..self_written import SelfWrittenText
 from .base import Checks, ExpansionRun, Step, StepResult
 
@@ -28,7 +27,7 @@ class AnalyzeSimilarity(Step):
     def inputs(self) -> dict[str, Any]:
         codes = self.run.expansion.analyzed_languages(self.run.old, self.run.number > 1)
         return {
-            "analysis": as_json(self.run.expansion.analysis), "old": self.run.old, "new": self.run.new,
+            "analysis": self.run.expansion.analysis.model_dump(), "old": self.run.old, "new": self.run.new,
             "texts": self.run.contents(codes),
         }  # fmt: skip
 
@@ -100,7 +99,7 @@ class AnalyzeDeviation(Step):
 
     def inputs(self) -> dict[str, Any]:
         new = self.run.new
-        return {"deviation": as_json(self.run.expansion.deviation), "new": new, "texts": self.run.contents(new)}
+        return {"deviation": self.run.expansion.deviation.model_dump(), "new": new, "texts": self.run.contents(new)}
 
     def check(self, checks: Checks) -> None:
         """Refuses text with fewer bytes than the needed tokens, since a token has at least one byte."""
@@ -130,7 +129,7 @@ class AnalyzeDeviation(Step):
         work = run.folder / "deviation.work"
         result = measure_deviation(
             model, tokenizer, run.texts(run.new, model.config), work_dir=work, seed=run.recipe.seed,
-            **as_json(run.expansion.deviation),
+            **run.expansion.deviation.model_dump(),
         )  # fmt: skip
         result.to_json(self.output)
         shutil.rmtree(work)

@@ -14,7 +14,6 @@ from ..evaluation.scoring import score_models
 from ..models import load_tokenizer
 from ..recipe import Recipe
 from ..recipe_paths import unset_variable
-from ..schema import as_json
 from .base import Checks, Step, StepResult, contents
 
 
@@ -38,7 +37,11 @@ class Evaluate(Step):
 
     def inputs(self) -> dict[str, Any]:
         questions = {"questions": contents(files)} if (files := self._files()) else {}
-        return {"evaluation": as_json(self.recipe.evaluation), "test": contents(self.recipe.test_sources), **questions}
+        return {
+            "evaluation": self.recipe.evaluation.model_dump(),
+            "test": contents(self.recipe.test_sources),
+            **questions,
+        }
 
     def _files(self) -> dict[str, LanguageText]:
         """The files with questions of the chat check."""

@@ -13,7 +13,6 @@ from ..disk import StepOutput
 from ..errors import InputError, errors_at
 from ..models import load_for_inference
 from ..planning.plan import Plan
-from ..schema import as_json
 from ..settings import ExpandSettings
 from .analyze import check_tokens
 from .base import Checks, ExpansionRun, Step, StepResult
@@ -33,9 +32,9 @@ class Expand(Step):
         return self.run.number > 1 and self.run.expansion.expand.copy_from == "nearest"
 
     def inputs(self) -> dict[str, Any]:
-        inputs = {"expand": as_json(self.run.expansion.expand)}
+        inputs = {"expand": self.run.expansion.expand.model_dump()}
         if self._copies_nearest:
-            inputs |= {"analysis": as_json(self.run.expansion.analysis), "texts": self.run.contents(self.run.new)}
+            inputs |= {"analysis": self.run.expansion.analysis.model_dump(), "texts": self.run.contents(self.run.new)}
         return inputs
 
     def check(self, checks: Checks) -> None:
@@ -98,5 +97,5 @@ class Expand(Step):
 
     def _nearest(self) -> dict[int, int]:
         model, tokenizer = load_for_inference(self.run.start)
-        settings = as_json(self.run.expansion.analysis)
+        settings = self.run.expansion.analysis.model_dump()
         return nearest_experts(model, tokenizer, self.run.texts(self.run.new, model.config), **settings)

@@ -18,7 +18,6 @@ from ..disk import StepOutput
 from ..errors import InputError, errors_at
 from ..modeling.expansion_only import RECORD
 from ..models import check_decoder, load_tokenizer
-from ..schema import as_json
 from ..self_written import SelfWrittenText
 from ..settings import JoinSettings
 from ..stages.base import languages_of
@@ -49,7 +48,7 @@ class JoinPacks(Step):
 
     def inputs(self) -> dict[str, Any]:
         folders = [resolve_checkpoint(pack_and_name(pack)[0]) for pack in self._settings.packs]
-        inputs = {"join": as_json(self._settings), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
+        inputs = {"join": self._settings.model_dump(), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
         return inputs | ({"texts": self.run.contents(self._given)} if self._settings.calibrate else {})
 
     def check(self, checks: Checks) -> None:

@@ -8,7 +8,6 @@ from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
 from ..planning.methods import PlanSettings
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
-from ..schema import as_json
 from .base import Checks, ExpansionRun, Step, StepResult
 
 
@@ -22,7 +21,7 @@ class MakePlan(Step):
         self.name, self.output = f"{self.run.prefix}plan", self.run.folder / "plan.json"
 
     def inputs(self) -> dict[str, Any]:
-        return {"plan": as_json(self.run.expansion.planned), "old": self.run.old, "new": self.run.new}
+        return {"plan": self.run.expansion.planned.model_dump(), "old": self.run.old, "new": self.run.new}
 
     def check(self, checks: Checks) -> None:
         """Makes a plan from equal similarities, which has the totals and layer counts of the real one."""
@@ -31,11 +30,20 @@ class MakePlan(Step):
         layers, codes, settings = count_layers(checks.config), self.run.new, self.run.expansion.planned
         same = [1.0] * layers
         encoder = _encoder_layers(checks.config)
-        similarity = SimilarityResult(checks.recipe.old_languages, codes, 0, {}, None, same, same, encoder)
+        similarity = SimilarityResult(
+            old=checks.recipe.old_languages, new=codes, tokens=0, pairs={}, new_new=None, new_old=same,
+            similarity=same, encoder_layers=encoder,
+        )  # fmt: skip
         falling = [1 - layer / layers for layer in range(layers)]
         alike = [[float(a == b) for b in codes] for a in codes]
-        deviation = DeviationResult(codes, falling, dict.fromkeys(codes, falling), alike, [], 0, 0.0, 0, 0, 0)
-        apart = SeparabilityResult(similarity.old, codes, 0, {}, 0.0, 0, same, {"32": same}, {})
+        deviation = DeviationResult(
+            languages=codes, deviation=falling, by_language=dict.fromkeys(codes, falling), similarity=alike, layers=[],
+            steps=0, learning_rate=0.0, batch_size=0, block_size=0, seed=0,
+        )  # fmt: skip
+        apart = SeparabilityResult(
+            old=similarity.old, new=codes, tokens=0, held_out={}, bound=0.0, seed=0, token=same, running={"32": same},
+            by_language={},
+        )  # fmt: skip
         plan = make_plan(
             settings, layers, checks.recipe.old_languages, codes, similarity, checks.recipe.seed, deviation,
             grows_from=checks.counts, separability=apart, encoder_layers=encoder,

@@ -27,7 +27,6 @@ from ..memory import device_memory, gigabytes
 from ..models import load_tokenizer, longest_block
 from ..recipe_paths import unset_variable
 from ..records import History
-from ..schema import as_json
 from ..self_written import SelfWrittenText
 from ..stages.base import Stage, TrainingStage
 from ..stages.checks import StageFacts
@@ -63,7 +62,7 @@ class StageStep(Step, ABC):
         self.name, self.output = f"{self.run.prefix}{self.stage.key}", self.run.folder / self.stage.key
 
     def inputs(self) -> dict[str, Any]:
-        return {self.stage.key: as_json(self.settings)}
+        return {self.stage.key: self.settings.model_dump()}
 
     def check(self, checks: Checks) -> None:
         if checks.network is not None:

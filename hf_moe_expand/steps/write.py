@@ -10,7 +10,6 @@ from ..disk import StepOutput
 from ..errors import errors_at
 from ..models import check_decoder, load_tokenizer
 from ..recipe import Recipe
-from ..schema import as_json
 from ..self_written import check_positions, write_texts
 from .base import Checks, Step, StepResult
 
@@ -31,7 +30,8 @@ class WriteOldText(Step):
         self.output = Path(next(iter(self.recipe.written_sources.values())).source)
 
     def inputs(self) -> dict[str, Any]:
-        return {"self_written": as_json(self.recipe.self_written)}
+        assert self.recipe.self_written is not None
+        return {"self_written": self.recipe.self_written.model_dump()}
 
     def check(self, checks: Checks) -> None:
         recipe, chosen = self.recipe, self.recipe.self_written
