@@ -1,6 +1,5 @@
 """Analyses and scores of encoder-decoders: similarity, routing, perplexity and translations, against slow loops."""
 
-import dataclasses
 import json
 from itertools import product
 from pathlib import Path
@@ -26,6 +25,7 @@ from hf_moe_expand.evaluation.translation import evaluate_translation
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import RoutingResult, SimilarityResult
+from hf_moe_expand.schema import changed
 from hf_moe_expand.trainers.encoder_decoder import with_decoder_inputs
 
 ENCODER = 3
@@ -296,7 +296,7 @@ def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
 def test_a_recipe_of_a_calibrated_join_is_refused(folder, tmp_path):
     plan = Plan("own", [2, 1, 1, 1, 2], old=["en"], new=["es"], encoder_layers=ENCODER)
     for code in ("es", "el"):
-        expand_checkpoint(folder / "base", tmp_path / code, dataclasses.replace(plan, new=[code]), seed=len(code))
+        expand_checkpoint(folder / "base", tmp_path / code, changed(plan, new=[code]), seed=len(code))
     text = {code: str(folder / f"{code}.jsonl") for code in ("es", "el")}
     recipe = Recipe(
         base=str(folder / "base"), output=str(tmp_path / "run"), old={"en": text["es"]}, new=text, review=None,
