@@ -97,7 +97,7 @@ class SelfWrittenSettings(_Writing):
 
     def samples(self, seed: int) -> dict[str, SampleSettings]:
         """How the text of each language is written."""
-        common = {name: value for name, value in dict(self).items() if name != "prompts"}
+        common = self.model_dump(exclude={"prompts"})
         return {code: SampleSettings(**common, prompts=list(p), seed=seed) for code, p in self.prompts.items()}
 
 
@@ -156,7 +156,7 @@ def write_texts(
     origin = {WRITTEN_BY: Path(model).resolve().name if local else model, "revision": commit}
     rows = []
     for language, chosen in samples.items():
-        how = {name: value for name, value in chosen.model_dump().items() if name != "prompts"}
+        how = chosen.model_dump(exclude={"prompts"})
         for row in write_documents(network, tokenizer, chosen):
             rows.append({**row, "language": language, **origin, **how, "versions": versions()})
     write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

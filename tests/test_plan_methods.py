@@ -43,6 +43,7 @@ from hf_moe_expand.planning.methods import (
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.results import DeviationResult, SeparabilityResult, SimilarityResult
 from hf_moe_expand.schema import Count, Declared, changed, json_schema, read
+from hf_moe_expand.settings import JoinSettings
 
 GOOD = {
     "layer-moe": {"total_experts": 7},
@@ -309,3 +310,16 @@ def test_the_guides_own_plan_is_a_plan(tmp_path):
     (tmp_path / "plan.json").write_text(block)
     plan = Plan.load(tmp_path / "plan.json")
     assert (find_method(plan.method), plan.total_experts) == (None, 12)
+
+
+def test_settings_take_positions_in_the_order_of_their_fields():
+    assert Plan("own", [1, 2], [1]) == Plan(method="own", experts_per_layer=[1, 2], classifier_layers=[1])
+    with pytest.raises(TypeError, match="takes at most 11 arguments, but 12 were given"):
+        Plan("own", [1, 2], *[None] * 10)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'method'"):
+        Plan("own", [1, 2], method="twice")
+
+
+def test_a_short_list_says_how_many_entries_it_needs():
+    with pytest.raises(InputError, match=r"^join\.packs: expected at least 2 entries, found 1\.$"):
+        read(JoinSettings, {"packs": ["one"]}, "join")
