@@ -51,7 +51,6 @@ from hf_moe_expand.results import DeviationResult, SimilarityResult
 from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.config import StageConfig
 from hf_moe_expand.stages.dense import ShieldSettings
-from hf_moe_expand.stages.run import stage_for
 from hf_moe_expand.trainers.shielding import shielded_parameters
 
 CONFIGS: dict[str, type[StageConfig]] = {
@@ -418,10 +417,9 @@ def facts_of(model: Path) -> Path:
     return model.with_name(f"{model.name}.json")
 
 
-def trained_parameters(start: Path, config: StageConfig) -> int:
+def trained_parameters(start: Path, config: Any) -> int:
     """The number of parameters that a stage trains."""
-    stage = stage_for(config)
-    network: Any = network_of(stage.load_config(start))
+    network: Any = network_of(config.load_config(start))
     if isinstance(config, DenseConfig) and config.method == "lora":
         lora: Any = config.lora
         adapters = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules)
@@ -429,5 +427,5 @@ def trained_parameters(start: Path, config: StageConfig) -> int:
             return get_peft_model(network, adapters).get_nb_trainable_parameters()[0]
     if isinstance(config, DenseConfig) and config.method == "shielded":
         shield: Any = config.shield
-        return stage.saved_parameters(network, config)[1] - shielded_parameters(network, shield.share)
-    return stage.saved_parameters(network, config)[1]
+        return config.saved_parameters(network)[1] - shielded_parameters(network, shield.share)
+    return config.saved_parameters(network)[1]

@@ -142,7 +142,7 @@ def forecast(
     stages = []
     on_top = None if config.is_encoder_decoder else activation_bytes(network, AT_ONCE)
     for stage in stages_for(config.model_type):
-        if isinstance(stage, TrainingStage):
+        if issubclass(stage, TrainingStage):
             trainable = freeze(network, stage.trains).trainable
             fewer = _other_experts(network) if stage.one_expert_runs else 0
             both = _met_and_trained(network) if not stage.trains.everything else met - fewer

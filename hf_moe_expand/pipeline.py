@@ -57,7 +57,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
         if expansion.joins:
             models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
-            kind: type[StageStep] = TrainStep if isinstance(stage, TrainingStage) else _KINDS[stage.key]
+            kind: type[StageStep] = TrainStep if issubclass(stage, TrainingStage) else _KINDS[stage.key]
             steps.append(kind(work, stage, settings, steps[-1].output))
             if not lifelong:
                 models[stage.participle] = str(steps[-1].output)

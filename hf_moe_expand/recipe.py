@@ -68,7 +68,7 @@ class _Expansion(Declared):
         """The model type of the planned model."""
         return "dmoe" if not self.joins and self.planned.makes_groups else "layer_moe"
 
-    def stages(self) -> list[tuple[Stage, Any]]:
+    def stages(self) -> list[tuple[type[Stage], Any]]:
         """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
         keys = self.model_fields_set if self.joins else RECIPE_STAGES
         stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
@@ -90,8 +90,9 @@ def _stage_keys() -> dict[str, Any]:
     """The fields of a recipe for its stages, by key."""
     keys: dict[str, Any] = {}
     for stage in map(stage_of, RECIPE_STAGES):
-        hint: Any = stage.settings | None if stage.optional else stage.settings
-        default = stage.settings() if stage.runs_unasked else None
+        settings: Any = stage.settings_class()
+        hint = settings | None if stage.optional else settings
+        default = settings() if stage.runs_unasked else None
         keys[stage.key] = (hint, Field(default=default, description=f"stage `{stage.name}`: {stage.title.lower()}"))
     return keys
 

@@ -75,21 +75,21 @@ def settings_page() -> str:
 
 def _stage(title: str, key: str, inner: dict[str, type]) -> str:
     """A stage's section; the settings inside its settings are added to `inner`."""
-    stage = stage_of(key)
-    for name, field in _fields(stage.settings).items():
+    stage, settings = stage_of(key), stage_of(key).settings_class()
+    for name, field in _fields(settings).items():
         inner.update((name, cls) for cls in settings_in(field.annotation))
     when = ""
     if key in RECIPE_STAGES and not stage.runs_unasked:
         when = " It runs where a recipe has the key."
     elif stage.optional:
         when = f" `{key}: null` leaves it out."
-    about = [_first(_docstring(key)) + when, getattr(stage, "config_class", stage.settings).__doc__ or ""]
-    return _section(title, about, stage.settings)
+    about = [_first(_docstring(key)) + when, settings.__doc__ or ""]
+    return _section(title, about, settings)
 
 
 def stage_help(key: str) -> str:
     """The `--help` text of a stage that trains: its file's docstring, and the keys of its configuration."""
-    fields = _fields(stage_of(key).settings)
+    fields = _fields(stage_of(key).settings_class())
     keys = [name for name in fields if name != "training"]
     width = max(map(len, keys))
     lines = [f"  {name.ljust(width)}  {_help(fields[name])}" for name in keys]
@@ -104,7 +104,7 @@ def _help(field: FieldInfo) -> str:
 
 def _docstring(key: str) -> str:
     """The docstring of a stage's file."""
-    return inspect.getdoc(inspect.getmodule(type(stage_of(key)))) or ""
+    return inspect.getdoc(inspect.getmodule(stage_of(key))) or ""
 
 
 def _plan() -> str:

@@ -31,7 +31,6 @@ from hf_moe_expand.disk import StepOutput, peak, saved_at_once, training_checkpo
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.models import load_config
 from hf_moe_expand.recipe import Recipe
-from hf_moe_expand.stages.run import stage_for
 
 QUICK = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
 RECIPE = """
@@ -103,7 +102,7 @@ def test_a_training_checkpoint_has_the_forecast_bytes(root, data, tmp_path, monk
         config,
     )
     network = network_of(load_config(root / model))
-    each = training_checkpoint(*stage_for(config).saved_parameters(network, config), config)
+    each = training_checkpoint(*config.saved_parameters(network), config)
     # Experts that no token met have no moments.
     assert len(found) == 1
     assert 0.8 * each < found[0] <= each
@@ -151,7 +150,7 @@ def test_training_is_refused_before_any_work_if_the_disk_has_too_little_room(roo
             train_stage(root / "expanded", tmp_path / "out", {"el": data["el"]}, config)
     needed = int(re.search(r"needs ([\d,]+) bytes", str(told.value))[1].replace(",", ""))
     network = network_of(load_config(root / "expanded"))
-    each = training_checkpoint(*stage_for(config).saved_parameters(network, config), config)
+    each = training_checkpoint(*config.saved_parameters(network), config)
     assert needed == tensor_bytes(root / "expanded") + 2 * each
     disk_with(monkeypatch, needed)
     train_stage(root / "expanded", tmp_path / "out", {"el": data["el"]}, config)
@@ -189,7 +188,7 @@ def test_a_run_writes_what_validate_says(root, tmp_path, monkeypatch, kind):
     kept = {name: tensor_bytes(tmp_path / "run" / name) for name in ("expanded", "post_pretrain", "review")}
     config = recipe.post_pretrain.config(tmp_path, 0)
     network = network_of(load_config(tmp_path / "run" / "expanded"))
-    each = training_checkpoint(*stage_for(config).saved_parameters(network, config), config)
+    each = training_checkpoint(*config.saved_parameters(network), config)
     assert most == max(kept["expanded"] + kept["post_pretrain"] + 2 * each, sum(kept.values()))
     assert forecast() == 0
     shutil.rmtree(tmp_path / "run" / "review")

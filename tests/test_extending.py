@@ -14,7 +14,7 @@ import hf_moe_expand
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.schema import Coefficient
-from hf_moe_expand.stages.config import declared_losses, key, settings_of
+from hf_moe_expand.stages.config import declared_losses, setting, settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "docs" / "extending.md").read_text("utf-8")
@@ -84,7 +84,7 @@ def test_the_guides_loss_trains(place, monkeypatch):
     exec(loss, namespace)
     (logged,) = [entry for entry in namespace["trainer"].state.log_history if "router_entropy_loss" in entry]
     assert 0 < logged["router_entropy_loss"] <= 1.0987  # log 3
-    namespace |= {"Annotated": Annotated, "Coefficient": Coefficient, "key": key}
+    namespace |= {"Annotated": Annotated, "Coefficient": Coefficient, "setting": setting}
     exec(f"@dataclass\nclass Longer(hf_moe_expand.ReviewConfig):\n    {field}", namespace | globals(), namespace)
     longer = namespace["Longer"]
     assert longer("out", router_entropy_coef=0.5).router_entropy_coef == 0.5

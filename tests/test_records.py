@@ -25,7 +25,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
 from hf_moe_expand.schema import read
-from hf_moe_expand.stages import stage_of, training_stages
+from hf_moe_expand.stages import training_stages
 
 QUICK = {"block_size": 16, "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
 EXPANSION = {"method": "moe-lpr", "old_languages": ["en"], "new_languages": ["el"]}
@@ -178,7 +178,7 @@ def test_every_stage_that_trains_everything_is_known_to_change_everything():
     for stage in everything:
         assert stage.name in CHANGES_EVERYTHING
         assert StageRecord(stage=stage.name).changes_everything
-    name, trained = stage_of("post_pretrain").trained(PostPretrainConfig(everything=True))
+    name, trained = PostPretrainConfig(everything=True).trained()
     assert trained.everything
     assert name in CHANGES_EVERYTHING
     for stage in training_stages():

@@ -84,7 +84,7 @@ def test_the_page_of_settings_has_every_key_with_its_description():
         title = part.partition("\n")[0].replace("`", "")
         sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
         assert all(sections[title].values()), title
-    stages = {key: set(stage_of(key).settings.__pydantic_fields__) for key in (*RECIPE_STAGES, *OTHER_STAGES)}
+    stages = {key: set(stage_of(key).settings_class().__pydantic_fields__) for key in (*RECIPE_STAGES, *OTHER_STAGES)}
     wanted = {key: stages[key] for key in RECIPE_STAGES} | {
         f"A file of train {key}": stages[key] for key in OTHER_STAGES
     }

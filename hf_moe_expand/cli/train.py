@@ -116,7 +116,7 @@ def _settings(key: str, config: Path | None) -> Any:
     from ..stages import stage_of
     from ..yamlfile import read_yaml
 
-    return read(stage_of(key).settings, {} if config is None else read_yaml(config), str(config or ""))
+    return read(stage_of(key).settings_class(), {} if config is None else read_yaml(config), str(config or ""))
 
 
 def _is_first_rank() -> bool:

@@ -1,8 +1,8 @@
 """The stages of a recipe, one file each.
 
-A stage's file defines its configuration, the modules that it trains, its losses, its languages, its check before
-anything runs, and its trainer. A new stage is a new file and its name in one of the tuples below. This module imports
-them when they are asked for, since transformers' Trainer takes seconds.
+A stage is a class: its fields are its settings, whose types name its losses, and it says what trains, which languages
+it reads, and what to check before anything runs. Its Trainer stands below it. A new stage is a new file and its name in
+one of the tuples below. This module imports them when they are asked for, since transformers' Trainer takes seconds.
 """
 
 from functools import cache
@@ -19,13 +19,13 @@ RECIPE_STAGES = ("post_pretrain", "group", "joint", "graft", "gates", "review")
 OTHER_STAGES = ("adapt", "dense")
 
 
-def stage_of(key: str) -> "Stage":
+def stage_of(key: str) -> "type[Stage]":
     """The stage with this key, such as `post_pretrain`."""
     return import_module(f"{__name__}.{key}").STAGE
 
 
 @cache
-def stages_for(family: str) -> "tuple[Stage, ...]":
+def stages_for(family: str) -> "tuple[type[Stage], ...]":
     """The stages that a recipe may have, in order.
 
     Args:
@@ -35,12 +35,12 @@ def stages_for(family: str) -> "tuple[Stage, ...]":
 
 
 @cache
-def training_stages() -> "tuple[TrainingStage, ...]":
+def training_stages() -> "tuple[type[TrainingStage], ...]":
     """Every stage that trains an expanded model."""
     from .base import TrainingStage
 
     stages = map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))
-    return tuple(stage for stage in stages if isinstance(stage, TrainingStage) and stage.families)
+    return tuple(stage for stage in stages if issubclass(stage, TrainingStage) and stage.families)
 
 
 def trained_parts(stage: str) -> "Trained | None":

@@ -29,34 +29,30 @@ from ..scratch import beside, scratch_folder
 from ..trainers.freezing import Trained
 from .base import TrainingStage
 from .checks import check_block_size
-from .config import BlockSize, StageConfig, key
+from .config import BlockSize, setting
 from .run import check_frozen, train_stage
 from .trainer import StageTrainer
 
 
 @dataclass
-class AdaptConfig(StageConfig):
+class AdaptConfig(TrainingStage):
     """DMoE's adaptation to a new language (section 3.3): `L = L_CLM`."""
-
-    block_size: BlockSize = key(2048, "tokens in a block")
-    tokens_per_language: Count | None = key(None, "tokens of the language to train on; all of its text by default")
-    sample_tokens: Annotated[Whole, Field(ge=2)] = key(
-        100_000, "tokens of its text with which the expert to copy is chosen"
-    )
-
-
-class Adapt(TrainingStage):
-    """DMoE's adaptation."""
 
     key = "adapt"
     name = "adapt"
     title = "Adaptation"
     participle = "adapted"
     families = ("dmoe",)
-    config_class = AdaptConfig
     trains = Trained(experts="last", last_router_row=True)
 
-    def language_classes(self, model_config: Any, languages: Any) -> None:
+    block_size: BlockSize = setting(2048, "tokens in a block")
+    tokens_per_language: Count | None = setting(None, "tokens of the language to train on; all of its text by default")
+    sample_tokens: Annotated[Whole, Field(ge=2)] = setting(
+        100_000, "tokens of its text with which the expert to copy is chosen"
+    )
+
+    @classmethod
+    def language_classes(cls, model_config: Any, languages: Any) -> None:
         """The stage has no router loss."""
 
 
@@ -67,7 +63,7 @@ class AdaptTrainer(StageTrainer):
     decay.
     """
 
-    stage = Adapt()
+    stage = AdaptConfig
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -140,7 +136,7 @@ def adapt_language(
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     expanded = load_expanded_config(folder)
-    STAGE.check_model(expanded)
+    AdaptConfig.check_model(expanded)
     check_block_size(config.block_size, longest_block(expanded))
     groups, language = expanded.language_groups, check_language_code(source.language)
     for number, group in enumerate(groups):
@@ -188,4 +184,4 @@ def _record(expanded: Any, language: str, nearest: int, seed: int) -> ExpansionR
     )
 
 
-STAGE = AdaptTrainer.stage
+STAGE = AdaptConfig

@@ -1,7 +1,7 @@
 """The base classes of a recipe's stages and of training stages."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,13 +17,13 @@ from ..models import longest_block
 from ..records import History
 from ..trainers.curriculum_sampler import LanguageMix
 from ..trainers.freezing import Trained, freeze
-from ..trainers.masking import Masking, check_gates
+from ..trainers.masking import check_gates
 from .checks import StageFacts, check_block_size, check_label_smoothing, check_mix
-from .config import StageConfig, StageSettings, declared_losses, settings_of
+from .config import StageConfig, StageSettings, settings_of
 
 
-class Stage(ABC):
-    """A step of a recipe on an expanded model.
+class Stage:
+    """A step of a recipe on an expanded model; a class with its settings, never an instance of its own.
 
     Attributes:
         key: its key in a recipe, and its folder in a run.
@@ -43,71 +43,64 @@ class Stage(ABC):
     runs_unasked: ClassVar[bool] = True
     optional: ClassVar[bool] = False
 
-    @property
-    @abstractmethod
-    def settings(self) -> type:
+    @classmethod
+    def settings_class(cls) -> type:
         """The class of its settings in YAML."""
+        raise NotImplementedError
 
-    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+    @classmethod
+    def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         """The languages whose training text it reads."""
         return []
 
 
-class TrainingStage(Stage):
-    """A stage that trains.
+@dataclass
+class TrainingStage(StageConfig, Stage):
+    """A stage that trains: its settings are fields, and its losses stand in their types.
 
     Attributes:
-        config_class: its configuration.
         trains: the parts of the model that it trains.
         trainer_class: its Trainer, set where the Trainer is defined.
         companions: patterns of files that are copied to the trained model.
         one_expert_runs: whether every token goes to only one expert during training.
     """
 
-    config_class: ClassVar[type[StageConfig]]
     trains: ClassVar[Trained]
-    trainer_class: Any = None
+    trainer_class: ClassVar[Any] = None
     companions: ClassVar[Sequence[str]] = COMPANIONS
     one_expert_runs: ClassVar[bool] = False
 
-    @property
-    def settings(self) -> type[StageSettings]:
-        return settings_of(self.config_class)
+    @classmethod
+    def settings_class(cls) -> type[StageSettings]:
+        return settings_of(cls)
 
-    def losses(self, config: Any) -> list[Any]:
-        """The router losses for its configuration: those that its fields declare."""
-        return list(declared_losses(self.config_class, config))
-
-    def trained(self, config: Any) -> tuple[str, Trained]:
-        """Its name in a history, and the parts of the model that train, for this configuration."""
+    def trained(self) -> tuple[str, Trained]:
+        """Its name in a history, and the parts of the model that train."""
         return self.name, self.trains
 
-    def masking(self, config: Any) -> Masking | None:
-        """The masking during training."""
-        return getattr(config, "masking", None)
-
-    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+    @classmethod
+    def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return list(new)
 
-    def check(self, config: Any, facts: StageFacts) -> None:
-        """Refuses a configuration that contradicts the text, the model or itself, as far as they are known.
+    def check(self, facts: StageFacts) -> None:
+        """Refuses settings that contradict the text, the model or itself, as far as they are known.
 
         Raises:
             InputError: a language has no text or is unknown to the model, or a setting is wrong.
         """
-        check_label_smoothing(config, facts)
+        check_label_smoothing(self, facts)
         if unknown := sorted({*facts.texts} - {*facts.old, *facts.new}):
             raise InputError(
                 f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(facts.old) or 'none'}; new: "
                 f"{', '.join(facts.new) or 'none'}). Languages are set by the plan (--old and --new of `plan`)."
             )
         with errors_at(facts.key):
-            self.check_text(config, facts)
-        check_gates(self.masking(config), facts.has_gates, facts.key_of("masking"))
-        check_block_size(config.block_size, facts.longest, facts.key_of("block_size"))
-        check_mix(config, facts)
+            self.check_text(facts)
+        check_gates(getattr(self, "masking", None), facts.has_gates, facts.key_of("masking"))
+        check_block_size(self.block_size, facts.longest, facts.key_of("block_size"))
+        check_mix(self, facts)
 
-    def check_text(self, config: Any, facts: StageFacts) -> None:
+    def check_text(self, facts: StageFacts) -> None:
         """Refuses text in languages for which the stage is not made.
 
         Raises:
@@ -116,7 +109,8 @@ class TrainingStage(Stage):
         if not facts.texts:
             raise InputError("No text was given: name files with --data.")
 
-    def facts(self, model_config: Any, texts: Iterable[str]) -> StageFacts:
+    @classmethod
+    def facts(cls, model_config: Any, texts: Iterable[str]) -> StageFacts:
         """What is known of the stage on a model and the text of these languages."""
         old, new = languages_of(model_config)
         return StageFacts(
@@ -124,17 +118,18 @@ class TrainingStage(Stage):
             model_config.is_encoder_decoder, model_config,
         )  # fmt: skip
 
-    def check_model(self, model_config: Any) -> None:
+    @classmethod
+    def check_model(cls, model_config: Any) -> None:
         """Refuses a model of a type that the stage does not train.
 
         Raises:
             InputError: the stage does not train models of this type.
         """
-        if model_config.model_type in self.families:
+        if model_config.model_type in cls.families:
             return
-        if "dmoe" in self.families:
+        if "dmoe" in cls.families:
             raise InputError(
-                f"The checkpoint has no language groups (model_type {model_config.model_type!r}): `train {self.name}` "
+                f"The checkpoint has no language groups (model_type {model_config.model_type!r}): `train {cls.name}` "
                 "is for DMoE; expand the base with a dmoe plan."
             )
         raise InputError(
@@ -142,39 +137,41 @@ class TrainingStage(Stage):
             "`train joint` or `train adapt`."
         )
 
-    def load_config(self, folder: Path) -> Any:
+    @classmethod
+    def load_config(cls, folder: Path) -> Any:
         """The configuration of a checkpoint that the stage trains.
 
         Raises:
             InputError: the stage does not train checkpoints of this kind.
         """
         config = load_expanded_config(folder)
-        self.check_model(config)
+        cls.check_model(config)
         return config
 
-    def saved_parameters(self, network: Any, config: Any) -> tuple[int, int]:
+    def saved_parameters(self, network: Any) -> tuple[int, int]:
         """The number of parameters in a training checkpoint, and of those among them that train.
 
         Args:
             network: the model without its weights.
         """
         total = sum(parameter.numel() for parameter in network.parameters())
-        return total, freeze(network, self.trained(config)[1]).trainable
+        return total, freeze(network, self.trained()[1]).trainable
 
-    def make_trainer(self, network: Any, config: Any, packed: PackedText, callbacks: list[Any]) -> Any:
+    def make_trainer(self, network: Any, packed: PackedText, callbacks: list[Any]) -> Any:
         """The Trainer of a loaded model."""
-        return self.trainer_class(network, config, train_dataset=packed, callbacks=callbacks)
+        return self.trainer_class(network, self, train_dataset=packed, callbacks=callbacks)
 
-    def to_write(self, folder: Path, config: Any, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    def to_write(self, folder: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         """The weights to write, from the whole weights of a finished training; on the first rank."""
         return weights
 
-    def load(self, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
+    @classmethod
+    def load(cls, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
         """The documents of each language; for an encoder-decoder, the sentence pairs to and from it."""
         is_encoder_decoder = model_config.is_encoder_decoder
         return {code: source.load_pairs() if is_encoder_decoder else source.load() for code, source in data.items()}
 
-    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
+    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
         """Blocks of the stage's text.
 
         Args:
@@ -184,26 +181,27 @@ class TrainingStage(Stage):
         old, new = languages_of(model_config)
         texts = {code: texts[code] for code in (*old, *new) if code in texts}
         if model_config.is_encoder_decoder:
-            amounts = self.amounts(texts, model_config, config)
-            return pack_pairs(texts, tokenizer, config.block_size, config.seed, languages=[*old, *new], **amounts)
+            amounts = self.amounts(texts, model_config)
+            return pack_pairs(texts, tokenizer, self.block_size, self.seed, languages=[*old, *new], **amounts)
         return pack_texts(
-            texts, tokenizer, config.block_size, config.seed, languages=[*old, *new],
-            groups=self.block_groups(texts, model_config, config), **self.amounts(texts, model_config, config),
+            texts, tokenizer, self.block_size, self.seed, languages=[*old, *new],
+            groups=self.block_groups(texts, model_config), **self.amounts(texts, model_config),
         )  # fmt: skip
 
-    def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: Any) -> dict[str, Any]:
+    def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
         """The amount of text to take of each language: arguments of `pack_texts`."""
-        return {"tokens_per_language": getattr(config, "tokens_per_language", None)}
+        return {"tokens_per_language": getattr(self, "tokens_per_language", None)}
 
-    def block_groups(self, texts: Iterable[str], model_config: Any, config: Any) -> list[list[str]] | None:
+    def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]] | None:
         """Languages that may share a block; None for all."""
         return None
 
-    def mix(self, packed: PackedText, model_config: Any, config: Any) -> LanguageMix | None:
+    def mix(self, packed: PackedText, model_config: Any) -> LanguageMix | None:
         """The weights and schedule of languages; None for shuffled rows."""
         return None
 
-    def language_classes(self, model_config: Any, languages: Sequence[str]) -> list[int] | None:
+    @classmethod
+    def language_classes(cls, model_config: Any, languages: Sequence[str]) -> list[int] | None:
         """The class of each language for the losses: 0 for the base model's languages, g for those of expansion g."""
         classes = History.of(model_config).classes
         return [classes.get(code, 0) for code in languages]

@@ -25,7 +25,7 @@ from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, 
 BlockSize = Annotated[Whole, Field(ge=2)]
 
 
-def key(default: Any, help: str) -> Any:
+def setting(default: Any, help: str) -> Any:
     """A field of a stage: its default, and its description for documentation and `--help`.
 
     A stage trains on the losses that the types of its fields name: `Annotated[Coefficient, BalanceLoss]`.
@@ -70,7 +70,7 @@ class StageConfig(TrainingArguments):
         default=None,
         metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"},
     )
-    block_size: BlockSize = key(1024, "tokens in a block")
+    block_size: BlockSize = setting(1024, "tokens in a block")
 
     def __post_init__(self) -> None:
         # The given arguments, which the history records, before TrainingArguments adds the others.

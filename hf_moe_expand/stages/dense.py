@@ -32,7 +32,7 @@ from ..trainers.shielding import (
 )
 from .base import TrainingStage
 from .checks import StageFacts
-from .config import StageConfig, key
+from .config import setting
 from .recording import RecordingTrainer
 
 
@@ -60,17 +60,25 @@ class ShieldSettings(Declared):
 
 
 @dataclass
-class DenseConfig(StageConfig):
+class DenseConfig(TrainingStage):
     """Continued pre-training of a dense model: `L = L_NTP`."""
 
-    tokens_per_language: Count | None = key(None, "tokens of each language to train on; all of its text by default")
-    method: Literal["full", "lora", "shielded", "new-blocks"] = key(
+    key = "dense"
+    name = "dense"
+    title = "Dense training"
+    participle = "trained"
+    families = ()
+    trains = EVERYTHING
+    companions = TOKENIZER_FILES
+
+    tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")
+    method: Literal["full", "lora", "shielded", "new-blocks"] = setting(
         "full",
         "parameters that train: `full`, all; `lora`, adapters; `shielded`, all but the columns that matter most to old "
         "languages; `new-blocks`, the blocks of `expand-depth`",
     )
-    lora: LoraSettings | str | None = key(LoraSettings, "the adapters of `method: lora`")
-    shield: ShieldSettings | str | None = key(ShieldSettings, "the frozen columns of `method: shielded`")
+    lora: LoraSettings | str | None = setting(LoraSettings, "the adapters of `method: lora`")
+    shield: ShieldSettings | str | None = setting(ShieldSettings, "the frozen columns of `method: shielded`")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,20 +87,8 @@ class DenseConfig(StageConfig):
         if self.shield is None:
             self.shield = ShieldSettings()
 
-
-class Dense(TrainingStage):
-    """The plain baselines: full fine-tuning, LoRA, LLaMA-Pro's new blocks."""
-
-    key = "dense"
-    name = "dense"
-    title = "Dense training"
-    participle = "trained"
-    families = ()
-    config_class = DenseConfig
-    trains = EVERYTHING
-    companions = TOKENIZER_FILES
-
-    def load_config(self, folder: Path) -> Any:
+    @classmethod
+    def load_config(cls, folder: Path) -> Any:
         config = load_base_config(folder)
         if config.is_encoder_decoder:
             raise InputError(
@@ -101,55 +97,57 @@ class Dense(TrainingStage):
             )
         return config
 
-    def facts(self, model_config: Any, texts: Iterable[str]) -> StageFacts:
+    @classmethod
+    def facts(cls, model_config: Any, texts: Iterable[str]) -> StageFacts:
         languages = list(texts)
         return StageFacts(
             [], languages, languages, longest=longest_block(model_config), is_encoder_decoder=False, model=model_config
         )
 
-    def check_text(self, config: DenseConfig, facts: StageFacts) -> None:
-        if config.method != "lora" and config.lora != LoraSettings():
-            raise InputError(f"lora: the method is {config.method}, but lora has settings; set `method: lora`.")
-        if config.method == "new-blocks" and not getattr(facts.model, "new_layers", None):
+    def check_text(self, facts: StageFacts) -> None:
+        if self.method != "lora" and self.lora != LoraSettings():
+            raise InputError(f"lora: the method is {self.method}, but lora has settings; set `method: lora`.")
+        if self.method == "new-blocks" and not getattr(facts.model, "new_layers", None):
             raise InputError("The checkpoint has no new blocks: insert some with `expand-depth` first.")
-        _check_shield(config, facts.texts)
-        super().check_text(config, facts)
+        _check_shield(self, facts.texts)
+        super().check_text(facts)
 
-    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any, config: Any) -> PackedText:
+    def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
         groups = None
-        if config.method == "shielded":  # its blocks have trained or shielded languages
-            groups = [[code for code in texts if code not in config.shield.languages], config.shield.languages]
+        shield: Any = self.shield
+        if self.method == "shielded":  # its blocks have trained or shielded languages
+            groups = [[code for code in texts if code not in shield.languages], shield.languages]
         return pack_texts(
-            texts, tokenizer, config.block_size, config.seed, tokens_per_language=config.tokens_per_language,
+            texts, tokenizer, self.block_size, self.seed, tokens_per_language=self.tokens_per_language,
             groups=groups,
         )  # fmt: skip
 
-    def saved_parameters(self, network: Any, config: DenseConfig) -> tuple[int, int]:
-        if config.method == "lora":  # the adapters alone, which are small
+    def saved_parameters(self, network: Any) -> tuple[int, int]:
+        if self.method == "lora":  # the adapters alone, which are small
             return 0, 0
-        if config.method == "new-blocks":
+        if self.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
         parameters = list(network.parameters())
         return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
-    def make_trainer(self, network: Any, config: DenseConfig, packed: PackedText, callbacks: list[Any]) -> Any:
-        if config.method == "lora":
-            set_seed(config.seed)  # adapters start with random weights
-            network = _with_adapters(network, config.lora)
-        elif config.method == "new-blocks":
+    def make_trainer(self, network: Any, packed: PackedText, callbacks: list[Any]) -> Any:
+        if self.method == "lora":
+            set_seed(self.seed)  # adapters start with random weights
+            network = _with_adapters(network, self.lora)
+        elif self.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
-        settings = config.recorded()
+        settings = self.recorded()
         trainer: RecordingTrainer
-        if config.method == "shielded":
-            packed, trainer = _shielding(network, config, packed, callbacks)
+        if self.method == "shielded":
+            packed, trainer = _shielding(network, self, packed, callbacks)
         else:
-            trainer = RecordingTrainer(network, config, collate_without_languages, packed.dataset, callbacks=callbacks)
+            trainer = RecordingTrainer(network, self, collate_without_languages, packed.dataset, callbacks=callbacks)
         trainer.settings = settings
-        trainer.packed, trainer.trained_as = packed, f"dense {config.method}"
+        trainer.packed, trainer.trained_as = packed, f"dense {self.method}"
         return trainer
 
-    def to_write(self, folder: Path, config: DenseConfig, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-        return _merged(folder, config.lora, weights) if config.method == "lora" else weights
+    def to_write(self, folder: Path, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        return _merged(folder, self.lora, weights) if self.method == "lora" else weights
 
 
 class ShieldedTrainer(RecordingTrainer):
@@ -259,4 +257,4 @@ def _freeze_all_but(network: Any, layers: list[int]) -> None:
         blocks[layer].requires_grad_(True)
 
 
-STAGE = Dense()
+STAGE = DenseConfig

@@ -17,12 +17,16 @@ class FitGates(Stage):
     name = "gates"
     title = "Gates"
     participle = "gated"
-    settings = GateSettings  # type: ignore[assignment]
     runs_unasked = False
     optional = True
 
-    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+    @classmethod
+    def settings_class(cls) -> type[GateSettings]:
+        return GateSettings
+
+    @classmethod
+    def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
 
-STAGE = FitGates()
+STAGE = FitGates

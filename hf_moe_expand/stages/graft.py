@@ -29,9 +29,12 @@ class Graft(Stage):
     title = "Graft"
     participle = "grafted"
     families = ("layer_moe", "dmoe")
-    settings = GraftSettings  # type: ignore[assignment]
     runs_unasked = False
     optional = True
 
+    @classmethod
+    def settings_class(cls) -> type[GraftSettings]:
+        return GraftSettings
 
-STAGE = Graft()
+
+STAGE = Graft

@@ -16,8 +16,8 @@ from ..trainers.freezing import EVERYTHING
 from ..trainers.grouped_sampler import GroupedSampler
 from ..trainers.losses import BalanceLoss, GroupLoss
 from .checks import StageFacts
-from .config import BlockSize, ValidationSettings, key
-from .mixing import MixedConfig, MixingStage
+from .config import BlockSize, ValidationSettings, setting
+from .mixing import MixedConfig
 from .trainer import StageTrainer
 
 
@@ -25,36 +25,32 @@ from .trainer import StageTrainer
 class GroupConfig(MixedConfig):
     """DMoE's extension stage (Eq. 4): `L = L_CLM + group_coef * L_group`, lambda = 1.28."""
 
-    block_size: BlockSize = key(2048, "tokens in a block")
-    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")
-    group_coef: Annotated[Coefficient, GroupLoss] = key(1.28, "lambda: weight of the language-group loss")
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
-
-
-class Group(MixingStage):
-    """DMoE's first stage."""
-
     key = "group"
     name = "group"
     title = "Group training"
     participle = "group-trained"
     families = ("dmoe",)
-    config_class = GroupConfig
     trains = EVERYTHING
     one_expert_runs = True
 
-    def block_groups(self, texts: Iterable[str], model_config: Any, config: GroupConfig) -> list[list[str]]:
-        return super().block_groups(texts, model_config, config) or model_config.language_groups
+    block_size: BlockSize = setting(2048, "tokens in a block")
+    balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.0, "weight of the load-balancing loss")
+    group_coef: Annotated[Coefficient, GroupLoss] = setting(1.28, "lambda: weight of the language-group loss")
+    validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
+
+    def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]]:
+        return super().block_groups(texts, model_config) or model_config.language_groups
 
     def groups_of_languages(self, languages: Sequence[str], model_config: Any) -> list[int]:
         return self.language_classes(model_config, languages)
 
-    def language_classes(self, model_config: Any, languages: Sequence[str]) -> list[int]:
+    @classmethod
+    def language_classes(cls, model_config: Any, languages: Sequence[str]) -> list[int]:
         group_of = {code: number for number, group in enumerate(model_config.language_groups) for code in group}
         return [group_of.get(code, 0) for code in languages]
 
-    def check_text(self, config: Any, facts: StageFacts) -> None:
-        super().check_text(config, facts)
+    def check_text(self, facts: StageFacts) -> None:
+        super().check_text(facts)
         with_text, groups = set(facts.texts), facts.model.language_groups if facts.model is not None else []
         for number, group in enumerate(groups):
             if not set(group) & with_text:
@@ -74,7 +70,7 @@ class GroupTrainer(StageTrainer):
         ValueError: a batch mixes groups, or a group has less than one batch of rows.
     """
 
-    stage = Group()
+    stage = GroupConfig
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is not None:
@@ -106,4 +102,4 @@ class GroupTrainer(StageTrainer):
         return groups.pop()
 
 
-STAGE = GroupTrainer.stage
+STAGE = GroupConfig

@@ -10,8 +10,8 @@ from ..schema import Coefficient
 from ..trainers.freezing import EVERYTHING
 from ..trainers.losses import BalanceLoss
 from ..trainers.masking import Masking
-from .config import BlockSize, ValidationSettings, key
-from .mixing import MixedConfig, MixingStage
+from .config import BlockSize, ValidationSettings, setting
+from .mixing import MixedConfig
 from .trainer import StageTrainer
 
 
@@ -19,35 +19,32 @@ from .trainer import StageTrainer
 class JointConfig(MixedConfig):
     """DMoE's normal training: `L = L_CLM + balance_coef * L_balance`."""
 
-    block_size: BlockSize = key(2048, "tokens in a block")
-    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.02, "weight of the load-balancing loss")
-    masking: Masking | str | None = key(Masking, "masking during training")
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
-
-
-class Joint(MixingStage):
-    """DMoE's second stage; for any expanded model, training of all parameters."""
-
     key = "joint"
     name = "joint"
     title = "Joint training"
     participle = "trained jointly"
     families = ("dmoe",)
     optional = True
-    config_class = JointConfig
     trains = EVERYTHING
 
-    def check_model(self, model_config: Any) -> None:
+    block_size: BlockSize = setting(2048, "tokens in a block")
+    balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.02, "weight of the load-balancing loss")
+    masking: Masking | str | None = setting(Masking, "masking during training")
+    validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
+
+    @classmethod
+    def check_model(cls, model_config: Any) -> None:
         """Accepts any expanded model."""
 
-    def language_classes(self, model_config: Any, languages: Any) -> None:
+    @classmethod
+    def language_classes(cls, model_config: Any, languages: Any) -> None:
         """No loss of this stage needs languages."""
 
 
 class JointTrainer(StageTrainer):
     """Trains all parameters of an expanded model, such as DMoE's after its extension stage: mixed batches, top-k."""
 
-    stage = Joint()
+    stage = JointConfig
 
 
-STAGE = JointTrainer.stage
+STAGE = JointConfig

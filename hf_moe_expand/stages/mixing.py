@@ -9,35 +9,31 @@ from ..schema import Count, Number, Text
 from ..trainers.curriculum_sampler import LanguageMix
 from .base import TrainingStage
 from .checks import is_mixed, read_curriculum
-from .config import StageConfig, key
+from .config import setting
 
 
 @dataclass
-class MixedConfig(StageConfig):
+class MixedConfig(TrainingStage):
     """Fields of the stages whose languages may be weighted or scheduled."""
 
-    tokens_per_language: Count | None = key(None, "tokens of each language to train on; all of its text by default")
-    curriculum: Text | None = key(None, "file with the step at which each language enters")
-    temperature: Number = key(
+    tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")
+    curriculum: Text | None = setting(None, "file with the step at which each language enters")
+    temperature: Number = setting(
         1.0,
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
         "more uniform",
     )
 
+    def block_groups(self, texts: Iterable[str], model_config: Any) -> list[list[str]] | None:
+        return [[code] for code in texts] if is_mixed(self) else None
 
-class MixingStage(TrainingStage):
-    """A stage with the fields of `MixedConfig`."""
-
-    def block_groups(self, texts: Iterable[str], model_config: Any, config: Any) -> list[list[str]] | None:
-        return [[code] for code in texts] if is_mixed(config) else None
-
-    def mix(self, packed: PackedText, model_config: Any, config: Any) -> LanguageMix | None:
-        if not is_mixed(config):
+    def mix(self, packed: PackedText, model_config: Any) -> LanguageMix | None:
+        if not is_mixed(self):
             return None
         languages = [code for code in packed.languages if code in packed.tokens]
-        curriculum = read_curriculum(config, languages)
+        curriculum = read_curriculum(self, languages)
         entry = None if curriculum is None else [curriculum.entry[code] for code in languages]
-        return LanguageMix(packed.blocks, config.temperature, entry, self.groups_of_languages(languages, model_config))
+        return LanguageMix(packed.blocks, self.temperature, entry, self.groups_of_languages(languages, model_config))
 
     def groups_of_languages(self, languages: Sequence[str], model_config: Any) -> list[int] | None:
         """The group of each language, if a batch must hold only one group."""

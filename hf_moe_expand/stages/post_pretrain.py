@@ -13,8 +13,8 @@ from ..trainers.freezing import EVERYTHING, Trained
 from ..trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
 from ..trainers.masking import Masking
 from .checks import StageFacts
-from .config import ValidationSettings, key
-from .mixing import MixedConfig, MixingStage
+from .config import ValidationSettings, setting
+from .mixing import MixedConfig
 from .trainer import StageTrainer
 
 
@@ -22,49 +22,45 @@ from .trainer import StageTrainer
 class PostPretrainConfig(MixedConfig):
     """Stage 1 (MoE-LPR Eq. 8, LayerMoE Eq. 4): `L = L_NTP + balance_coef * L_balance`."""
 
-    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.01, "weight of the load-balancing loss")
-    language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(
-        0.0, "weight of the LPR loss, for one-stage training; needs `replay`"
-    )
-    replay: Flag = key(False, "train on text of the old languages too")
-    everything: Flag = key(False, "train all parameters, the plain mixture of experts as a baseline")
-    masking: Masking | str | None = key(Masking, "masking during training")
-    budget_coef: Annotated[Coefficient, GateBudgetLoss] = key(
-        0.1, "weight of the loss that keeps the gates at `gate_budget` (conditional routing)"
-    )
-    gate_budget: Share = key(0.8, "target of the gates: mean weight of the routed experts")
-    localized_balance_coef: Annotated[Coefficient, LocalizedBalanceLoss] = key(
-        0.0, "weight of LoRAMoE's localized balancing constraint"
-    )
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
-
-
-class PostPretrain(MixingStage):
-    """MoE-LPR's and LayerMoE's first stage."""
-
     key = "post_pretrain"
     name = "post-pretrain"
     title = "Post-pretraining"
     participle = "post-pretrained"
-    config_class = PostPretrainConfig
     trains = Trained(experts="new")
 
-    def trained(self, config: PostPretrainConfig) -> tuple[str, Trained]:
-        return ("everything", EVERYTHING) if config.everything else (self.name, self.trains)
+    balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.01, "weight of the load-balancing loss")
+    language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = setting(
+        0.0, "weight of the LPR loss, for one-stage training; needs `replay`"
+    )
+    replay: Flag = setting(False, "train on text of the old languages too")
+    everything: Flag = setting(False, "train all parameters, the plain mixture of experts as a baseline")
+    masking: Masking | str | None = setting(Masking, "masking during training")
+    budget_coef: Annotated[Coefficient, GateBudgetLoss] = setting(
+        0.1, "weight of the loss that keeps the gates at `gate_budget` (conditional routing)"
+    )
+    gate_budget: Share = setting(0.8, "target of the gates: mean weight of the routed experts")
+    localized_balance_coef: Annotated[Coefficient, LocalizedBalanceLoss] = setting(
+        0.0, "weight of LoRAMoE's localized balancing constraint"
+    )
+    validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
 
-    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+    def trained(self) -> tuple[str, Trained]:
+        return ("everything", EVERYTHING) if self.everything else (self.name, self.trains)
+
+    @classmethod
+    def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*(old if settings.replay else ()), *new]
 
-    def check_text(self, config: Any, facts: StageFacts) -> None:
+    def check_text(self, facts: StageFacts) -> None:
         if missing := [code for code in facts.new if code not in facts.texts]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
         old_with_text = [code for code in facts.old if code in facts.texts]
-        if old_with_text and not config.replay:
+        if old_with_text and not self.replay:
             raise InputError(
                 f"{', '.join(old_with_text)}: post-pretraining reads only new languages; set `replay: true` to train "
                 "on old ones too."
             )
-        if config.language_prior_coef and not old_with_text:
+        if self.language_prior_coef and not old_with_text:
             raise InputError(
                 "language_prior_coef in post-pretraining needs old-language text: set `replay: true` and give it."
             )
@@ -77,7 +73,7 @@ class PostPretrainTrainer(StageTrainer):
     ablation; with `everything=True`, the plain "MoE" baseline, in which the base trains too.
     """
 
-    stage = PostPretrain()
+    stage = PostPretrainConfig
 
 
-STAGE = PostPretrainTrainer.stage
+STAGE = PostPretrainConfig

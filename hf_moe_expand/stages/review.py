@@ -17,56 +17,52 @@ from ..trainers.freezing import Trained
 from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
 from .base import TrainingStage, languages_of
 from .checks import StageFacts
-from .config import BlockSize, StageConfig, ValidationSettings, key
+from .config import BlockSize, ValidationSettings, setting
 from .trainer import StageTrainer
 
 
 @dataclass
-class ReviewConfig(StageConfig):
+class ReviewConfig(TrainingStage):
     """Stage 2 (MoE-LPR Eq. 11, LayerMoE Eq. 12): `L_NTP + language_prior_coef * L_LPR + classifier_coef * L_CLS`, to
     which `distillation_coef * L_KD` may be added."""
-
-    block_size: BlockSize = key(512, "tokens in a block")
-    old_documents: Count | None = key(
-        None,
-        "count documents, as MoE-LPR does: this many of each old language. By default old and new languages have "
-        "equally many tokens, as many as the text allows",
-    )
-    new_per_old: Positive | None = key(None, "count documents: new ones for each old one; 2 by default")
-    fewer_documents: Flag = key(
-        False,
-        "count documents: where a language has too little text for `old_documents`, take as many as the text allows",
-    )
-    balance_coef: Annotated[Coefficient, BalanceLoss] = key(0.0, "weight of the load-balancing loss")
-    language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = key(0.1, "weight of the LPR loss")
-    classifier_coef: Annotated[Coefficient, ClassifierLoss] = key(0.1, "weight of the classifiers' loss")
-    train_gates: Flag = key(
-        False, "train fitted gates further, by the classifiers' loss; they stay as fitted otherwise"
-    )
-    distillation_coef: Annotated[Coefficient, DistillationLoss] = key(
-        0.0, "weight of self-distillation: old-language tokens keep the base's predictions"
-    )
-    validation: ValidationSettings | str | None = key(ValidationSettings, "held-out text to score during training")
-
-
-class Review(TrainingStage):
-    """MoE-LPR's and LayerMoE's second stage."""
 
     key = "review"
     name = "review"
     title = "Review"
     participle = "reviewed"
-    config_class = ReviewConfig
     trains = Trained(classifiers=True)
     optional = True
 
-    def trained(self, config: ReviewConfig) -> tuple[str, Trained]:
-        return self.name, replace(self.trains, gates=config.train_gates)
+    block_size: BlockSize = setting(512, "tokens in a block")
+    old_documents: Count | None = setting(
+        None,
+        "count documents, as MoE-LPR does: this many of each old language. By default old and new languages have "
+        "equally many tokens, as many as the text allows",
+    )
+    new_per_old: Positive | None = setting(None, "count documents: new ones for each old one; 2 by default")
+    fewer_documents: Flag = setting(
+        False,
+        "count documents: where a language has too little text for `old_documents`, take as many as the text allows",
+    )
+    balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.0, "weight of the load-balancing loss")
+    language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = setting(0.1, "weight of the LPR loss")
+    classifier_coef: Annotated[Coefficient, ClassifierLoss] = setting(0.1, "weight of the classifiers' loss")
+    train_gates: Flag = setting(
+        False, "train fitted gates further, by the classifiers' loss; they stay as fitted otherwise"
+    )
+    distillation_coef: Annotated[Coefficient, DistillationLoss] = setting(
+        0.0, "weight of self-distillation: old-language tokens keep the base's predictions"
+    )
+    validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
 
-    def languages(self, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
+    def trained(self) -> tuple[str, Trained]:
+        return self.name, replace(self.trains, gates=self.train_gates)
+
+    @classmethod
+    def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
-    def check_text(self, config: Any, facts: StageFacts) -> None:
+    def check_text(self, facts: StageFacts) -> None:
         if missing := [code for code in (*facts.old, *facts.new) if code not in facts.texts]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
@@ -76,15 +72,15 @@ class Review(TrainingStage):
                 "No old language was given: review needs text of the base's languages, which the base can write itself "
                 "(`hf-moe-expand sample`; `self_written` in a recipe)."
             )
-        if config.distillation_coef:
+        if self.distillation_coef:
             _check_distillation(facts)
 
-    def amounts(self, texts: Mapping[str, Dataset], model_config: Any, config: ReviewConfig) -> dict[str, Any]:
+    def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
         old, new = languages_of(model_config)
-        if not (counts_documents(config) or model_config.is_encoder_decoder):
+        if not (counts_documents(self) or model_config.is_encoder_decoder):
             return {"sides": [old, new]}
         available = {code: len(dataset) for code, dataset in texts.items()}
-        limits = (config.old_documents, config.new_per_old or NEW_PER_OLD, config.fewer_documents)
+        limits = (self.old_documents, self.new_per_old or NEW_PER_OLD, self.fewer_documents)
         return {"documents": review_documents(available, old, new, *limits)}
 
 
@@ -120,7 +116,7 @@ class ReviewTrainer(StageTrainer):
     `ReviewConfig(language_prior_coef=0)` is the ablation without LPR.
     """
 
-    stage = Review()
+    stage = ReviewConfig
 
 
-STAGE = ReviewTrainer.stage
+STAGE = ReviewConfig

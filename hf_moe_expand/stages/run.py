@@ -27,7 +27,7 @@ from ..records import StageRecord, add_stage
 from ..schema import changed
 from ..self_written import writer_of
 from ..trainers.freezing import freeze
-from . import OTHER_STAGES, RECIPE_STAGES, stage_of, trained_parts
+from . import trained_parts
 from .arguments import check_training_arguments
 from .base import TrainingStage
 from .checks import read_curriculum
@@ -64,16 +64,16 @@ def train_stage(
             room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
     """
-    stage, config = stage_for(config), copy.copy(config)  # the caller's stays as it is
+    config = copy.copy(checked_stage(config))  # the caller's stays as it is
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
-    before = stage.load_config(folder)
+    before = config.load_config(folder)
     check_complete(folder, before)
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
     check_training_arguments(config.recorded()["training"], "training")
-    stage.check(config, stage.facts(before, data))
+    config.check(config.facts(before, data))
     curriculum = read_curriculum(config, list(data))
     recorded = config.recorded()
     if curriculum is not None:
@@ -85,17 +85,14 @@ def train_stage(
         work.refuse_if_at_work()
     resume = work.resume()
     written = sum(info.nbytes for info in CheckpointReader(folder).tensors.values())
-    saves, each = (
-        saved_at_once(config),
-        training_checkpoint(*stage.saved_parameters(network_of(before), config), config),
-    )
+    saves, each = saved_at_once(config), training_checkpoint(*config.saved_parameters(network_of(before)), config)
     needed = written + max(saves * each - folder_bytes(work.path), 0)
     if config.process_index == 0:
         check_room(out, needed, f"the trained checkpoint and {saves} training checkpoints of {each:,} bytes at once")
     tokenizer = load_tokenizer(folder, model)
     callbacks: list[Any] = []
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
-        packed = stage.pack(stage.load(data, before), tokenizer, before, config)
+        packed = config.pack(config.load(data, before), tokenizer, before)
         validation: Any = getattr(config, "validation", None)
         if validation is not None and validation.texts:
             path = work.path / VALIDATION
@@ -111,7 +108,7 @@ def train_stage(
     if not split and not config.deepspeed:  # else a rank holds parts alone
         check_finite(network, model)
     with work.begun(config.process_index == 0):  # before the Trainer makes the folder
-        trainer = stage.make_trainer(network, config, packed, callbacks)
+        trainer = config.make_trainer(network, packed, callbacks)
         trainer.settings = settings
         check_deepspeed(trainer, before)
         with names_the_need(work.path, needed):
@@ -121,11 +118,11 @@ def train_stage(
     add_stage(before, trainer.record)
     weights: Mapping[str, torch.Tensor] = whole_weights(trainer)
     if trainer.is_world_process_zero():
-        weights = stage.to_write(folder, config, weights)
-        check_trained(weights, stage.name)
+        weights = config.to_write(folder, weights)
+        check_trained(weights, config.name)
         with new_folder(out, overwrite, written) as partial:
             save_whole(weights, before, partial, folder)
-            copy_companions(folder, partial, stage.companions)
+            copy_companions(folder, partial, config.companions)
             # Mixed precision skips steps whose gradient overflowed; JSON has no such number.
             trainer.state.log_history = [
                 {n: v for n, v in log.items() if not isinstance(v, float) or math.isfinite(v)}
@@ -153,16 +150,14 @@ def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
             )
 
 
-def stage_for(config: StageConfig) -> TrainingStage:
-    """The stage of a configuration.
+def checked_stage(config: StageConfig) -> TrainingStage:
+    """The configuration, which is a stage's.
 
     Raises:
         InputError: the configuration belongs to no stage.
     """
-    for key in (*RECIPE_STAGES, *OTHER_STAGES):
-        stage = stage_of(key)
-        if isinstance(stage, TrainingStage) and isinstance(config, stage.config_class):
-            return stage
+    if isinstance(config, TrainingStage):
+        return config
     raise InputError(
         f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, GroupConfig, "
         "JointConfig, AdaptConfig or DenseConfig."

@@ -20,7 +20,7 @@ from ..trainers.masking import Masking, MaskingMixin
 from ..trainers.router_losses import RouterLossMixin
 from .base import TrainingStage, languages_of
 from .checks import is_mixed
-from .config import StageConfig
+from .config import declared_losses
 from .recording import RecordingTrainer
 
 
@@ -49,12 +49,12 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             loss is not finite.
     """
 
-    stage: ClassVar[TrainingStage]
+    stage: ClassVar[type[TrainingStage]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "stage" in vars(cls):
-            type(cls.stage).trainer_class = cls
+            cls.stage.trainer_class = cls
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         **others: Any,
     ) -> None:
         args = copy.copy(args)  # the caller's stays unchanged
-        config = args if isinstance(args, self.stage.config_class) else None
-        name, trained = self.stage.trained(config) if config else (self.stage.name, self.stage.trains)
+        config = args if isinstance(args, self.stage) else None
+        name, trained = config.trained() if config else (self.stage.name, self.stage.trains)
         self.trained_as = "everything" if everything else name
         self.freeze_report: FreezeReport = freeze(model, EVERYTHING if everything else trained, self.trained_as)
         if config is not None:
             self.settings = config.recorded()
-            router_losses = self.stage.losses(config) if router_losses is None else router_losses
-            masking = self.stage.masking(config) if masking is None else masking
+            router_losses = declared_losses(type(config), config) if router_losses is None else router_losses
+            masking = getattr(config, "masking", None) if masking is None else masking
         elif router_losses is None:
-            router_losses = self.stage.losses(self.stage.settings().model_construct())
+            router_losses = declared_losses(self.stage, self.stage.settings_class().model_construct())
         own_text = train_dataset is not None and not isinstance(train_dataset, PackedText)
         if train_dataset is not None:
             train_dataset, mix, language_classes = self._prepared(
@@ -102,7 +102,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
     def _prepared(
         self,
         model: Any,
-        config: StageConfig | None,
+        config: TrainingStage | None,
         data: Any,
         tokenizer: Any,
         mix: LanguageMix | None,
@@ -125,23 +125,23 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
                 classes = self.stage.language_classes(model.config, [*old, *new])
             return data, mix, classes
         if config is not None and mix is None:
-            mix = self.stage.mix(self.packed, model.config, config)
+            mix = config.mix(self.packed, model.config)
         if classes is None:
             classes = self.stage.language_classes(model.config, self.packed.languages)
         return self.packed.dataset, mix, classes
 
-    def _packed(self, model: Any, config: StageConfig | None, data: Dataset, tokenizer: Any) -> PackedText:
+    def _packed(self, model: Any, config: TrainingStage | None, data: Dataset, tokenizer: Any) -> PackedText:
         if config is None or tokenizer is None:
             raise InputError(
-                f"train_dataset holds text: pass {self.stage.config_class.__name__}(...) as args, which sets the "
+                f"train_dataset holds text: pass {self.stage.__name__}(...) as args, which sets the "
                 "packing, and the tokenizer as processing_class."
             )
         old, new = languages_of(model.config)
         texts = _by_language(data, old, new, model.config.is_encoder_decoder)
-        self.stage.check_model(model.config)
-        self.stage.check(config, self.stage.facts(model.config, texts))
+        config.check_model(model.config)
+        config.check(config.facts(model.config, texts))
         with config.main_process_first(desc="pack"):
-            return self.stage.pack(texts, tokenizer, model.config, config)
+            return config.pack(texts, tokenizer, model.config)
 
     def _score_while_training(self, model: Any, config: Any, tokenizer: Any) -> None:
         """Scores the held-out text that the configuration names, as `train_stage` does."""

@@ -54,7 +54,7 @@ class StageStep(Step, ABC):
     """A step that runs a stage on the checkpoint `before`."""
 
     run: ExpansionRun
-    stage: Stage
+    stage: type[Stage]
     settings: Any
     before: Path
 
@@ -77,7 +77,7 @@ class TrainStep(StageStep):
     """A step that runs a training stage."""
 
     every_rank = True
-    stage: TrainingStage
+    stage: type[TrainingStage]
 
     def _data(self) -> dict[str, LanguageText]:
         codes = self.stage.languages(self.settings, self.run.old, self.run.new)
@@ -93,7 +93,7 @@ class TrainStep(StageStep):
             None if model is None else longest_block(model), None if model is None else bool(model.is_encoder_decoder),
             key=self.stage.key, offline=checks.offline,
         )  # fmt: skip
-        self.stage.check(self._on_this_machine(facts).config(self.output, recipe.seed, self.stage.key), facts)
+        self._on_this_machine(facts).config(self.output, recipe.seed, self.stage.key).check(facts)
         checks.lines += facts.skipped
         super().check(checks)
         self._check_held_out_pairs(checks)
@@ -120,7 +120,7 @@ class TrainStep(StageStep):
         config: Any = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
         half = bool(training.get("bf16") or training.get("fp16"))
         at_once = config.per_device_train_batch_size * config.block_size
-        trained = freeze(checks.network, self.stage.trained(config)[1]).trainable
+        trained = freeze(checks.network, config.trained()[1]).trainable
         total = sum(parameter.numel() for parameter in checks.network.parameters())
         fixed = weights_bytes(total, trained)
         moving = activation_bytes(checks.network, at_once, half, bool(training.get(CHECKPOINTING)))
@@ -183,7 +183,8 @@ class TrainStep(StageStep):
     def _working(self, checks: Checks) -> int:
         relevant = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
         config = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
-        each = training_checkpoint(*self.stage.saved_parameters(checks.network, config), config)
+        total, trained = config.saved_parameters(checks.network)
+        each = training_checkpoint(total, trained, config)
         return saved_at_once(config) * each
 
     def _check_documents(self, checks: Checks) -> None:
