@@ -9,13 +9,14 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
 from study_tuning import Choice
 from transformers import AutoTokenizer
@@ -42,6 +43,7 @@ from hf_moe_expand.checkpoint.source import load_base_config
 from hf_moe_expand.checkpoint.stored import network_of
 from hf_moe_expand.data.packing import encode_documents
 from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.disk import folder_bytes
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
@@ -181,9 +183,13 @@ class Models:
         for model in (path.with_suffix("") for path in last_used):
             if model in keep or not model.exists():
                 continue
-            held += sum(file.stat().st_size for file in model.rglob("*") if file.is_file())
-            if held > limit:
-                shutil.rmtree(model)
+            with suppress(Timeout, FileNotFoundError), FileLock(f"{model}.lock", timeout=0):  # else another part has it
+                held += folder_bytes(model)
+                if held > limit:
+                    gone = model.with_suffix(".removed")  # a model that is half removed is never taken for whole
+                    shutil.rmtree(gone, ignore_errors=True)
+                    model.rename(gone)
+                    shutil.rmtree(gone)
 
     @staticmethod
     def _locked(path: Path) -> Path:

@@ -106,6 +106,7 @@ TESTED = {
     ("serving.md", "bash"): "test_docs.py::test_the_serving_guide",
     ("serving.md", "python"): "test_docs.py::test_the_serving_guide",
     ("study.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
+    ("study_lengths.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
     ("speed.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
     ("trl_and_peft.md", "python"): "test_trl.py::test_the_documents_python_runs_without_a_gpu",
 }

@@ -1,4 +1,4 @@
-"""The study's forecast, progress and choice of a device, on made-up rows."""
+"""The study's forecast, progress, choice of a device and disk space, on made-up rows."""
 
 import importlib
 import os
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 
 from hf_moe_expand.errors import InputError
 
@@ -93,3 +94,29 @@ def test_one_device_is_seen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="finds no such device"):
         use("cuda")
+
+
+def test_a_part_removes_old_models_but_none_that_another_part_holds(tmp_path):
+    models = object.__new__(importlib.import_module("study_models").Models)
+    models.out, models.settings = tmp_path, {"keep_gigabytes": 25e-9}
+    steps = tmp_path / "steps"
+    for age, name in enumerate(("new", "held", "old", "kept")):
+        (steps / name).mkdir(parents=True)
+        (steps / name / "weights").write_bytes(b"0123456789")
+        (steps / f"{name}.json").write_text("{}")
+        os.utime(steps / f"{name}.json", (1000 - age, 1000 - age))
+
+    def there():
+        return {path.name for path in steps.iterdir() if path.is_dir()}
+
+    with FileLock(f"{steps / 'held'}.lock"):
+        models.prune([steps / "kept"])
+        assert there() == {"new", "held", "old", "kept"}  # the held one does not count
+    (steps / "old.removed").mkdir()  # of a killed process
+    (steps / "old.removed" / "weights").touch()
+    models.settings["keep_gigabytes"] = 5e-9
+    with FileLock(f"{steps / 'held'}.lock"):
+        models.prune([steps / "kept"])
+    assert there() == {"held", "kept"}
+    models.prune([])
+    assert there() == set()
