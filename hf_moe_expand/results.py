@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from .errors import InputError
 from .jsonfile import read_json, write_json
@@ -11,7 +11,30 @@ from .layer_names import layer_name
 from .schema import Declared, Flag, Number, Share, Text, Whole, changed, read
 
 
-class SimilarityResult(Declared):
+class Result(Declared):
+    """The result of an analysis, which is a JSON file.
+
+    Attributes:
+        analysis: its name in messages, such as "a similarity analysis".
+    """
+
+    analysis: ClassVar[str]
+
+    def to_json(self, path: str | Path) -> None:
+        # A decoder's file does not speak of encoders.
+        write_json(path, {name: value for name, value in self.__dict__.items() if name != "encoder_layers" or value})
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Self:
+        """Reads the file.
+
+        Raises:
+            InputError: the file is missing or is not such an analysis; the message names the wrong key.
+        """
+        return read(cls, read_json(path, cls.analysis), f"{path}: not {cls.analysis}")
+
+
+class SimilarityResult(Result):
     """Similarities of languages in each layer; every list has one entry a layer.
 
     Attributes:
@@ -22,6 +45,8 @@ class SimilarityResult(Declared):
         similarity: `(new_old + new_new) / 2`, or `new_old` if new_new is None.
         encoder_layers: for an encoder-decoder, the number of its encoder's layers, which come first; 0 for a decoder.
     """
+
+    analysis = "a similarity analysis"
 
     old: list[Text]
     new: list[Text]
@@ -75,20 +100,8 @@ class SimilarityResult(Declared):
         pairs = {name: some(values) for name, values in self.pairs.items()}
         return changed(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
 
-    def to_json(self, path: str | Path) -> None:
-        write_json(path, _of_stacks(self.__dict__))
 
-    @classmethod
-    def from_json(cls, path: str | Path) -> "SimilarityResult":
-        """Reads `analysis.json`.
-
-        Raises:
-            InputError: the file is missing or is not a similarity analysis; the message names the wrong key.
-        """
-        return read(cls, read_json(path, "a similarity analysis"), f"{path}: not a similarity analysis")
-
-
-class SeparabilityResult(Declared):
+class SeparabilityResult(Result):
     """How well a linear probe on each FFN's input tells new text from old, on held-out text.
 
     All accuracies are balanced: the mean of the share of the old text that is called old and the share of the new text
@@ -106,6 +119,8 @@ class SeparabilityResult(Declared):
         by_language: for each language, by layer, the share of its stretches of the longest length that are called
             right.
     """
+
+    analysis = "a separability analysis"
 
     old: list[Text]
     new: list[Text]
@@ -149,20 +164,8 @@ class SeparabilityResult(Declared):
         rows = [[str(i), *(f"{values[i]:.3f}" for values in columns.values())] for i in range(len(self.token))]
         return ["layer", *columns], rows
 
-    def to_json(self, path: str | Path) -> None:
-        write_json(path, self.__dict__)
 
-    @classmethod
-    def from_json(cls, path: str | Path) -> "SeparabilityResult":
-        """Reads `separability.json`.
-
-        Raises:
-            InputError: the file is missing or is not a separability analysis; the message names the wrong key.
-        """
-        return read(cls, read_json(path, "a separability analysis"), f"{path}: not a separability analysis")
-
-
-class DeviationResult(Declared):
+class DeviationResult(Result):
     """How far fine-tuning on each language moves the FFNs, and how similar the changes of two languages are (DMoE).
 
     Attributes:
@@ -172,6 +175,8 @@ class DeviationResult(Declared):
         layers: layers over which `similarity` was taken.
         steps, learning_rate, batch_size, block_size, seed: settings of the fine-tuning.
     """
+
+    analysis = "a deviation analysis"
 
     languages: list[Text]
     deviation: list[Number]
@@ -188,18 +193,6 @@ class DeviationResult(Declared):
         lists = {f"by_language.{name}": values for name, values in self.by_language.items()}
         _check_lengths(len(self.deviation), lists)
 
-    def to_json(self, path: str | Path) -> None:
-        write_json(path, self.__dict__)
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "DeviationResult":
-        """Reads `deviation.json`.
-
-        Raises:
-            InputError: the file is missing or is not a deviation analysis; the message names the wrong key.
-        """
-        return read(cls, read_json(path, "a deviation analysis"), f"{path}: not a deviation analysis")
-
 
 NO_CHOICE = (
     "No router of this model can leave an expert out: every token goes to all experts of its layer, since no layer has "
@@ -208,7 +201,7 @@ NO_CHOICE = (
 )
 
 
-class RoutingResult(Declared):
+class RoutingResult(Result):
     """How the routers of an expanded model route the text of each language.
 
     Lists by layer have one entry for each of `layers`.
@@ -232,6 +225,8 @@ class RoutingResult(Declared):
         encoder_layers: for an encoder-decoder, the number of its encoder's layers, dense ones included, which come
             first; 0 for a decoder.
     """
+
+    analysis = "a routing analysis"
 
     classes: dict[Text, Whole]
     tokens: Whole
@@ -298,23 +293,6 @@ class RoutingResult(Declared):
         pairs = zip(pairwise(self.names), self.colocation, strict=True)
         rows = [[f"{here}, {there}", "-" if value is None else f"{value:.2f}"] for (here, there), value in pairs]
         return ["layers", "co-location"], rows
-
-    def to_json(self, path: str | Path) -> None:
-        write_json(path, _of_stacks(self.__dict__))
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "RoutingResult":
-        """Reads `routing.json`.
-
-        Raises:
-            InputError: the file is missing or is not a routing analysis; the message names the wrong key.
-        """
-        return read(cls, read_json(path, "a routing analysis"), f"{path}: not a routing analysis")
-
-
-def _of_stacks(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a result; a decoder's does not speak of encoders."""
-    return {name: value for name, value in fields.items() if name != "encoder_layers" or value}
 
 
 def _check_lengths(layers: int, lists: Mapping[str, Sequence[Any]]) -> None:
