@@ -2,13 +2,14 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from study_settings import trained_tokens
+from study_tuning import ladder
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -70,11 +71,11 @@ def work_of(job: Job, tunes: bool) -> Work:
     scoring = Work(1, 0, _scored_tokens(job.study))
     if not row:
         return scoring
-    twins = [other for name, other in settings["rows"].items() if name != job.name]
-    shared = "average" in row and {key: value for key, value in row.items() if key != "average"} in twins
+    others = [_training(other) for name, other in settings["rows"].items() if name != job.name]
+    shared = "average" in row and _training(row) in others
     tokens = 0.0 if shared else trained_tokens(settings) * (1.0 if "dense" in row else _MIXTURE)
-    rates, weights = min(3, len(settings["rates"])), len(row.get("average", [None]))
-    reviews = min(3, len(settings["review_rates"])) if row.get("review") is not None else 1
+    rates, weights = min(3, len(ladder(row, settings, "rates"))), len(row.get("average", [None]))
+    reviews = min(3, len(ladder(row, settings, "review_rates"))) if row.get("review") is not None else 1
     choices = rates * weights + reviews - 1
     if not tunes or choices == 1:
         return scoring + Work(1, tokens, 0)
@@ -83,6 +84,11 @@ def work_of(job: Job, tunes: bool) -> Work:
     # Seed 0 at the best rates is one of the sweep's own models.
     trainings = rates + (reviews - 1) * share + (job.seed != 0)
     return scoring + Work(2 * choices, tokens * trainings, judged * choices)
+
+
+def _training(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides a row's training."""
+    return {key: value for key, value in row.items() if key not in ("average", "rates", "review_rates")}
 
 
 def _scored_tokens(study: Any) -> float:

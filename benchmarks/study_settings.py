@@ -11,7 +11,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.yamlfile import read_yaml
 
 # Keys that decide nothing of a row's figures, and those that alone decide the base's.
-_PRESENTED = ("claims", "curves", "generation", "keep_gigabytes", "lengths", "rows", "seeds")
+_PRESENTED = ("claims", "curves", "generation", "keep_gigabytes", "ladders", "lengths", "rows", "seeds")
 _SCORED = ("old", "new", "evaluation", "pairs", "document_sentences")
 
 
@@ -28,6 +28,11 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: tuning_unnamed: {both[0]} is a language of the test; the sweep takes others.")
     if bare := [code for code in judges if not shipped_sentences(code)]:
         raise InputError(f"{path}: tuning_unnamed: {bare[0]} is not among the package's anchors, whose text it takes.")
+    for tokens, ladders in settings.get("ladders", {}).items():
+        if tokens not in settings.get("lengths", []):
+            raise InputError(f"{path}: ladders: {tokens} is not among the lengths.")
+        if unknown := [name for name in ladders if name not in settings["rows"]]:
+            raise InputError(f"{path}: ladders: {tokens}: {unknown[0]!r} is not a row.")
     return settings
 
 
@@ -55,13 +60,15 @@ def lengths_of(settings: Mapping[str, Any]) -> list[int | None]:
 
 
 def at_length(settings: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """The settings of the runs of one length: its own number of steps, as near to `tokens` as whole steps come, and the
-    same share of them for reviews."""
+    """The settings of the runs of one length: its own number of steps, as near to `tokens` as whole steps come, the
+    same share of them for reviews, and the rates that `ladders` gives its rows."""
     if tokens is None:
         return dict(settings)
+    ladders = settings.get("ladders", {}).get(tokens, {})
+    rows = {name: {**row, **ladders.get(name, {})} for name, row in settings["rows"].items()}
     steps = max(1, round(tokens / (settings["block_size"] * settings["batch_size"])))
     review_steps = max(1, round(steps * settings["review_steps"] / settings["steps"]))
-    return {**settings, "steps": steps, "review_steps": review_steps}
+    return {**settings, "steps": steps, "review_steps": review_steps, "rows": rows}
 
 
 def trained_tokens(settings: Mapping[str, Any]) -> int:

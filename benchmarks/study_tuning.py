@@ -60,7 +60,9 @@ def tune(row: Mapping[str, Any], settings: Mapping[str, Any], tried: Tried) -> C
 
     Each rate is judged with its best weight, as averaging trains nothing.
     """
-    rates, reviews = settings["rates"], settings["review_rates"] if row.get("review") is not None else [None]
+    rates, reviews = ladder(row, settings, "rates"), [None]
+    if row.get("review") is not None:
+        reviews = ladder(row, settings, "review_rates")
     weights = row.get("average", [None])
 
     def best(rate: float, review_rate: float | None) -> Choice:
@@ -71,6 +73,11 @@ def tune(row: Mapping[str, Any], settings: Mapping[str, Any], tried: Tried) -> C
     rate = sweep(rates, lambda rate: tried.score(best(rate, start)))
     review_rate = sweep(reviews, lambda review: tried.score(best(rate, review)))
     return best(rate, review_rate)
+
+
+def ladder(row: Mapping[str, Any], settings: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """The `rates` or `review_rates` that the sweep tries for a row: its own, or those of all rows."""
+    return row.get(key, settings[key])
 
 
 def sweep(ladder: Sequence[Any], score: Callable[[Any], float]) -> Any:

@@ -105,7 +105,10 @@ def test_the_whole_way_and_again_and_once_more_elsewhere(recipe, root, capsys):
     fewer = []
     run_recipe(changed(recipe, test={"el": recipe.test["el"]}), fewer.append)
     assert sum("done already" in line for line in fewer) == 5
-    assert "[6/6] evaluate: 1 languages, 3 models" in "\n".join(fewer)
+    assert "[6/6] evaluate: 1 languages, 3 models; no held-out text in en, zh, tr (" in "\n".join(fewer)
+    unmeasured = validate_recipe(changed(recipe, test={"el": recipe.test["el"]}, output=str(root / "unmeasured")))
+    assert "test: no held-out text in en, zh, tr: what becomes of it is not measured" in unmeasured
+    assert not any("held-out" in line for line in validate_recipe(recipe))
     # P8: the same seed elsewhere gives the same bytes; another seed does not.
     twin = run_recipe(changed(recipe, output=str(root / "twin"), test={}), said.append)
     assert weights(twin) == weights(final)

@@ -171,6 +171,8 @@ def test_the_rate_is_chosen_first_then_the_reviews_and_each_rate_has_its_best_we
     settings["rates"] = [2.0]
     assert tune({}, "c") == tuning.Choice(2.0)
     assert not calls
+    assert tune({"rates": [1.0, 3.0], "review": {}, "review_rates": [20.0]}, "e") == tuning.Choice(3.0, 20.0)
+    assert [(one.rate, one.review_rate) for one in calls] == [(1, 20), (3, 20)]
     assert tune({"average": [0.2, 0.6]}, "d") == tuning.Choice(2.0, None, 0.6)
     with pytest.raises(InputError, match=r"a.json: was made with other settings; remove it, or give another --out"):
         tuning.Tried(tmp_path / "a.json", "other", score)
@@ -393,11 +395,21 @@ def test_no_gate_is_fitted_on_a_language_that_stays_unnamed(quick_study, tmp_pat
 
 def test_a_length_has_whole_steps_and_the_same_share_of_reviews():
     settings = importlib.import_module("study_settings")
-    given = {"block_size": 256, "batch_size": 8, "steps": 100, "review_steps": 25, "lengths": [800_000, 50_000]}
+    given = {
+        "block_size": 256, "batch_size": 8, "steps": 100, "review_steps": 25, "lengths": [800_000, 50_000],
+        "rows": {"a": {"review": {}}, "b": {}}, "rates": [1.0, 2.0], "ladders": {800_000: {"a": {"rates": [3.0]}}},
+    }  # fmt: skip
     assert settings.lengths_of(given) == [50_000, 800_000]
     found = {tokens: settings.at_length(given, tokens) for tokens in (50_000, 800_000, 1)}
     assert [(of["steps"], of["review_steps"]) for of in found.values()] == [(24, 6), (391, 98), (1, 1)]
     assert settings.trained_tokens(found[800_000]) == 391 * 2048
+    # A length may have rates of its own for a row; the results of other lengths and rows stay what they are.
+    assert found[800_000]["rows"] == {"a": {"review": {}, "rates": [3.0]}, "b": {}}
+    plain = {key: value for key, value in given.items() if key != "ladders"}
+    for tokens in found:
+        same = {name: settings.row_digest(settings.at_length(plain, tokens), name) for name in "ab"}
+        now = {name: settings.row_digest(settings.at_length(given, tokens), name) for name in "ab"}
+        assert [now[name] == same[name] for name in "ab"] == [tokens != 800_000, True]
     assert settings.lengths_of({"steps": 3}) == [None]
     assert settings.at_length(given, None) == given
 

@@ -11,6 +11,7 @@ from ..errors import errors_at
 from ..evaluation.chat import QUESTIONS, check_chat
 from ..evaluation.perplexity import language_stream
 from ..evaluation.scoring import score_models
+from ..languages import UNDETERMINED
 from ..models import load_tokenizer
 from ..recipe import Recipe
 from ..recipe_paths import unset_variable
@@ -43,6 +44,11 @@ class Evaluate(Step):
             **questions,
         }
 
+    def _unmeasured(self) -> list[str]:
+        """The recipe's languages without held-out text."""
+        sources = {**self.recipe.training_sources, **self.recipe.written_sources}
+        return [code for code in sources if code not in {*self.recipe.test, UNDETERMINED}]
+
     def _files(self) -> dict[str, LanguageText]:
         """The files with questions of the chat check."""
         return {code: LanguageText(code, file) for code, file in (self.recipe.evaluation.questions or {}).items()}
@@ -54,8 +60,11 @@ class Evaluate(Step):
         return {code: list(file.documents()) for code, file in self._files().items()}
 
     def check(self, checks: Checks) -> None:
-        """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it."""
+        """Refuses held-out text of whose first document nothing would be scored; says if `max_tokens` cuts it, and
+        which languages have none."""
         recipe, most = self.recipe, self.recipe.evaluation.max_tokens
+        if codes := self._unmeasured():
+            checks.lines.append(f"test: no held-out text in {', '.join(codes)}: what becomes of it is not measured")
         for code, file in self._files().items():
             with errors_at(f"evaluation.questions.{code}"):
                 if not checks.offline or not unset_variable(file.source):
@@ -99,4 +108,5 @@ class Evaluate(Step):
             else ""
         )
         chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
-        return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{chats}")
+        without = f"; no held-out text in {', '.join(codes)}" if (codes := self._unmeasured()) else ""
+        return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{chats}{without}")
