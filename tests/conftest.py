@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from torch.multiprocessing import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
-from zygote import Zygote
+from zygote import Child, Zygote
 
 from hf_moe_expand import Plan, cli
 from hf_moe_expand.anchors import shipped_anchors
@@ -187,7 +187,15 @@ _PROCESSES = Zygote("torch", "transformers.trainer", "transformers.models.qwen2.
 
 def run_python(code: str, *arguments: str, cwd: str | Path = "/") -> str:
     """Runs code in a new process, which has imported nothing of ours; returns what it prints."""
-    return _PROCESSES.run(f"import sys\n{code}", *arguments, cwd=cwd)
+    child = start_python(code, *arguments, cwd=cwd)
+    said, errors = child.communicate()
+    assert child.returncode == 0, errors
+    return said
+
+
+def start_python(code: str, *arguments: str, cwd: str | Path = "/") -> Child:
+    """Starts code as `run_python` does; the caller waits for its end."""
+    return _PROCESSES.start(f"import sys\n{code}", *arguments, cwd=cwd)
 
 
 def run_fresh(code: str, *arguments: str, cwd: str | Path = "/") -> str:

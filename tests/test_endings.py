@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from conftest import start_python
 from tqdm.auto import tqdm
 
 from hf_moe_expand import cli
@@ -39,14 +39,11 @@ cli.main()
     [(signal.SIGINT, "interrupted:"), (signal.SIGTERM, "by SIGTERM:"), (signal.SIGHUP, "by SIGHUP:")],
 )
 def test_signals_clean_up_and_say_one_line(tmp_path, number, said):
-    command = [sys.executable, "-c", WAITS, str(tmp_path / "out")]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout
+    process = start_python(WAITS, str(tmp_path / "out"))
     assert process.stdout.readline() == "writing\n"
     assert len(list(tmp_path.iterdir())) == 1
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == 128 + number
     assert not list(tmp_path.iterdir())
     lines = [line for line in errors.splitlines() if line]
@@ -141,9 +138,9 @@ def test_a_forked_worker_ends_as_it_would_without_handlers(tmp_path):
         "    print(os.waitpid(child, 0)[1])\n"
     )
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path.cwd(), check=False)
-    assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
-    assert not done.stderr
+    said, errors = start_python(program).communicate()
+    assert said.strip() == str(int(signal.SIGTERM)), errors
+    assert not errors
     assert time.monotonic() - started < 30
 
 

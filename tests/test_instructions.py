@@ -109,11 +109,15 @@ def test_the_benchmark_makes_and_scores_every_model(instructions, tmp_path, caps
     assert said.endswith(table)
     names = ["base", "instruct", "MoE, stage 1", "DeltaMoE", "DeltaMoE, router tuning", "MoE-CPT-Avg", "Dense-FT",
              "Dense-FT-Delta", "Dense-FT-Avg", "LLaMA-Pro"]  # fmt: skip
+    sizes = {}
     for name in names:
         assert sum(line.startswith(f"| {name} |") for line in table.splitlines()) == 3, name
         result = json.loads((tmp_path / "out" / "results" / f"{name}.json").read_text("utf-8"))
         counts = {code: len(rows) for code, rows in result["answers"].items()}
         assert counts == {"en": 10, "el": 5, "hu": 5, "tr": 5}
+        sizes[name] = result["parameters"]
+    assert sizes["base"] == sizes["Dense-FT-Avg"] < sizes["LLaMA-Pro"]
+    assert sizes["base"] < sizes["MoE, stage 1"] == sizes["DeltaMoE"] == sizes["MoE-CPT-Avg"]
     module.main(call)
     said = capsys.readouterr().out
     assert said.endswith(table)

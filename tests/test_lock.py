@@ -1,11 +1,9 @@
 """Two processes on one output: the second one names the first."""
 
 import os
-import subprocess
-import sys
 
 import pytest
-from conftest import save_dense, write_texts
+from conftest import save_dense, start_python, write_texts
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
 from hf_moe_expand.checkpoint.writer import new_folder
@@ -33,16 +31,14 @@ def held():
     processes = []
 
     def hold(folder):
-        started = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        started = start_python(HOLD, str(folder))
         processes.append(started)
         assert started.stdout.readline() == "held\n"
         return started
 
     yield hold
     for process in processes:
-        process.communicate("")
+        process.communicate()
 
 
 @pytest.fixture(scope="module")

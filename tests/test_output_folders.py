@@ -13,7 +13,7 @@ from socket import gethostname
 from types import SimpleNamespace
 
 import pytest
-from conftest import invoke, save_dense, write_texts
+from conftest import invoke, save_dense, start_python, write_texts
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
@@ -211,8 +211,7 @@ with new_folder(sys.argv[1], overwrite=True) as partial:
 
 
 def kill_at_rename(out: Path, number: int) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(out), str(number)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert start_python(KILLED, str(out), str(number)).wait() == -signal.SIGKILL
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):

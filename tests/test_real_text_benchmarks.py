@@ -89,22 +89,6 @@ def test_dmoe(place):
     assert "Groups: " in table
 
 
-def test_delta_moe(place, monkeypatch, tmp_path):
-    pytest.importorskip("trl")
-    script = importlib.import_module("delta_moe")
-    monkeypatch.setattr(script, "FOR_EACH_FORMAT", dict.fromkeys(script.FOR_EACH_FORMAT, 1))
-    steps = ["--steps", "2", "--sft-steps", "1", "--review-steps", "1", "--test-tokens", "600"]
-    found = rows(place("delta_moe", *steps))
-    assert list(found) == [
-        "base", "instruct", "MoE, stage 1", "DeltaMoE", "DeltaMoE, router tuning", "MoE-CPT-Avg", "Dense-FT",
-        "Dense-FT-Delta", "Dense-FT-Avg", "LLaMA-Pro",
-    ]  # fmt: skip
-    kept = {name: json.loads((tmp_path / "out" / "results" / f"{name}.json").read_text()) for name in found}
-    sizes = {name: result["parameters"] for name, result in kept.items()}
-    assert sizes["base"] == sizes["Dense-FT-Avg"] < sizes["LLaMA-Pro"]
-    assert sizes["base"] < sizes["MoE, stage 1"] == sizes["DeltaMoE"] == sizes["MoE-CPT-Avg"]
-
-
 def test_perfect_classifiers(place, tmp_path, monkeypatch, capsys):
     plan = Plan("moe-lpr", [2, 2, 2], classifier_layers=[1], old=["en"], new=["hu"])
     expand_checkpoint(tmp_path / "base", tmp_path / "model", plan, expert_init="random")

