@@ -142,7 +142,7 @@ class Work:
         with TemporaryDirectory() as scratch:
             settings = SFTConfig(
                 scratch, seed=options.seed, max_steps=options.sft_steps, per_device_train_batch_size=SFT_BATCH,
-                learning_rate=SFT_LEARNING_RATE, lr_scheduler_type="cosine", warmup_steps=20, bf16=True,
+                learning_rate=SFT_LEARNING_RATE, lr_scheduler_type="cosine", warmup_steps=20, bf16=False,
                 use_cpu=not torch.accelerator.is_available(), save_strategy="no",
                 report_to="none", logging_steps=50, **{CHECKPOINTING: False},
             )  # fmt: skip

@@ -61,7 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
         "learning_rate": 5e-3,
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 20,
-        "bf16": True,
         "logging_steps": options.every,
         "save_strategy": "no",
     }

@@ -23,6 +23,7 @@ from transformers import (
 
 from ..checkpoint.writer import new_folder
 from ..data.packing import collate_without_languages, pack_texts
+from ..memory import has_bfloat16
 
 END = "<|endoftext|>"
 
@@ -136,7 +137,8 @@ def _configuration(settings: BaseSettings, tokenizer: PreTrainedTokenizerFast) -
 
 
 def small_run_arguments(folder: str, seed: int, training: Mapping[str, Any]) -> TrainingArguments:
-    """Training arguments for a small model on any machine: bfloat16 autocast, cosine, no checkpoints."""
+    """Training arguments for a small model on any machine: bfloat16 autocast where the device has it, cosine, no
+    checkpoints."""
     return TrainingArguments(
         **{
             "output_dir": folder,
@@ -144,7 +146,7 @@ def small_run_arguments(folder: str, seed: int, training: Mapping[str, Any]) -> 
             "lr_scheduler_type": "cosine",
             "warmup_steps": 20,
             "weight_decay": 0.01,
-            "bf16": True,
+            "bf16": has_bfloat16(),
             "use_cpu": not torch.accelerator.is_available(),
             "save_strategy": "no",
             "report_to": "none",

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import write_text
+from ..memory import has_bfloat16
 from ..pipeline import run_recipe
 from ..planning.plan import Plan
 from ..recipe import Recipe
@@ -47,11 +48,11 @@ plan:
   classifier_layers: 2       # in the 2 layers where old and new languages are most similar
 post_pretrain:               # stage 1: new experts and routers, new languages only
   block_size: 128
-  training: {{max_steps: 300, per_device_train_batch_size: 16, learning_rate: 5e-3, bf16: true, logging_steps: 50,
+  training: {{max_steps: 300, per_device_train_batch_size: 16, learning_rate: 5e-3, bf16: {bf16}, logging_steps: 50,
              lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
 review:                      # stage 2: routers and classifiers, old and new languages
   block_size: 128
-  training: {{max_steps: 200, per_device_train_batch_size: 16, learning_rate: 1e-2, bf16: true, logging_steps: 50,
+  training: {{max_steps: 200, per_device_train_batch_size: 16, learning_rate: 1e-2, bf16: {bf16}, logging_steps: 50,
              lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
 evaluation: {{block_size: 128, batch_size: 32}}
 """
@@ -85,6 +86,7 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
         RECIPE.format(
             out=out,
             seed=seed,
+            bf16=str(has_bfloat16()).lower(),
             old=_yaml({code: sources["train"][code] for code in OLD}),
             new=_yaml({code: sources["train"][code] for code in NEW}),
             test=_yaml(sources["test"]),

@@ -7,6 +7,7 @@ A subclass declares its fields once, for the checks, the keys of a stage in a re
 import json
 import math
 import typing
+import warnings
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar
@@ -18,10 +19,15 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from ..errors import InputError, errors_at
+from ..memory import has_bfloat16
 from ..schema import Count, Declared, Text, Whole, read
 from ..trainers.losses import RouterLoss
 from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
 
+NO_BFLOAT16 = (
+    "bf16: this CPU has no instructions for bfloat16, and trains up to thirty times slower with it than in float32: "
+    "leave `bf16: true` out on this machine."
+)
 BlockSize = Annotated[Whole, Field(ge=2)]
 
 
@@ -91,6 +97,8 @@ class StageConfig(TrainingArguments):
             super().__post_init__()
             self.get_process_log_level()
         accepted_arguments(self)
+        if self.bf16 and self.use_cpu and not has_bfloat16():
+            warnings.warn(NO_BFLOAT16, stacklevel=3)
         self._made = {name: getattr(self, name) for name in _argument_names()}
 
     def _was_given(self, name: str) -> bool:

@@ -1,0 +1,38 @@
+"""bfloat16 where the device computes in it: the demo takes it there alone, a stage that asks for it elsewhere warns."""
+
+import warnings
+
+import pytest
+import torch
+
+from hf_moe_expand import PostPretrainConfig
+from hf_moe_expand.demo.base import small_run_arguments
+from hf_moe_expand.memory import has_bfloat16
+from hf_moe_expand.stages import config
+
+
+def test_a_cpu_has_it_by_its_instructions(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    if torch.backends.mkldnn.is_available():
+        assert has_bfloat16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not has_bfloat16()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert has_bfloat16()
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_a_small_run_takes_it_where_the_device_has_it(able, monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_moe_expand.demo.base.has_bfloat16", lambda: able)
+    assert small_run_arguments(tmp_path, 0, {}).bf16 is able
+
+
+def test_a_stage_on_a_cpu_without_it_warns(monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "has_bfloat16", lambda: False)
+    with pytest.warns(UserWarning, match="no instructions for bfloat16.*leave `bf16: true` out"):
+        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PostPretrainConfig(str(tmp_path), use_cpu=True)
+        monkeypatch.setattr(config, "has_bfloat16", lambda: True)
+        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True)
