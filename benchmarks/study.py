@@ -6,6 +6,7 @@
     python benchmarks/study.py row "25 % replay" --seed 1 --data DIR --out runs/study/small
     python benchmarks/study.py speed --data DIR --out runs/study/small
     python benchmarks/study.py report --out runs/study/small --json study_small.json --table table.md --figures .
+    python benchmarks/study.py restore --json study_small.json --data DIR --out runs/study/small
 
 DIR holds help/LANGUAGE.train.jsonl, help/LANGUAGE.test.jsonl and flores/LANGUAGE.dev.jsonl (objects with `text`), and
 minimal_pairs/LANGUAGE.jsonl (objects with `good` and `bad`). `--settings` names the languages, the training and the
@@ -18,7 +19,7 @@ Each row of a length trains the same number of tokens, and takes its rates from 
 documents of the training text that no row trains on and on sentences in old languages that no row reads, and extended
 where the best rate is at an end. Finished parts are kept: stop a command with Ctrl-C, and run it again to continue.
 `--part 1/2` and `--part 2/2` share the rows of `run` between two processes, each on its `--device`; `--rows` names some
-of them.
+of them. `restore` takes up a study from the JSON of a report, on a machine that lacks its folder.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from study_changes import file_name, kept_results, row_folder
 from study_forecast import TUNING_TOKENS, Job, Progress, forecast
 from study_models import Models
 from study_report import write_report
+from study_restore import restore
 from study_scores import MinimalPairs, bits_per_byte, generation_speed, parameters, read_texts
 from study_settings import at_length, lengths_of, read_settings, row_digest
 from study_tuning import Choice, Tried, tune
@@ -139,7 +141,14 @@ class Study:
             made = self.models.make(self.settings["rows"][name], seed, choice)
             scores = self.scores(made.path)
             digest = row_digest(self.settings, name)
-            found = {"settings": digest, **asdict(choice), "scores": scores, **parameters(made.path), **asdict(made)}
+            found = {
+                "settings": digest,
+                "seed": seed,
+                **asdict(choice),
+                "scores": scores,
+                **parameters(made.path),
+                **asdict(made),
+            }
             write_json(kept, {**found, "path": str(made.path)})
             self.prune()
         return read_json(kept, "a result")
@@ -289,6 +298,8 @@ def main(arguments: list[str] | None = None) -> None:
     row.add_argument("name")
     row.add_argument("--seed", type=int, default=0)
     verb("speed", lambda o: studies(o)[-1].speed(), "measures generation; on an idle machine")
+    taken_up = verb("restore", lambda o: restore(studies(o), o.json), "takes up the finished rows of a report's JSON")
+    taken_up.add_argument("--json", type=Path, required=True, help="JSON of `report`")
     report = verb("report", lambda o: write_report(o), "writes the tables, the JSON and the figures")
     report.add_argument("--json", type=Path)
     report.add_argument("--table", type=Path)

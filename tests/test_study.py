@@ -313,6 +313,22 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
         assert of["rows"]["source-shielded updates"]["seeds"][0]["trained"] < one["total"]
     assert (tmp_path / "study_small_lengths.svg").read_text().count("LoRA, averaged") >= 1
 
+    # Elsewhere, the JSON is all there is; the rows are not made again.
+    (tmp_path / "out").rename(tmp_path / "first")
+    quick_study("restore", "--json", str(tmp_path / "all.json"), **LENGTHS)
+    assert "LoRA, 512 tokens: 1 seeds" in capsys.readouterr().out
+    quick_study("run", "--seeds", "0", **LENGTHS)
+    assert "are to be made" not in capsys.readouterr().out
+    assert len(trained) == 4
+    quick_study("report", "--json", str(tmp_path / "again.json"), **LENGTHS)
+    again = json.loads((tmp_path / "again.json").read_text())["lengths"]
+    for tokens, of in found.items():
+        trained_rows = {name: row for name, row in of["rows"].items() if name != "base"}
+        assert trained_rows == {name: again[tokens]["rows"][name] for name in trained_rows}
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "first").rename(tmp_path / "out")
+    capsys.readouterr()
+
     # The average, tensor by tensor.
     kept = json.loads((tmp_path / "out" / "512" / "results" / "LoRA--averaged.0.json").read_text())
     about = json.loads((tmp_path / "out" / "steps" / f"{Path(kept['path']).name}.json").read_text())["about"]
