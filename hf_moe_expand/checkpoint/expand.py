@@ -188,9 +188,12 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
         ffn = ffns[place.layer]
         make = first_weight(dense.network, config, ffn, place, shape, expert_init, seed, dense)
         if make is not None:
-            dtype = ffn_dtype(dense, ffn) if place.dense is None else dense.info(place.dense).dtype
+            dtype = (
+                ffn_dtype(dense, ffn) if place.dense is None else dense.reader.tensors[dense.names[place.dense]].dtype
+            )
             outputs.append(made(name, dtype, shape, make))
         else:
+            assert place.dense is not None, "`first_weight` makes what the dense model lacks"
             outputs += dense.copies(place.dense, name)
     return outputs
 
