@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..checkpoint.expand import ffn_dtype, routing_tensor, versions
+from ..checkpoint.expand import ffn_dtype, versions
 from ..checkpoint.folder import write_checkpoint
 from ..checkpoint.merge import averaged, check_same_shape
+from ..checkpoint.new_weights import new_weight
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, computed, network_of, places
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made
 from ..errors import InputError
 from ..modeling import DMoEConfig, decoder_ffns
 from ..planning.plan import Plan
@@ -80,7 +80,7 @@ def expand_branches(
         expert_init="branches",
         seed=seed,
         base_parameters=sum(info.numel for info in first.reader.tensors.values()),
-        parameters=sum(torch.Size(tensor.shape).numel() for tensor in tensors),
+        parameters=sum(tensor.numel for tensor in tensors),
         versions=versions(),
     )
     History([record]).write(config)
@@ -96,11 +96,11 @@ def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[Outp
     ffns = decoder_ffns(first.network)
     weights = [1 / len(models)] * len(models)
     outputs = []
-    shapes = {key: tuple(value.shape) for key, value in expanded.state_dict().items()}
+    shapes = {key: value.shape for key, value in expanded.state_dict().items()}
     for name, place in places(expanded).items():
         if place.dense is None:
-            dtype = ffn_dtype(first, ffns[place.layer])
-            outputs.append(routing_tensor(name, dtype, shapes[name], place.inner, (seed, place.layer)))
+            make = partial(new_weight, place.inner, shapes[name], (seed, place.layer))
+            outputs.append(made(name, ffn_dtype(first, ffns[place.layer]), shapes[name], make))
         elif place.dense not in first.names:  # tied
             continue
         elif place.expert is None:

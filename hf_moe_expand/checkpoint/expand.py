@@ -3,14 +3,12 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedConfig
 
 from .. import __version__
@@ -23,13 +21,11 @@ from ..records import ExpansionRecord, History
 from ..settings import LORA_ALPHA, LORA_RANK
 from .folder import write_checkpoint
 from .kinds import check_kinds, chosen_kind, recorded_init
-from .neurons import file_rows
-from .new_weights import new_weight, random_weight
+from .new_weights import first_weight
 from .promises import check_architecture
-from .reader import TORCH_DTYPES, TensorInfo
 from .source import COMPANIONS, load_base_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made
 
 _FEW = 5
 _PART = re.compile(r"(model\.)?[^.]+")
@@ -105,7 +101,7 @@ def expand_checkpoint(
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     tensors = _outputs(dense, config, expert_init, seed)
     base_parameters = sum(dense.reader.tensors[dense.names[key]].numel for key in dense.tensors)
-    parameters = sum(tensor_numel(tensor.shape) for tensor in tensors)
+    parameters = sum(tensor.numel for tensor in tensors)
     # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
     record = first_record(plan, name, commit, recorded_init(kind, expert_init), seed, base_parameters, parameters)
@@ -117,11 +113,7 @@ def expand_checkpoint(
 
 
 def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.PathLike) -> None:
-    """Refuses a plan for another number of layers.
-
-    Raises:
-        InputError: the plan's number of layers is not the model's.
-    """
+    """Refuses a plan for another number of layers, or of an encoder's layers."""
     sizes = stack_sizes(dense_config)
     layers, encoder = sum(sizes.values()), sizes.get("encoder", 0)
     if len(plan.experts_per_layer) != layers:
@@ -131,24 +123,19 @@ def check_layers(plan: Plan, dense_config: PreTrainedConfig, base: str | os.Path
         )
     if plan.encoder_layers != encoder:
         raise InputError(
-            f"The plan is for {_stacks_in_words(plan.encoder_layers, layers)}, but {base} has "
-            f"{_stacks_in_words(encoder, layers)}: make a plan for this model (`plan --layers MODEL`)."
+            f"The plan is for {_stacks(plan.encoder_layers, layers)}, but {base} has {_stacks(encoder, layers)}: make "
+            "a plan for this model (`plan --layers MODEL`)."
         )
 
 
-def _stacks_in_words(encoder: int, layers: int) -> str:
+def _stacks(encoder: int, layers: int) -> str:
     return f"{encoder} layers of an encoder and {layers - encoder} of a decoder" if encoder else "a decoder"
 
 
 def check_dense_plan(
     plan: Plan, dense_config: PreTrainedConfig, name: str | os.PathLike, conditional_routing: bool
 ) -> None:
-    """Refuses a plan that does not expand this dense model; messages call the model `name`.
-
-    Raises:
-        InputError: the plan grows an expanded model, is for another number of layers, or gives expert 0 to a language
-            group although conditional routing shares it.
-    """
+    """Refuses a plan that does not expand this dense model; messages call the model `name`."""
     plan.checked()
     if plan.grows_from:
         raise InputError("The plan was made to grow an expanded checkpoint (--from): use `grow`.")
@@ -189,77 +176,32 @@ def planned_config(
     )
 
 
-def tensor_numel(shape: Iterable[int]) -> int:
-    """Number of elements of a tensor of this shape."""
-    return int(torch.Size(shape).numel())
-
-
 def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> list[OutputTensor]:
     """Every tensor of the expanded checkpoint, as a function of the dense checkpoint's tensors."""
-    expanded = network_of(config)
-    ffns = decoder_ffns(dense.network)
+    expanded, ffns = network_of(config), decoder_ffns(dense.network)
     where = places(expanded)
     outputs = []
     for name, parameter in expanded.state_dict().items():
-        place = where[name]
-        if place.dense is None:
-            ffn, shape, where_new = ffns[place.layer], tuple(parameter.shape), (seed, place.layer)
-            rows = None
-            if expert_init == "copy" and config.kind_of(place.layer, place.expert or 0).name == "added":
-                rows = file_rows(dense, ffn.module, ffn.name, place.inner, shape[0], where_new)
-            outputs.append(routing_tensor(name, ffn_dtype(dense, ffn), shape, place.inner, where_new, rows))
+        place, shape = where[name], parameter.shape
+        if place.dense is not None and place.dense not in dense.names:  # tied
             continue
-        info = dense.info(place.dense)
-        if info is None:  # tied
-            continue
-        if expert_init == "random" and place.expert:
-            ffn = ffns[place.layer]
-            rest = place.dense.removeprefix(f"{ffn.name}.")
-            outputs.append(
-                _random_expert_tensor(name, info, dense.network, ffn.module, rest, (seed, place.layer, place.expert))
+        ffn = ffns[place.layer]
+        make = first_weight(dense.network, config, ffn, place, shape, expert_init, seed, dense)
+        if make is not None:
+            dtype = (
+                ffn_dtype(dense, ffn) if place.dense is None else dense.reader.tensors[dense.names[place.dense]].dtype
             )
+            outputs.append(made(name, dtype, shape, make))
         else:
+            assert place.dense is not None, "`first_weight` makes what the dense model lacks"
             outputs += dense.copies(place.dense, name)
     return outputs
 
 
 def ffn_dtype(dense: StoredModel, ffn: DecoderFFN) -> str:
-    """The type in which a dense layer's FFN is stored; the router gets the same type.
-
-    Raises:
-        InputError: the weights are quantised.
-    """
+    """The type in which a dense layer's FFN is stored; the router gets the same type."""
     first = next(name for name, _ in ffn.module.named_parameters())
-    dtype = dense.reader.tensors[dense.names[f"{ffn.name}.{first}"]].dtype
-    if dtype not in TORCH_DTYPES:
-        raise InputError(f"{dense.folder}: the FFN weights are stored as {dtype}; expand the unquantised checkpoint.")
-    return dtype
-
-
-def routing_tensor(
-    name: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    inner: str,
-    place: tuple[int, ...],
-    rows: Callable[[], torch.Tensor] | None = None,
-) -> OutputTensor:
-    """`new_weight` as a tensor to write, or what `rows` gives."""
-
-    def data() -> Iterable[bytes]:
-        weight = new_weight(inner, shape, place) if rows is None else rows()
-        yield tensor_bytes(weight.to(TORCH_DTYPES[dtype]))
-
-    return OutputTensor(name, dtype, shape, data)
-
-
-def _random_expert_tensor(
-    name: str, info: TensorInfo, dense: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]
-) -> OutputTensor:
-    def data() -> Iterable[bytes]:
-        yield tensor_bytes(random_weight(dense, ffn, rest, place).to(TORCH_DTYPES[info.dtype]))
-
-    return OutputTensor(name, info.dtype, info.shape, data)
+    return dense.reader.tensors[dense.names[f"{ffn.name}.{first}"]].dtype
 
 
 def first_record(

@@ -17,7 +17,7 @@ from .folder import write_checkpoint
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory
 
 # The fields of a configuration and of an expansion's record.
 GATE_FIELDS = ("classifier_layers", "prefix_gate", "gate_languages")
@@ -83,11 +83,10 @@ def write_gates(
     for layer in gates.rows:
         dtype = stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype
         for inner, tensor in gate_tensors(gates, layer, dtype).items():
-            name = f"{places[layer]}.{inner}"
-            outputs.append(OutputTensor(name, dtype, tuple(tensor.shape), lambda t=tensor: [tensor_bytes(t)]))  # type: ignore[misc]
+            outputs.append(in_memory(f"{places[layer]}.{inner}", tensor))
     set_gates(config, gates)
     history = History.of(config)
-    parameters = sum(tensor.nbytes // max(TORCH_DTYPES[tensor.dtype].itemsize, 1) for tensor in outputs)
+    parameters = sum(tensor.numel for tensor in outputs)
     fields = {name: getattr(config, name) for name in GATE_FIELDS}
     last = changed(history.last, parameters=parameters, **fields)
     History([*history.expansions[:-1], last]).with_stage(record).write(config)

@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from ..modeling.expert_kinds import KINDS
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed
-from .expand import routing_tensor, versions
+from .expand import versions
 from .folder import write_checkpoint
-from .neurons import file_rows
-from .new_weights import new_router
-from .reader import ITEM_BITS, CheckpointReader, TensorInfo
+from .new_weights import Block, new_router, new_weight
+from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, check_complete, network_of
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, zeros
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
@@ -213,21 +212,35 @@ def add_experts(
         setattr(config, name, value)
     history = History.of(config)
     before = len(history)
-    outputs = {name: _copied(reader, name, name) for name in reader.tensors}
+    outputs = {name: copied(reader, name) for name in reader.tensors}
     stored = StoredModel(folder) if config.expert_kind == "added" else None
-    _add_experts(
-        outputs,
-        reader,
-        prefixes,
-        counts,
-        sources,
-        copy_router_rows,
-        seed,
-        not KINDS[config.expert_kind].has_ffn,
-        stored,
-    )
-    _replace_classifiers(outputs, reader, prefixes, config, before + 2)
-    parameters = sum(torch.Size(tensor.shape).numel() for tensor in outputs.values())
+    for layer, experts in sources.items():
+        prefix = prefixes[layer]
+        block = None
+        if stored is not None:
+            block = Block(stored.network.expanded_ffns()[layer].experts[0], stored, f"{prefix}.experts.0")
+        for number, expert in enumerate(experts, start=counts[layer]):
+            # A LoRA or added expert that copies expert 0 adds zero to it, with tensors of the shapes of expert 1's.
+            anew = expert == 0 and not KINDS[config.expert_kind].has_ffn
+            make = partial(new_weight, place=(seed, layer), block=block) if anew else None
+            new = _new_expert(reader, prefix, 1 if anew else expert, number, make)
+            outputs |= {tensor.name: tensor for tensor in new}
+        if experts:  # else a dense layer, maybe, which has no router
+            rows = experts if copy_router_rows else None
+            router = _router(reader, f"{prefix}.router.weight", len(experts), rows, (seed, layer, counts[layer]))
+            outputs[router.name] = router
+    for layer, prefix in enumerate(prefixes):
+        name = f"{prefix}.classifier.weight"
+        fitted = outputs.pop(f"{prefix}.classifier.bias", None) is not None
+        old = outputs.pop(name, None)
+        if layer in config.classifier_layers:
+            router = outputs[f"{prefix}.router.weight"]
+            shape = (before + 2, router.shape[1])
+            if old is None or fitted:
+                outputs[name] = zeros(name, router.dtype, shape)
+            else:
+                outputs[name] = made(name, router.dtype, shape, partial(_more_classes, reader, name, before + 2))
+    parameters = sum(tensor.numel for tensor in outputs.values())
     history.with_expansion(changed(record, parameters=parameters)).write(config)
     files = {}
     if keep_routers:
@@ -239,72 +252,30 @@ def add_experts(
     )  # fmt: skip
 
 
-def _copied(reader: CheckpointReader, name: str, source: str) -> OutputTensor:
+def copied(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
+    """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
     info = reader.tensors[source]
-    return OutputTensor(name, info.dtype, info.shape, lambda: reader.finite_chunks(source))
+    return OutputTensor(name or source, info.dtype, info.shape, lambda: reader.finite_chunks(source))
 
 
-def _add_experts(
-    outputs: dict[str, OutputTensor],
-    reader: CheckpointReader,
-    prefixes: Sequence[str],
-    counts: Sequence[int],
-    sources: Mapping[int, Sequence[int]],
-    copy_router_rows: bool,
-    seed: int,
-    has_updates: bool,
-    stored: StoredModel | None,
-) -> None:
-    for layer, experts in sources.items():
-        if not experts:  # a dense layer, maybe, which has no router
-            continue
-        prefix = prefixes[layer]
-        for number, expert in enumerate(experts, start=counts[layer]):
-            # A LoRA or added expert that copies expert 0 adds zero to it, with tensors of the shapes of expert 1's.
-            starts_anew = has_updates and expert == 0
-            of_source = f"{prefix}.experts.{1 if starts_anew else expert}."
-            for name, info in reader.tensors.items():
-                if name.startswith(of_source):
-                    inner = f"experts.{number}.{name.removeprefix(of_source)}"
-                    new = f"{prefix}.{inner}"
-                    if not starts_anew:
-                        outputs[new] = _copied(reader, new, name)
-                        continue
-                    rows = None
-                    if stored is not None:
-                        block, width = stored.network.expanded_ffns()[layer].experts[0], info.shape[0]
-                        rows = file_rows(stored, block, f"{prefix}.experts.0", inner, width, (seed, layer))
-                    outputs[new] = routing_tensor(new, info.dtype, info.shape, inner, (seed, layer), rows)
-        name = f"{prefix}.router.weight"
-        rows = experts if copy_router_rows else None
-        outputs[name] = _router(reader, name, len(experts), rows, (seed, layer, counts[layer]))
+def _new_expert(
+    reader: CheckpointReader, prefix: str, source: int, number: int, make: Callable[..., torch.Tensor] | None
+) -> Iterator[OutputTensor]:
+    """The tensors of expert `number` of a layer: copies of those of expert `source`, or new ones of their shapes."""
+    of_source = f"{prefix}.experts.{source}."
+    for name, info in reader.tensors.items():
+        if name.startswith(of_source):
+            inner = f"experts.{number}.{name.removeprefix(of_source)}"
+            new = f"{prefix}.{inner}"
+            if make is None:
+                yield copied(reader, name, new)
+            else:
+                yield made(new, info.dtype, info.shape, partial(make, inner, info.shape))
 
 
-def _replace_classifiers(
-    outputs: dict[str, OutputTensor], reader: CheckpointReader, prefixes: Sequence[str], config: Any, classes: int
-) -> None:
-    for layer, prefix in enumerate(prefixes):
-        name = f"{prefix}.classifier.weight"
-        fitted = outputs.pop(f"{prefix}.classifier.bias", None) is not None
-        if layer in config.classifier_layers:
-            outputs[name] = _classifier(reader, name, reader.tensors[f"{prefix}.router.weight"], classes, fitted)
-        else:
-            outputs.pop(name, None)
-
-
-def _classifier(
-    reader: CheckpointReader, name: str, router: TensorInfo, classes: int, anew: bool = False
-) -> OutputTensor:
-    shape = (classes, router.shape[1])
-
-    def data() -> Iterable[bytes]:
-        if name in reader.tensors and not anew:
-            old = reader.tensor(name)
-            yield tensor_bytes(torch.cat([old, old[-1:].expand(classes - len(old), -1)]))
-        else:
-            yield bytes(prod(shape) * ITEM_BITS[router.dtype] // 8)  # zeros
-
-    return OutputTensor(name, router.dtype, shape, data)
+def _more_classes(reader: CheckpointReader, name: str, classes: int) -> torch.Tensor:
+    old = reader.tensor(name)
+    return torch.cat([old, old[-1:].expand(classes - len(old), -1)])
 
 
 def _router(
@@ -313,10 +284,10 @@ def _router(
     info = reader.tensors[name]
     rows, hidden = info.shape
 
-    def data() -> Iterable[bytes]:
+    def weight() -> torch.Tensor:
         old = reader.tensor(name)
         # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
         new = new_router((rows + added, hidden), place)[rows:] if copied_rows is None else old[list(copied_rows)]
-        yield tensor_bytes(torch.cat([old, new.to(old.dtype)]))
+        return torch.cat([old, new.to(old.dtype)])
 
-    return OutputTensor(name, info.dtype, (rows + added, hidden), data)
+    return made(name, info.dtype, (rows + added, hidden), weight)

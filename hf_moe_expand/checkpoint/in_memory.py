@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -19,11 +18,10 @@ from ..records import History
 from ..settings import LORA_ALPHA, LORA_RANK
 from .expand import check_dense_plan, first_record, planned_config
 from .kinds import check_kinds, chosen_kind, recorded_init
-from .neurons import ROWS, added_rows, neurons_of, rows_in_memory
-from .new_weights import new_weight, random_weight
+from .new_weights import first_weight
 from .promises import check_architecture
 from .source import check_base_config
-from .stored import Place, places
+from .stored import places
 
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
 # Fields that say how a model was made or loaded and do not affect its outputs.
@@ -171,29 +169,12 @@ def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -
         place = where[name]
         ffn = ffns[place.layer]
         like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
-        if place.dense is None:
-            new = _new_weight(expanded, ffn.module, place, tuple(empty.shape), expert_init, seed)
-        elif expert_init == "random" and place.expert:
-            rest = place.dense.removeprefix(f"{ffn.name}.")
-            new = random_weight(dense, ffn.module, rest, (seed, place.layer, place.expert))
+        make = first_weight(dense, expanded.config, ffn, place, empty.shape, expert_init, seed)
+        if make is not None:
+            state[name] = make().to(like.dtype).to(like.device)
         else:
             state[name] = like.clone() if place.expert else like
-            continue
-        state[name] = new.to(like.dtype).to(like.device)
     return state
-
-
-def _new_weight(
-    expanded: Any, block: nn.Module, place: Place, shape: tuple[int, ...], expert_init: str, seed: int
-) -> torch.Tensor:
-    """First weights of a tensor that the dense model lacks."""
-    copies = expert_init == "copy" and place.inner.endswith(ROWS)
-    if copies and expanded.config.kind_of(place.layer, place.expert or 0).name == "added":
-        neurons = neurons_of(block, expanded.config.hidden_size)
-        if neurons is not None:
-            where = (seed, place.layer)
-            return added_rows(neurons, place.inner, shape[0], where, rows_in_memory(block, neurons))
-    return new_weight(place.inner, shape, (seed, place.layer))
 
 
 def _tie(model: Any) -> None:

@@ -4,7 +4,6 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from .packs import Pack, own_pack, packs_inside, routing_of
 from .reader import TORCH_DTYPES, is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory
 
 # The rows of a layer's router and classifier, by inner name.
 Routing = Callable[[int], Mapping[str, torch.Tensor]]
@@ -184,7 +183,7 @@ def write_joined(
     config = joined_config(packs, gates)
     outputs = _outputs(packs, config, routing, gates)
     *earlier, last = History.of(config).expansions
-    parameters = sum(prod(tensor.shape) for tensor in outputs)
+    parameters = sum(tensor.numel for tensor in outputs)
     History([*earlier, changed(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
     pack_files = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
     companions = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
@@ -289,4 +288,4 @@ def _routing_outputs(
             raise InputError(
                 f"{keys[layer, inner]}: the joined values are not finite in {dtype}: a factor is too large."
             )
-        yield OutputTensor(keys[layer, inner], dtype, tuple(rows.shape), lambda rows=rows: [tensor_bytes(rows)])  # type: ignore[misc]
+        yield in_memory(keys[layer, inner], rows)

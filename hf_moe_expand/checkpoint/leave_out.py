@@ -14,10 +14,9 @@ from .gates import Gates, stored_gates, without_classes
 from .join import Routing, routers_changed, write_joined
 from .pack_file import PACK_FILE, ROUTING
 from .packs import Pack, packs_inside
-from .reader import TORCH_DTYPES
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,8 @@ def _write_alone(pack: Pack, out: str | os.PathLike, max_shard_size: str | int, 
             outputs += stored.copies(source, None if source == key else key)
     for layer, number, rest, key in pack.experts:
         outputs.append(stored.copied(key, keys[layer, f"experts.{number}.{rest}"]))
-    types = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     for (layer, inner), tensor in pack.routing.items():
-        outputs.append(_written(keys[layer, inner], types[tensor.dtype], tensor))
+        outputs.append(in_memory(keys[layer, inner], tensor))
     companions = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
     write_checkpoint(
         out, pack.config, outputs, [(stored.folder, companions)], "shrink",
@@ -145,7 +143,3 @@ def _write_trained(
 
     made: Routing = routing
     write_joined(left, out, max_shard_size=max_shard_size, overwrite=overwrite, routing=made, stages=later, gates=gates)
-
-
-def _written(name: str, dtype: str, tensor: torch.Tensor) -> OutputTensor:
-    return OutputTensor(name, dtype, tuple(tensor.shape), lambda: [tensor_bytes(tensor)])

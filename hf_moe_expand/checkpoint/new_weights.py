@@ -1,83 +1,191 @@
 """First weights of what an expansion adds: routers, classifiers, gates, LoRA updates, added experts, random experts.
 
 Each tensor's place (seed, layer, ...) decides its values, which depend neither on other tensors nor on their order.
+
+The rows of an added expert are neurons of the block beside it, drawn by chance. A gated FFN's neuron is a row of `gate`
+and one of `up`. Those that the base has learned fire on text, so that the gradient of `down`, which starts at zero, is
+larger than with random rows (docs/added_experts.md). The experts of a mixture have their neurons in one tensor,
+`gate_up_proj`; of other blocks the rows stay random.
 """
 
 import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..modeling import DecoderFFN
 from ..modeling.experts import init_kaiming
+from ..modeling.plain_ffn import plain_form
 from ..modeling.routing import init_router
+from .reader import TORCH_DTYPES
+from .stored import Place, StoredModel
 
-_RANDOM = ("lora_A.weight", ".gate_proj.weight", ".up_proj.weight")
+_FUSED = "gate_up_proj"
+_ROWS = (".gate_proj.weight", ".up_proj.weight")
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """A block's neurons.
+
+    Attributes:
+        names: the tensors of `gate` and `up` in the block; one tensor may hold both.
+        count: neurons in the block, of all its experts.
+        width: neurons of one expert.
+        columns: whether they are columns of the tensors.
+        interleaved: whether `gate` and `up` take turns.
+    """
+
+    names: tuple[str, str]
+    count: int
+    width: int
+    columns: bool = False
+    interleaved: bool = False
+
+    def rows(self, part: int, chosen: torch.Tensor) -> torch.Tensor:
+        """The rows of `gate` (0) or `up` (1) of chosen neurons, in the tensor as a list of rows."""
+        if self.names[0] != self.names[1]:
+            return chosen
+        expert, neuron = chosen // self.width, chosen % self.width
+        inside = 2 * neuron + part if self.interleaved else neuron + part * self.width
+        return expert * 2 * self.width + inside
+
+
+def neurons_of(block: nn.Module, hidden_size: int) -> Neurons | None:
+    """The neurons of a layer's block, an FFN or a mixture; None if they are not known to be gate and up."""
+    for name, module in block.named_modules():
+        fused = getattr(module, _FUSED, None)
+        if isinstance(fused, nn.Parameter) and fused.dim() == 3:
+            key = f"{name}.{_FUSED}".removeprefix(".")
+            experts, before, behind = fused.shape
+            columns = bool(getattr(module, "is_transposed", behind != hidden_size))
+            inner = (behind if columns else before) // 2
+            interleaved = not getattr(module, "is_concatenated", True)
+            return Neurons((key, key), experts * inner, inner, columns, interleaved)
+    form = plain_form(block)
+    if form is None or not form.gated or form.kind is not nn.Linear:
+        return None
+    first, last = f"{form.first[0]}.weight", f"{form.first[-1]}.weight"
+    width = block.get_parameter(first).shape[0] // (2 if first == last else 1)
+    return Neurons((first, last), width, width)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer's block in the dense model: loaded, or in the files of a checkpoint, under a prefix."""
+
+    module: nn.Module
+    stored: StoredModel | None = None
+    prefix: str = ""
+
+    def take(self, neurons: Neurons, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one of its tensors, `[W, h]`; of files, no more is read than these, or their experts' matrices."""
+        if self.stored is None:
+            tensor = self.module.get_parameter(name).detach()
+            tensor = tensor.transpose(-1, -2) if neurons.columns else tensor
+            return tensor.reshape(-1, tensor.shape[-1])[rows.to(tensor.device)]
+        reader, key = self.stored.reader, self.stored.home(f"{self.prefix}.{name}")
+        if parts := list(reader.parts.get(key, {}).values()):  # all experts' gates, then all experts' ups
+            each, width = 2 * neurons.width, neurons.width
+            which = (rows % each) // width * (len(parts) // 2) + rows // each
+            places = zip(which.tolist(), (rows % width).tolist(), strict=True)
+            return torch.cat([reader.rows(parts[part], [row]) for part, row in places])
+        if not neurons.columns:
+            return reader.rows(key, rows.tolist())
+        # Columns of one expert after the other.
+        _, hidden, each = reader.info(key).shape
+        taken = torch.empty(len(rows), hidden, dtype=TORCH_DTYPES[reader.info(key).dtype])
+        for expert in sorted(set((rows // each).tolist())):
+            pieces = reader.pieces(key, expert * hidden * each, (expert + 1) * hidden * each)
+            mine = rows // each == expert
+            taken[mine] = torch.cat(list(pieces)).view(hidden, each)[:, rows[mine] % each].T
+        return taken
 
 
 def _place_seed(*numbers: int) -> int:
-    """A seed for one tensor's place: what a router gets depends neither on the others nor on their order."""
     value = 0
     for number in numbers:
         value = (value * 1_000_003 + number + 1) % ((1 << 61) - 1)
     return value
 
 
-def place_generator(*numbers: int) -> torch.Generator:
-    """The random numbers of one tensor's place."""
+def _place_generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(_place_seed(*numbers))
 
 
 def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
     """A router's first weights, `[N, h]` float32; `place` (seed, layer, ...) decides them."""
     weight = torch.empty(shape)
-    init_router(weight, place_generator(*place))
+    init_router(weight, _place_generator(*place))
     return weight
 
 
-def new_weight(inner: str, shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
-    """First weights, float32, of tensors that the dense model lacks: a router (see `new_router`), a LoRA expert's A and
-    the rows of an added expert (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and gates are
-    zero.
+def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...], block: Block | None = None) -> torch.Tensor:
+    """First weights of tensors that the dense model lacks: a router (see `new_router`), a LoRA expert's A and the rows
+    of an added expert (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and gates are zero.
+    They are float32, but neurons have the type of their block.
 
     Args:
         inner: name of the tensor inside the layer's FFN block.
         place: seed and layer, which decide the weights.
+        block: the block whose neurons are the rows of an added expert, if they are known; else the rows are random.
     """
     if inner == "router.weight":
-        return new_router(shape, place)
-    weight = torch.zeros(shape)
-    if inner.endswith(_RANDOM):
-        init_kaiming(weight, place_generator(*place, *inner.encode()))
+        return new_router(tuple(shape), place)
+    part = next((number for number, end in enumerate(_ROWS) if inner.endswith(end)), None)
+    if block is not None and part is not None and (neurons := neurons_of(block.module, shape[1])) is not None:
+        order = torch.randperm(neurons.count, generator=_place_generator(*place, int(inner.split(".")[1])))
+        chosen = order.repeat(-(-shape[0] // neurons.count))[: shape[0]]
+        return block.take(neurons, neurons.names[part], neurons.rows(part, chosen))
+    weight = torch.zeros(tuple(shape))
+    if part is not None or inner.endswith("lora_A.weight"):
+        init_kaiming(weight, _place_generator(*place, *inner.encode()))
     return weight
 
 
-def random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of a random expert, on the CPU, drawn as the backbone's own initialisation draws it.
+def first_weight(
+    network: Any, config: Any, ffn: DecoderFFN, place: Place, shape: Sequence[int], expert_init: str, seed: int,
+    stored: StoredModel | None = None,
+) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+    """A function that makes a tensor of the expanded model which the dense one lacks, or one of a random expert; None
+    for the dense model's own and copies of them.
 
     Args:
-        network: the dense model.
-        ffn: one of its FFNs.
-        rest: name of the tensor in it.
-        place: seed, layer and expert, which decide the values.
+        network: the dense model, and `stored` its checkpoint if its weights are not loaded.
+        config: configuration of the expanded model.
+        ffn: the dense model's FFN in the tensor's layer.
     """
-    if network.config.is_encoder_decoder and (drawn := _drawn_with_its_ffn(network, ffn, rest, place)) is not None:
-        return drawn
+    if place.dense is None:
+        added = expert_init == "copy" and config.kind_of(place.layer, place.expert or 0).name == "added"
+        block = Block(ffn.module, stored, ffn.name) if added else None
+        return partial(new_weight, place.inner, shape, (seed, place.layer), block)
+    if expert_init == "random" and place.expert:
+        rest = place.dense.removeprefix(f"{ffn.name}.")
+        return partial(_random_weight, network, ffn.module, rest, (seed, place.layer, place.expert))
+    return None
+
+
+def _random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
+    """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it."""
+    if network.config.is_encoder_decoder:  # T5 initialises its FFN as a whole, others do so layer by layer
+        drawn = _drawn(network, ffn, rest, _place_seed(*place))
+        if not drawn.isnan().any():
+            return drawn
     module_name, _, parameter_name = rest.rpartition(".")
-    module = copy.deepcopy(ffn.get_submodule(module_name)).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(_place_seed(*place, *module_name.encode()))
-        network._init_weights(module)
-    return module.get_parameter(parameter_name).detach()
+    seed = _place_seed(*place, *module_name.encode())
+    return _drawn(network, ffn.get_submodule(module_name), parameter_name, seed)
 
 
-def _drawn_with_its_ffn(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor | None:
-    """The tensor, where the backbone initialises its FFN as a whole (T5); None where it does so layer by layer."""
-    whole = copy.deepcopy(ffn).to_empty(device="cpu")
+def _drawn(network: Any, module: nn.Module, name: str, seed: int) -> torch.Tensor:
+    """A parameter of a copy of the module that the backbone has initialised; NaN if it leaves the parameter alone."""
+    module = copy.deepcopy(module).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for parameter in whole.parameters():
+        for parameter in module.parameters():
             parameter.fill_(torch.nan)
-        torch.manual_seed(_place_seed(*place))
-        network._init_weights(whole)
-    drawn = whole.get_parameter(rest).detach()
-    return None if drawn.isnan().any() else drawn
+        torch.manual_seed(seed)
+        network._init_weights(module)
+    return module.get_parameter(name).detach()

@@ -1,8 +1,9 @@
 """Returns a checkpoint to an earlier expansion: leaves out later experts, keeps the rest byte for byte; streamed."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns, layer_names
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
-from .grow import KEPT_ROUTERS
+from .grow import KEPT_ROUTERS, copied
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import check_complete, network_of
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes
+from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory, made
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def shrink_checkpoint(
     config.prefix_gate = kept_history.last.prefix_gate
     known, config.gate_languages = config.gate_languages, kept_history.last.gate_languages
     lost = []
-    outputs = {name: _copied(reader, name) for name in reader.tensors if ".classifier." not in name}
+    outputs = {name: copied(reader, name) for name in reader.tensors if ".classifier." not in name}
     for layer, prefix in enumerate(prefixes):
         if grown[layer] == 1:  # never expanded; it may have experts of the backbone's own
             continue
@@ -93,9 +94,11 @@ def shrink_checkpoint(
         for inner, number in rows.items():
             name = f"{prefix}.{inner}"
             if routers is not None and name in routers:
-                outputs[name] = _written(name, reader.tensors[f"{prefix}.router.weight"].dtype, routers[name])
+                outputs[name] = in_memory(name, routers[name])
             elif number and name in reader.tensors and bool(known) == bool(config.gate_languages):
-                outputs[name] = _first_rows(reader, name, number)
+                info = reader.tensors[name]
+                first = partial(_first_rows, reader, name, number)
+                outputs[name] = made(name, info.dtype, (number, *info.shape[1:]), first)
             elif number:
                 lost.append(layer)
     if lost:
@@ -121,19 +124,5 @@ def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:
             )
 
 
-def _copied(reader: CheckpointReader, name: str) -> OutputTensor:
-    info = reader.tensors[name]
-    return OutputTensor(name, info.dtype, info.shape, lambda: reader.finite_chunks(name))
-
-
-def _written(name: str, dtype: str, tensor: torch.Tensor) -> OutputTensor:
-    return OutputTensor(name, dtype, tuple(tensor.shape), lambda: [tensor_bytes(tensor)])
-
-
-def _first_rows(reader: CheckpointReader, name: str, number: int) -> OutputTensor:
-    info = reader.tensors[name]
-
-    def data() -> Iterable[bytes]:
-        yield tensor_bytes(reader.tensor(name)[:number])
-
-    return OutputTensor(name, info.dtype, (number, *info.shape[1:]), data)
+def _first_rows(reader: CheckpointReader, name: str, number: int) -> torch.Tensor:
+    return reader.tensor(name)[:number]

@@ -20,7 +20,7 @@ from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError, first_line, is_full_disk, named_as
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
-from .reader import ITEM_BITS
+from .reader import ITEM_BITS, TORCH_DTYPES
 from .source import CODE, COMPANIONS
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
@@ -33,6 +33,7 @@ _BELONGS = (
 )  # fmt: skip
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,28 @@ class OutputTensor:
     data: Callable[[], Iterable[bytes]]
 
     @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return prod(self.shape) * ITEM_BITS[self.dtype] // 8
+        return self.numel * ITEM_BITS[self.dtype] // 8
 
 
 def zeros(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
     """A tensor of zeros."""
     size = prod(shape) * ITEM_BITS[dtype] // 8
     return OutputTensor(name, dtype, shape, lambda: (bytes(min(_ZEROS, size - at)) for at in range(0, size, _ZEROS)))
+
+
+def made(name: str, dtype: str, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> OutputTensor:
+    """A tensor that `make` gives when it is written, in any type."""
+    return OutputTensor(name, dtype, tuple(shape), lambda: [tensor_bytes(make().to(TORCH_DTYPES[dtype]))])
+
+
+def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
+    """A tensor of a floating-point type that is at hand."""
+    return made(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
