@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 
 from .auto_class import auto_class
 from .checkpoint.native_forms import NATIVE_FORMS
-from .checkpoint.promises import PROMISES, broken_promise
+from .checkpoint.promises import PROMISES, broken_promise, tiny_twin
 from .checkpoint.proven import (
     LEFT_OUT,
     LEFT_OUT_ENCODER_DECODERS,
@@ -27,7 +27,6 @@ from .checkpoint.proven import (
 )
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .checkpoint.twin import tiny_twin
 from .errors import InputError, first_line
 from .modeling import DecoderFFN, LayerMoEConfig, decoder_ffns, layer_names
 from .modeling.separate_ffn import SeparateFFN

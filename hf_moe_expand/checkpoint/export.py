@@ -64,19 +64,12 @@ def export_native(
     Raises:
         InputError: no architecture of transformers computes the same; the message says why.
     """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    source = StoredModel(model, load_expanded_config(folder))
+    source = _source(model, out, overwrite)
     form = native_form(source, merge_lora)
     config = _native_config(source, form)
     tensors = list(_native_tensors(source, form, config, merge_lora))
     _check_fits(source, form, config, tensors)
-    settings = {"model": source.name, "expansions": source.config.expansions}
-    add_stage(config, StageRecord(stage="export", settings=settings))
-    write_checkpoint(
-        out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
-    )
-    return config.architectures[0]
+    return _write(out, source, config, tensors, {}, max_shard_size, overwrite)
 
 
 def export_expert(
@@ -102,16 +95,31 @@ def export_expert(
     Raises:
         InputError: an expanded layer lacks this expert.
     """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    source = StoredModel(model, load_expanded_config(folder))
+    source = _source(model, out, overwrite)
     config = dense_config(source.config)
     tensors = expert_tensors(source, expert)
-    settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
+    return _write(out, source, config, tensors, {"expert": expert}, max_shard_size, overwrite)
+
+
+def _source(model: str | os.PathLike, out: str | os.PathLike, overwrite: bool) -> StoredModel:
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    return StoredModel(model, load_expanded_config(folder))
+
+
+def _write(
+    out: str | os.PathLike,
+    source: StoredModel,
+    config: Any,
+    tensors: list[OutputTensor],
+    settings: dict[str, Any],
+    max_shard_size: str | int,
+    overwrite: bool,
+) -> str:
+    settings = {"model": source.name, **settings, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
-    write_checkpoint(
-        out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
-    )
+    companions = [(source.folder, TOKENIZER_FILES)]
+    write_checkpoint(out, config, tensors, companions, "export", max_shard_size=max_shard_size, overwrite=overwrite)
     return config.architectures[0]
 
 
@@ -204,7 +212,7 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lo
         dtype = next(iter(ffn.experts[0].values())).dtype
         yield padded_router(ffn, at, f"{layer}.{form.router}", config.hidden_size, dtype)
         if form.bias:
-            yield _bias(f"{layer}.{form.bias}", at)
+            yield selection_bias(f"{layer}.{form.bias}", at, (1, len(at)))
         yield from _zeros(form.zero, f"{layer}.", config, dtype)
         inside = {part for parts in form.stacks.values() for part in parts}
         for place, expert in enumerate(at):
@@ -217,9 +225,10 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lo
             yield stacked(f"{layer}.{name}", tensors, (len(at), rows, *tensors[0].shape[1:]))
 
 
-def _bias(name: str, at: list[int | None]) -> OutputTensor:
-    values = torch.tensor([[0.0 if expert is not None else NEVER for expert in at]])
-    return OutputTensor(name, "F32", tuple(values.shape), lambda: [tensor_bytes(values)])
+def selection_bias(name: str, at: list[int | None], shape: tuple[int, ...]) -> OutputTensor:
+    """The bias on the scores that keeps places without an expert from being chosen."""
+    values = torch.tensor([0.0 if expert is not None else NEVER for expert in at])
+    return OutputTensor(name, "F32", shape, lambda: [tensor_bytes(values)])
 
 
 def _zeros(tensors: Mapping[str, tuple[str, ...]], prefix: str, config: Any, dtype: str) -> Iterator[OutputTensor]:
