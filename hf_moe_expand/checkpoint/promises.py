@@ -292,6 +292,12 @@ def broken_promise(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def in_refusal(config: PreTrainedConfig, reason: str) -> str:
+    """What an architecture is, or else the promise that it breaks, for a message."""
+    known = reason_left_out(config)
+    return f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
+
+
 def check_architecture(config: PreTrainedConfig, name: Any) -> None:
     """Refuses an architecture that does not keep the promises; messages call the model `name`. A proven one passes at
     once, any other is tried on a tiny twin.
@@ -303,9 +309,8 @@ def check_architecture(config: PreTrainedConfig, name: Any) -> None:
         return
     values = config.to_dict()
     if reason := _broken(type(config), json.dumps(values, sort_keys=True, default=str)):  # type: ignore[arg-type]
-        known = reason_left_out(config)
-        reason = f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
-        raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {reason} (docs/backbones.md).")
+        why = in_refusal(config, reason)
+        raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {why} (docs/backbones.md).")
 
 
 @lru_cache(maxsize=8)
