@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -15,21 +14,19 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .auto_class import auto_class
-from .checkpoint.native_forms import NATIVE_FORMS
-from .checkpoint.promises import PROMISES, broken_promise
+from .checkpoint.export import NATIVE_FORMS
+from .checkpoint.promises import PROMISES, broken_promise, in_refusal, tiny_twin
 from .checkpoint.proven import (
     LEFT_OUT,
     LEFT_OUT_ENCODER_DECODERS,
     PROVEN,
     PROVEN_ENCODER_DECODERS,
     PROVEN_MIXTURES,
-    reason_left_out,
 )
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .checkpoint.twin import tiny_twin
 from .errors import InputError, first_line
-from .modeling import DecoderFFN, LayerMoEConfig, decoder_ffns, layer_names
+from .modeling import LayerMoEConfig, decoder_ffns, layer_names
 from .modeling.separate_ffn import SeparateFFN
 
 _HEAD = """\
@@ -65,7 +62,7 @@ def answer(model: str, revision: str | None = None) -> list[str]:
     """
     config: Any = load_base_config(resolve_checkpoint(model, revision, weights=False))
     if reason := broken_promise(config):
-        raise InputError(f"{model}: a {config.model_type} checkpoint cannot be expanded: {_words(config, reason)}.")
+        raise InputError(f"{model}: a {config.model_type} checkpoint cannot be expanded: {in_refusal(config, reason)}.")
     ffns = decoder_ffns(network_of(config))
     kinds = Counter("mixture of experts" if ffn.is_mixture else ffn_kind(ffn.module) for ffn in ffns)
     names = layer_names(config)
@@ -80,11 +77,6 @@ def answer(model: str, revision: str | None = None) -> list[str]:
         where = "all layers" if len(mixtures) == len(ffns) else f"layers {', '.join(mixtures)}"
         lines.append(f"mixtures  {where}: take --expert-kind added, or give them 1 expert in the plan")
     return lines
-
-
-def _words(config: PreTrainedConfig, reason: str) -> str:
-    known = reason_left_out(config)
-    return f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
 
 
 def ffn_kind(ffn: nn.Module) -> str:
@@ -156,21 +148,14 @@ def _facts(config: Any) -> list[str]:
     except ValueError as error:
         return [first_line(error), "", "", ""]
     ffns = decoder_ffns(twin)
-    kinds = list(dict.fromkeys(_block(ffn) for ffn in ffns))
+    blocks = [f"mixture ({type(f.module).__name__})" if f.is_mixture else ffn_kind(f.module) for f in ffns]
+    kinds = "; ".join(dict.fromkeys(blocks))
     types = set(getattr(twin.config, "layer_types", None) or [])
     mixtures = "some are mixtures" if any(ffn.is_mixture for ffn in ffns) else ""
     hybrid = "hybrid" if types - {"full_attention", "sliding_attention", "chunked_attention"} else ""
     own: Any = LayerMoEConfig.from_dense(twin.config, num_experts_per_layer=[1 if f.is_mixture else 2 for f in ffns])
     with torch.device("meta"):
-        split = any("experts" in rule for rule in _rules(own)) and not all(ffn.is_mixture for ffn in ffns)
+        rules = auto_class(own).from_config(own).tp_plan or {}
+        split = any("experts" in rule for rule in rules) and not all(ffn.is_mixture for ffn in ffns)
     forms = [form.model_type for form in NATIVE_FORMS.get(config.model_type, ())]
-    return ["; ".join(kinds), ", ".join(filter(None, (hybrid, mixtures))), "yes" if split else "", ", ".join(forms)]
-
-
-def _block(ffn: DecoderFFN) -> str:
-    """The kind of a layer's block: that of its FFN, or the mixture's class."""
-    return f"mixture ({type(ffn.module).__name__})" if ffn.is_mixture else ffn_kind(ffn.module)
-
-
-def _rules(config: Any) -> list[str]:
-    return list(auto_class(config).from_config(config).tp_plan or {})
+    return [kinds, ", ".join(filter(None, (hybrid, mixtures))), "yes" if split else "", ", ".join(forms)]

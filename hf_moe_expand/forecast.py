@@ -9,10 +9,9 @@ from typing import Any
 
 from .checkpoint.expand import check_layers, planned_config
 from .checkpoint.kinds import check_kinds, chosen_kind
-from .checkpoint.mixtures import idle_in_mixture
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .costs import activation_bytes, weights_bytes
+from .costs import activation_bytes, idle_in_mixture, weights_bytes
 from .errors import InputError
 from .inspection import Inspection, inspect_config, separability_line
 from .memory import gigabytes

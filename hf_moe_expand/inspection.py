@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from .checkpoint.local import check_expanded
-from .checkpoint.mixtures import idle_in_mixture
 from .checkpoint.packs import stages_after_join
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
+from .costs import idle_in_mixture
 from .languages import TEMPLATE, in_words
 from .layer_names import counts_in_words
 from .layer_names import in_words as layers_in_words

@@ -11,8 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.merge import merge_delta
+from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.checkpoint.reader import CheckpointReader
-from hf_moe_expand.checkpoint.twin import tiny_twin
 from hf_moe_expand.errors import InputError
 
 IDS = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.analysis import gating
 from hf_moe_expand.checkpoint import gguf
-from hf_moe_expand.checkpoint.native_forms import NATIVE_FORMS
+from hf_moe_expand.checkpoint.export import NATIVE_FORMS
 from hf_moe_expand.demo import real
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation

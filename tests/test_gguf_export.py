@@ -13,7 +13,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.checkpoint import gguf_file, gguf_tokenizer
+from hf_moe_expand.checkpoint import gguf_export as module
+from hf_moe_expand.checkpoint import gguf_tokenizer
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.errors import InputError
@@ -281,14 +282,14 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "_converted", full)
+        patch.setattr(module, "_converted", full)
         with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
             invoke("export", model, tmp_path / "other.gguf", "--gguf", "--modelfile")
         assert not (tmp_path / "Modelfile").exists()
         with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
             export_gguf(model, out, kind="q8_0", overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "free_bytes", lambda _: 1000)
+        patch.setattr(module, "free_bytes", lambda _: 1000)
         with pytest.raises(InputError, match=r"needs [\d,]+ bytes, but the disk has 1,000 bytes free"):
             export_gguf(model, out, overwrite=True)
     assert out.read_bytes() == before

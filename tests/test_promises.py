@@ -19,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.backbones import ffn_kind
-from hf_moe_expand.checkpoint.promises import PROMISES, Twin, broken_promise, check_architecture
+from hf_moe_expand.checkpoint.promises import LAYERS, PROMISES, Twin, broken_promise, check_architecture, tiny_twin
 from hf_moe_expand.checkpoint.proven import (
     LEFT_OUT,
     LEFT_OUT_ENCODER_DECODERS,
@@ -27,7 +27,6 @@ from hf_moe_expand.checkpoint.proven import (
     PROVEN_ENCODER_DECODERS,
     PROVEN_MIXTURES,
 )
-from hf_moe_expand.checkpoint.twin import LAYERS, tiny_twin
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
 from hf_moe_expand.modeling import decoder_ffns

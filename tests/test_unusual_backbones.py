@@ -12,7 +12,7 @@ from hf_moe_expand import LayerMoEForCausalLM, Plan
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
-from hf_moe_expand.checkpoint.twin import tiny_twin
+from hf_moe_expand.checkpoint.promises import tiny_twin
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.modeling import decoder_ffns

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from ..modeling import layer_names
 from ..modeling.expert_kinds import LoraKind
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
-from .native_forms import NativeForm, native_form
 from .routed import (
     NEVER,
+    check_counts,
+    check_routing,
     expert_part,
     merged,
+    needs_bias,
     other_tensors,
     padded_router,
     places_of_layer,
@@ -37,6 +39,104 @@ from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
+
+
+@dataclass(frozen=True)
+class NativeForm:
+    """How a native architecture of transformers stores the tensors of an expanded layer.
+
+    Attributes:
+        model_type: model type of the architecture.
+        dense_layers: whether any of its layers may be dense; else dense layers become copies of their FFN.
+        router: name of the router's weight in a layer.
+        expert: prefix of an expert's tensors in a layer.
+        parts: its names of an expert's tensors, where they differ from ours.
+        stacks: stacked tensors `[experts, rows, columns]` in place of one tensor for each expert, with the parts that
+            each concatenates along the rows.
+        bias: name in a layer of a bias that is added to the scores for the choice alone.
+        turned: whether it rotates neighbouring elements of queries and keys, not the halves of a head.
+        zero: further tensors of a layer, which must be zero to have no effect, with their shapes in terms of fields.
+        zero_once: the same, outside the layers.
+        fields: fields of the configuration with which it computes the same.
+    """
+
+    model_type: str
+    dense_layers: bool = False
+    router: str = "mlp.gate.weight"
+    expert: str = "mlp.experts.{}."
+    parts: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    bias: str | None = None
+    turned: bool = False
+    zero: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    zero_once: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Qwen2-MoE adds a shared expert to the routed ones. A small one of zeros has no effect; kernels like a width of 64.
+_QWEN2_MOE = NativeForm(
+    "qwen2_moe",
+    dense_layers=True,
+    zero={
+        "mlp.shared_expert.gate_proj.weight": ("shared_expert_intermediate_size", "hidden_size"),
+        "mlp.shared_expert.up_proj.weight": ("shared_expert_intermediate_size", "hidden_size"),
+        "mlp.shared_expert.down_proj.weight": ("hidden_size", "shared_expert_intermediate_size"),
+        "mlp.shared_expert_gate.weight": ("1", "hidden_size"),
+    },
+    fields={"shared_expert_intermediate_size": 64},
+)
+_MIXTRAL = NativeForm(
+    "mixtral",
+    router="block_sparse_moe.gate.weight",
+    expert="block_sparse_moe.experts.{}.",
+    parts={"gate_proj.weight": "w1.weight", "up_proj.weight": "w3.weight", "down_proj.weight": "w2.weight"},
+)
+_QWEN2_MOE_WITHOUT_BIAS = replace(_QWEN2_MOE, fields={**_QWEN2_MOE.fields, "qkv_bias": False})
+_GRANITE_MOE = NativeForm(
+    "granitemoe",
+    router="block_sparse_moe.router.layer.weight",
+    stacks={
+        "block_sparse_moe.input_linear.weight": ("gate_proj.weight", "up_proj.weight"),
+        "block_sparse_moe.output_linear.weight": ("down_proj.weight",),
+    },
+)
+# It chooses by score plus bias and weighs by the score.
+_ERNIE = NativeForm(
+    "ernie4_5_moe",
+    bias="mlp.moe_statics.e_score_correction_bias",
+    turned=True,
+    fields={"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "use_bias": False},
+)
+# With biases on queries, keys and values come two that Qwen2 does not have.
+_ERNIE_WITH_BIASES = replace(
+    _ERNIE,
+    zero={"self_attn.o_proj.bias": ("hidden_size",)},
+    zero_once={"lm_head.bias": ("vocab_size",)},
+    fields={**_ERNIE.fields, "use_bias": True},
+)
+# The first form of a backbone that fits the model is taken.
+NATIVE_FORMS: dict[str, tuple[NativeForm, ...]] = {
+    "granite": (_GRANITE_MOE,),
+    "llama": (_MIXTRAL, _QWEN2_MOE_WITHOUT_BIAS, _ERNIE),
+    "mistral": (_MIXTRAL, _QWEN2_MOE_WITHOUT_BIAS, _ERNIE),
+    "olmo2": (NativeForm("flex_olmo"),),
+    "qwen2": (_QWEN2_MOE, _ERNIE_WITH_BIASES),
+    "qwen3": (NativeForm("qwen3_moe", dense_layers=True),),
+}
+_NEAR_MISSES = {
+    "cohere": "Cohere2-MoE has no rotary positions where attention is full",
+    "gemma": "Gemma 4's mixture has other attention and norms",
+    "gemma2": "Gemma 4's mixture has other attention and norms",
+    "gemma3_text": "Gemma 4's mixture has other attention and norms",
+    "phi3": "PhiMoE has other norms and another router",
+}
+# Why a backbone has no form with a selection bias.
+_WITHOUT_BIAS = {
+    "granite": "no architecture of transformers with Granite's multipliers has one",
+    "olmo2": "no architecture of transformers with OLMo 2's norms has one",
+    "qwen3": "of the architectures of transformers with Qwen3's attention, those that have one score experts by "
+    "sigmoid in place of softmax",
+}
 
 
 def export_native(
@@ -64,19 +164,12 @@ def export_native(
     Raises:
         InputError: no architecture of transformers computes the same; the message says why.
     """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    source = StoredModel(model, load_expanded_config(folder))
+    source = _source(model, out, overwrite)
     form = native_form(source, merge_lora)
     config = _native_config(source, form)
     tensors = list(_native_tensors(source, form, config, merge_lora))
     _check_fits(source, form, config, tensors)
-    settings = {"model": source.name, "expansions": source.config.expansions}
-    add_stage(config, StageRecord(stage="export", settings=settings))
-    write_checkpoint(
-        out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
-    )
-    return config.architectures[0]
+    return _write(out, source, config, tensors, {}, max_shard_size, overwrite)
 
 
 def export_expert(
@@ -102,16 +195,31 @@ def export_expert(
     Raises:
         InputError: an expanded layer lacks this expert.
     """
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    source = StoredModel(model, load_expanded_config(folder))
+    source = _source(model, out, overwrite)
     config = dense_config(source.config)
     tensors = expert_tensors(source, expert)
-    settings = {"model": source.name, "expert": expert, "expansions": source.config.expansions}
+    return _write(out, source, config, tensors, {"expert": expert}, max_shard_size, overwrite)
+
+
+def _source(model: str | os.PathLike, out: str | os.PathLike, overwrite: bool) -> StoredModel:
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    return StoredModel(model, load_expanded_config(folder))
+
+
+def _write(
+    out: str | os.PathLike,
+    source: StoredModel,
+    config: Any,
+    tensors: list[OutputTensor],
+    settings: dict[str, Any],
+    max_shard_size: str | int,
+    overwrite: bool,
+) -> str:
+    settings = {"model": source.name, **settings, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
-    write_checkpoint(
-        out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size=max_shard_size, overwrite=overwrite
-    )
+    companions = [(source.folder, TOKENIZER_FILES)]
+    write_checkpoint(out, config, tensors, companions, "export", max_shard_size=max_shard_size, overwrite=overwrite)
     return config.architectures[0]
 
 
@@ -161,6 +269,43 @@ def _saved_name(network: Any, name: str) -> str:
     return rename_source_key(name, reverse, [], reverse=True)[0]
 
 
+def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
+    """The form in which a model is written.
+
+    Raises:
+        InputError: no architecture of transformers computes the same; the message says why.
+    """
+    config, folder = source.config, source.folder
+    backbone = config.backbone_model_type
+    if backbone not in NATIVE_FORMS:
+        why = _NEAR_MISSES.get(backbone, "none has this backbone's attention and FFN")
+        raise InputError(
+            f"{folder}: no mixture-of-experts architecture of transformers is equivalent to an expanded {backbone} "
+            f"model: {why}. Native forms exist for {', '.join(NATIVE_FORMS)}."
+        )
+    check_routing(config, folder, "transformers", merge_lora)
+    counts = config.num_experts_per_layer
+    top_k = min(config.router_top_k, max(counts))
+    forms = NATIVE_FORMS[backbone]
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if backbone == "qwen3" and sliding:
+        raise InputError(
+            f"{folder}: has sliding-window attention, which {forms[0].model_type} does not have in this form."
+        )
+    if backbone == "mistral" and config.sliding_window is not None:
+        forms = (_MIXTRAL,)
+        no_bias = "the one with Mistral's sliding windows, Mixtral, has none"
+    else:
+        no_bias = _WITHOUT_BIAS.get(backbone, "")
+    biased = [form for form in forms if form.bias]
+    check_counts(counts, top_k, folder, bool(biased), no_bias)
+    if needs_bias(counts, top_k):
+        return biased[0]
+    if 1 in counts:
+        return next((form for form in forms if form.dense_layers), forms[0])
+    return forms[0]
+
+
 def _native_config(source: StoredModel, form: NativeForm) -> Any:
     dense = dense_config(source.config)
     counts = source.config.num_experts_per_layer
@@ -204,7 +349,7 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lo
         dtype = next(iter(ffn.experts[0].values())).dtype
         yield padded_router(ffn, at, f"{layer}.{form.router}", config.hidden_size, dtype)
         if form.bias:
-            yield _bias(f"{layer}.{form.bias}", at)
+            yield selection_bias(f"{layer}.{form.bias}", at, (1, len(at)))
         yield from _zeros(form.zero, f"{layer}.", config, dtype)
         inside = {part for parts in form.stacks.values() for part in parts}
         for place, expert in enumerate(at):
@@ -217,9 +362,10 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lo
             yield stacked(f"{layer}.{name}", tensors, (len(at), rows, *tensors[0].shape[1:]))
 
 
-def _bias(name: str, at: list[int | None]) -> OutputTensor:
-    values = torch.tensor([[0.0 if expert is not None else NEVER for expert in at]])
-    return OutputTensor(name, "F32", tuple(values.shape), lambda: [tensor_bytes(values)])
+def selection_bias(name: str, at: list[int | None], shape: tuple[int, ...]) -> OutputTensor:
+    """The bias on the scores that keeps places without an expert from being chosen."""
+    values = torch.tensor([0.0 if expert is not None else NEVER for expert in at])
+    return OutputTensor(name, "F32", shape, lambda: [tensor_bytes(values)])
 
 
 def _zeros(tensors: Mapping[str, tuple[str, ...]], prefix: str, config: Any, dtype: str) -> Iterator[OutputTensor]:

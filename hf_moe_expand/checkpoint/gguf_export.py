@@ -1,26 +1,40 @@
-"""Exports an expanded checkpoint, or one of its experts as a dense model, as a GGUF file, the format of llama.cpp."""
+"""Exports an expanded checkpoint, or one of its experts as a dense model, as a GGUF file, the format of llama.cpp.
+
+The form of a model is chosen by what llama.cpp computes, not by name: `llama` with experts chooses K of N by softmax
+and renormalises the chosen weights, as we do, and takes biases on queries, keys and values; so it runs Llama, Mistral
+and Qwen2. `qwen2moe` does not renormalise. `ernie4_5-moe` adds a bias to the scores for the choice, and so does
+`glm4moe`, whose score may be softmax. Both take layers with different numbers of experts (see `routed`).
+"""
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import InputError
+from ..disk import free_bytes
+from ..errors import InputError, is_full_disk
 from ..extra import import_extra
 from ..jsonfile import read_json, write_text
 from ..records import History
-from .export import dense_config, expert_tensors
-from .gguf_file import FILE_TYPES, check_file, in_type, type_of, write_gguf
-from .gguf_forms import GgufForm, gguf_form
+from ..scratch import beside, remove_partial_files
+from .export import dense_config, expert_tensors, selection_bias
 from .gguf_tokenizer import load_tokenizer, tokenizer_fields
+from .reader import TORCH_DTYPES, is_finite
 from .routed import (
-    NEVER,
     StoredFFN,
+    check_counts,
+    check_routing,
     expert_part,
+    needs_bias,
     other_tensors,
     padded_router,
     places_of_layer,
@@ -29,10 +43,73 @@ from .routed import (
     turned,
 )
 from .source import load_expanded_config, resolve_checkpoint
-from .stored import StoredModel
-from .writer import OutputTensor, check_apart, tensor_bytes, zeros
+from .stored import StoredModel, widened
+from .writer import OutputTensor, check_apart, check_place, tensor_bytes, zeros
 
+# The types that this package writes, and the number of each in `general.file_type`.
+FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _PARTS = {"gate_proj.weight": "gate", "up_proj.weight": "up", "down_proj.weight": "down"}
+# Methods `add_...` of a `gguf.GGUFWriter`, each with its arguments.
+_Fields = list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How an architecture of llama.cpp stores a model.
+
+    Attributes:
+        architecture: its name.
+        turned: whether it rotates neighbouring elements of queries and keys, not the halves of a head.
+        bias: whether it adds a bias to the experts' scores for the choice alone.
+        shared: whether it adds a shared expert, which must then be zero.
+        leading_dense: whether the first layers may be dense; else dense layers become copies of their FFN.
+        rope: types of rotary positions that it knows beside the default.
+        biases: tensors besides the weights that it takes.
+    """
+
+    architecture: str
+    turned: bool = False
+    bias: bool = False
+    shared: bool = False
+    leading_dense: bool = False
+    rope: tuple[str, ...] = ("linear", "yarn")
+    biases: tuple[str, ...] = ()
+
+
+_QKV = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
+_QKVO = (*_QKV, "o_proj.bias")
+_MLP = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
+_LLAMA3 = ("linear", "yarn", "llama3")
+_LLAMA = GgufForm("llama", turned=True, rope=_LLAMA3, biases=_QKVO)
+_ERNIE = GgufForm("ernie4_5-moe", turned=True, bias=True, leading_dense=True, biases=_QKV)
+_DENSE_LLAMA = GgufForm("llama", turned=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP))
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """The forms of a backbone's dense model, of its mixture, and of its mixture with a selection bias, or why it has
+    none."""
+
+    dense: GgufForm
+    mixture: GgufForm
+    biased: GgufForm | None
+    why: str = ""
+
+
+BACKBONES = {
+    "granite": Backbone(
+        GgufForm("granite", turned=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP)),
+        GgufForm("granitemoe", turned=True, rope=_LLAMA3, biases=_QKVO),
+        None,
+        "no architecture of llama.cpp with Granite's multipliers has one",
+    ),
+    "llama": Backbone(_DENSE_LLAMA, _LLAMA, _ERNIE),
+    "mistral": Backbone(_DENSE_LLAMA, _LLAMA, _ERNIE),
+    "qwen2": Backbone(GgufForm("qwen2", biases=_QKV), _LLAMA, _ERNIE),
+    "qwen3": Backbone(
+        GgufForm("qwen3"), GgufForm("qwen3moe"), GgufForm("glm4moe", bias=True, shared=True, leading_dense=True)
+    ),
+}
 
 
 def export_gguf(
@@ -64,7 +141,7 @@ def export_gguf(
         InputError: no architecture of llama.cpp computes the same, or a GGUF file cannot hold the tokenizer; the
             message says why. Or `out` exists or cannot be written, or the disk has too little room.
     """
-    gguf = import_extra("gguf", "gguf")
+    import_extra("gguf", "gguf")
     if kind is not None and kind not in FILE_TYPES:
         raise InputError(
             f"--type is {kind!r}: give one of {', '.join(FILE_TYPES)}; llama.cpp's llama-quantize makes further types "
@@ -76,36 +153,30 @@ def export_gguf(
     check_apart(out, folder)
     source = StoredModel(model, load_expanded_config(folder))
     config = dense_config(source.config)
-    beside = out.with_name("Modelfile")
+    beside_it = out.with_name("Modelfile")
     lines = modelfile_text(out.name, config, folder) if modelfile else ""
-    there = modelfile and os.path.lexists(beside)
+    there = modelfile and os.path.lexists(beside_it)
     # The same text is what an interrupted export left.
-    if there and not (beside.is_file() and beside.read_bytes() == lines.encode()):
-        check_file(beside, overwrite)
-    counts = None if expert is not None else source.config.num_experts_per_layer
-    form = gguf_form(config if counts is None else source.config, counts, folder, merge_lora)
-    kind = kind or type_of(source.copied(next(iter(source.tensors))).dtype)
-    if counts is None:
-        tensors = [(tensor.name, tensor) for tensor in expert_tensors(source, int(expert or 0))]
-        tensors = list(_named(tensors, form, config, folder, gguf))
+    if there and not (beside_it.is_file() and beside_it.read_bytes() == lines.encode()):
+        check_file(beside_it, overwrite)
+    form = gguf_form(source.config, folder, merge_lora) if expert is None else gguf_form(config, folder)
+    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.copied(next(iter(source.tensors))).dtype, "f32")
+    if expert is None:
+        tensors = list(_mixture(source, form, config, merge_lora))
     else:
-        tensors = list(_mixture(source, form, config, merge_lora, gguf))
-    if (factors := _rope_factors(config)) is not None:
-        tensors.append(("rope_freqs.weight", factors))
-    tokenizer = tokenizer_fields(folder, config.vocab_size)
-    fields = _fields(source, form, config, counts, kind, gguf)
-
-    def add(writer: Any) -> None:
-        fields(writer)
-        tokenizer(writer)
-
+        tensors = list(_named(expert_tensors(source, expert), form, config, folder))
+    tensors += _rope_factors(config)
+    fields = _model_fields(source, form, config, kind)
+    if expert is None:
+        fields += _mixture_fields(source.config, form)
+    fields += tokenizer_fields(folder, config.vocab_size)
     if modelfile:  # before the file of weights: where that exists, all is done
-        write_text(beside, lines)
+        write_text(beside_it, lines)
     try:
-        write_gguf(out, form.architecture, add, [in_type(name, tensor, kind) for name, tensor in tensors], overwrite)
+        _write(out, form.architecture, fields, tensors, kind, overwrite)
     except BaseException:
         if modelfile and not there:
-            beside.unlink(missing_ok=True)
+            beside_it.unlink(missing_ok=True)
         raise
     return form.architecture
 
@@ -121,35 +192,77 @@ def modelfile_text(name: str, config: Any, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-_Named = tuple[str, OutputTensor]
+def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:
+    """The form in which a model is written, by its configuration, expanded or dense.
+
+    Raises:
+        InputError: no architecture of llama.cpp computes the same; the message says why.
+    """
+    counts = getattr(config, "num_experts_per_layer", None)
+    name = config.model_type if counts is None else config.backbone_model_type
+    if name not in BACKBONES:
+        raise InputError(
+            f"{folder}: models of {name} are not written as GGUF; those of {', '.join(BACKBONES)} are. llama.cpp's own "
+            "converter may know a dense one (`export --expert`)."
+        )
+    backbone = BACKBONES[name]
+    form = backbone.dense
+    if counts is not None:
+        check_routing(config, folder, "llama.cpp", merge_lora)
+        top_k = min(config.router_top_k, max(counts))
+        check_counts(counts, top_k, folder, backbone.biased is not None, backbone.why)
+        form = backbone.biased if needs_bias(counts, top_k) and backbone.biased else backbone.mixture
+    where = f"llama.cpp's {form.architecture}"
+    if config.hidden_act != "silu":
+        raise InputError(f"{folder}: its FFNs have the activation {config.hidden_act}, but those of {where} have silu.")
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    sliding = window is not None if types is None else "sliding_attention" in types
+    if sliding and (window or 0) < config.max_position_embeddings:
+        raise InputError(
+            f"{folder}: has attention in a sliding window of {window} tokens, which {where} does not compute."
+        )
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in ("default", *form.rope):
+        raise InputError(
+            f"{folder}: has rotary positions of the type {rope!r}; those of {where} are default, "
+            f"{', '.join(form.rope)}."
+        )
+    if (part := (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)) != 1.0:
+        raise InputError(f"{folder}: rotates {part} of each head, but {where} rotates all of it.")
+    return form
 
 
-def _named(tensors: list[_Named], form: GgufForm, config: Any, folder: Path, gguf: Any) -> Iterator[_Named]:
+def _named(tensors: Sequence[OutputTensor], form: GgufForm, config: Any, folder: Path) -> Iterator[OutputTensor]:
     """The tensors of a dense model under llama.cpp's names."""
-    known = gguf.get_tensor_name_map(_architecture(form, gguf), config.num_hidden_layers)
+    gguf = import_extra("gguf", "gguf")
+    architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == form.architecture)
+    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for key, tensor in tensors:
-        name = known.get_name(key, try_suffixes=(".weight", ".bias"))
-        if name is None or (key.endswith(".bias") and not key.endswith(form.biases)):
-            raise InputError(f"{folder}: llama.cpp's {form.architecture} has no place for the tensor {key!r}.")
-        projection = key.rpartition(".")[0].rpartition(".")[2]
-        yield name, turned(tensor, heads[projection]) if form.turned and projection in heads else tensor
+    for tensor in tensors:
+        name = known.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
+        if name is None or (tensor.name.endswith(".bias") and not tensor.name.endswith(form.biases)):
+            raise _no_place(tensor.name, form, folder)
+        projection = tensor.name.rpartition(".")[0].rpartition(".")[2]
+        turns = form.turned and projection in heads
+        yield replace(turned(tensor, heads[projection]) if turns else tensor, name=name)
 
 
-def _architecture(form: GgufForm, gguf: Any) -> Any:
-    return next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == form.architecture)
+def _no_place(name: str, form: GgufForm, folder: Path) -> InputError:
+    return InputError(f"{folder}: llama.cpp's {form.architecture} has no place for the tensor {name!r}.")
 
 
-def _mixture(source: StoredModel, form: GgufForm, config: Any, merge_lora: bool, gguf: Any) -> Iterator[_Named]:
+def _mixture(source: StoredModel, form: GgufForm, config: Any, merge_lora: bool) -> Iterator[OutputTensor]:
     """The tensors of an expanded model under llama.cpp's names."""
     ffns = stored_ffns(source, merge_lora)
     counts = source.config.num_experts_per_layer
     top_k = min(source.config.router_top_k, max(counts))
-    outside = [(key, source.copied(key)) for key in other_tensors(source, ffns)]
-    yield from _named(outside, form, config, source.folder, gguf)
     leading = _leading_dense(counts, form)
-    dense = [(f"{ffn.name}.{part}", tensor) for ffn in ffns[:leading] for part, tensor in ffn.experts[0].items()]
-    yield from _named(dense, form, config, source.folder, gguf)
+    outside = [source.copied(key, key) for key in other_tensors(source, ffns)]
+    yield from _named(outside, form, config, source.folder)
+    for ffn in ffns[:leading]:
+        dense = [replace(tensor, name=f"{ffn.name}.{part}") for part, tensor in ffn.experts[0].items()]
+        yield from _named(dense, form, config, source.folder)
     for ffn in ffns[leading:]:
         at = places_of_layer(counts[ffn.number], max(counts), top_k)
         yield from _experts(ffn, at, form, source, config)
@@ -157,26 +270,20 @@ def _mixture(source: StoredModel, form: GgufForm, config: Any, merge_lora: bool,
 
 def _experts(
     ffn: StoredFFN, at: list[int | None], form: GgufForm, source: StoredModel, config: Any
-) -> Iterator[_Named]:
+) -> Iterator[OutputTensor]:
     block = f"blk.{ffn.number}"
     dtype = next(iter(ffn.experts[0].values())).dtype
-    router = f"{block}.ffn_gate_inp.weight"
-    yield router, padded_router(ffn, at, router, config.hidden_size, dtype)
+    yield padded_router(ffn, at, f"{block}.ffn_gate_inp.weight", config.hidden_size, dtype)
     if form.bias:
-        bias = torch.tensor([0.0 if expert is not None else NEVER for expert in at])
-        name = f"{block}.exp_probs_b.bias"
-        yield name, OutputTensor(name, "F32", (len(at),), lambda: [tensor_bytes(bias)])
+        yield selection_bias(f"{block}.exp_probs_b.bias", at, (len(at),))
     for part in ffn.experts[0]:
         if part not in _PARTS:
-            raise InputError(
-                f"{source.folder}: llama.cpp's {form.architecture} has no place for the tensor '{ffn.name}.{part}'."
-            )
+            raise _no_place(f"{ffn.name}.{part}", form, source.folder)
         tensors = [expert_part(ffn, expert, part) for expert in at]
-        shape, name = tensors[0].shape, f"{block}.ffn_{_PARTS[part]}_exps.weight"
-        yield name, stacked(name, tensors, (len(at), *shape))
+        shape = tensors[0].shape
+        yield stacked(f"{block}.ffn_{_PARTS[part]}_exps.weight", tensors, (len(at), *shape))
         if form.shared:
-            name = f"{block}.ffn_{_PARTS[part]}_shexp.weight"
-            yield name, zeros(name, dtype, shape)
+            yield zeros(f"{block}.ffn_{_PARTS[part]}_shexp.weight", dtype, shape)
 
 
 def _leading_dense(counts: list[int], form: GgufForm) -> int:
@@ -184,69 +291,162 @@ def _leading_dense(counts: list[int], form: GgufForm) -> int:
     return next(layer for layer, count in enumerate(counts) if count > 1) if form.leading_dense else 0
 
 
-def _rope_factors(config: Any) -> OutputTensor | None:
-    """What llama.cpp divides the frequencies of Llama 3.1's rotary positions by; None for other positions."""
+def _rope_factors(config: Any) -> list[OutputTensor]:
+    """What llama.cpp divides the frequencies of Llama 3.1's rotary positions by; empty for other positions."""
     rope = config.rope_parameters or {}
     if rope.get("rope_type") != "llama3":
-        return None
+        return []
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     size = _head_size(config)
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     factors = plain / frequencies
-    return OutputTensor("rope_freqs.weight", "F32", tuple(factors.shape), lambda: [tensor_bytes(factors)])
+    return [OutputTensor("rope_freqs.weight", "F32", tuple(factors.shape), lambda: [tensor_bytes(factors)])]
 
 
 def _head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _fields(
-    source: StoredModel, form: GgufForm, config: Any, counts: list[int] | None, kind: str, gguf: Any
-) -> Callable[[Any], None]:
-    """The function that adds the model's fields to a `gguf.GGUFWriter`."""
+def _model_fields(source: StoredModel, form: GgufForm, config: Any, kind: str) -> _Fields:
+    gguf = import_extra("gguf", "gguf")
     codes = [code for codes in History.of(source.config).by_expansion for code in codes]
     rope = config.rope_parameters or {}
+    fields: _Fields = [("type", gguf.GGUFType.MODEL), ("name", source.name)]
+    if codes:
+        fields.append(("languages", list(dict.fromkeys(codes))))
+    fields += [
+        ("file_type", gguf.LlamaFileType[FILE_TYPES[kind]]),
+        ("quantization_version", gguf.GGML_QUANT_VERSION),
+        ("vocab_size", config.vocab_size),
+        ("context_length", config.max_position_embeddings),
+        ("embedding_length", config.hidden_size),
+        ("block_count", config.num_hidden_layers),
+        ("feed_forward_length", config.intermediate_size),
+        ("head_count", config.num_attention_heads),
+        ("head_count_kv", config.num_key_value_heads),
+        ("key_length", _head_size(config)),
+        ("value_length", _head_size(config)),
+        ("layer_norm_rms_eps", config.rms_norm_eps),
+        ("rope_dimension_count", _head_size(config)),
+        ("rope_freq_base", rope.get("rope_theta", 10000.0)),
+    ]
+    if rope.get("rope_type") in ("linear", "yarn"):
+        scaling = gguf.RopeScalingType[rope["rope_type"].upper()]
+        fields += [("rope_scaling_type", scaling), ("rope_scaling_factor", rope["factor"])]
+    if rope.get("rope_type") == "yarn":
+        fields.append(("rope_scaling_orig_ctx_len", rope["original_max_position_embeddings"]))
+    if form.architecture.startswith("granite"):
+        fields += [
+            ("embedding_scale", config.embedding_multiplier),
+            ("attention_scale", config.attention_multiplier),
+            ("residual_scale", config.residual_multiplier),
+            ("logit_scale", config.logits_scaling),
+        ]
+    return fields
 
-    def add(writer: Any) -> None:
-        writer.add_type(gguf.GGUFType.MODEL)
-        writer.add_name(source.name)
-        if codes:
-            writer.add_languages(list(dict.fromkeys(codes)))
-        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        writer.add_vocab_size(config.vocab_size)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(_head_size(config))
-        writer.add_value_length(_head_size(config))
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_dimension_count(_head_size(config))
-        writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-        if rope.get("rope_type") in ("linear", "yarn"):
-            writer.add_rope_scaling_type(gguf.RopeScalingType[rope["rope_type"].upper()])
-            writer.add_rope_scaling_factor(rope["factor"])
-        if rope.get("rope_type") == "yarn":
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        if form.architecture.startswith("granite"):
-            writer.add_embedding_scale(config.embedding_multiplier)
-            writer.add_attention_scale(config.attention_multiplier)
-            writer.add_residual_scale(config.residual_multiplier)
-            writer.add_logit_scale(config.logits_scaling)
-        if counts is not None:
-            writer.add_expert_count(max(counts))
-            writer.add_expert_used_count(min(source.config.router_top_k, max(counts)))
-            writer.add_expert_feed_forward_length(config.intermediate_size)
-        if form.leading_dense and counts is not None:
-            writer.add_leading_dense_block_count(_leading_dense(counts, form))
-            writer.add_interleave_moe_layer_step(1)
-        if form.shared:
-            writer.add_expert_shared_count(1)
-            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
-            writer.add_expert_weights_norm(True)
-            writer.add_expert_weights_scale(1.0)
 
-    return add
+def _mixture_fields(config: Any, form: GgufForm) -> _Fields:
+    counts = config.num_experts_per_layer
+    fields: _Fields = [
+        ("expert_count", max(counts)),
+        ("expert_used_count", min(config.router_top_k, max(counts))),
+        ("expert_feed_forward_length", config.intermediate_size),
+    ]
+    if form.leading_dense:
+        fields += [("leading_dense_block_count", _leading_dense(counts, form)), ("interleave_moe_layer_step", 1)]
+    if form.shared:
+        softmax = import_extra("gguf", "gguf").ExpertGatingFuncType.SOFTMAX
+        fields += [("expert_shared_count", 1), ("expert_gating_func", softmax)]
+        fields += [("expert_weights_norm", True), ("expert_weights_scale", 1.0)]
+    return fields
+
+
+def _type(tensor: OutputTensor, kind: str) -> str:
+    """The type in which a tensor is written into a file of type `kind`. What is small stays in float32, as llama.cpp
+    expects it: vectors (norms, biases) and routers. Rows that q8_0 cannot take, whose length 32 does not divide, become
+    f16."""
+    if len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name:
+        return "f32"
+    return "f16" if kind == "q8_0" and tensor.shape[-1] % 32 else kind
+
+
+def _write(
+    out: Path, architecture: str, fields: _Fields, tensors: Sequence[OutputTensor], kind: str, overwrite: bool
+) -> None:
+    """Writes a file as a stream, one piece of one tensor in memory, and the file whole or not at all."""
+    gguf = import_extra("gguf", "gguf")
+    kinds = [_type(tensor, kind) for tensor in tensors]
+    types = [gguf.GGMLQuantizationType[kind.upper()] for kind in kinds]
+    shapes = [gguf.quant_shape_to_byte_shape(t.shape, type_) for t, type_ in zip(tensors, types, strict=True)]
+    with _new_file(out, overwrite, sum(map(prod, shapes))) as partial:
+        writer = gguf.GGUFWriter(partial, architecture)
+        for name, *values in fields:
+            getattr(writer, f"add_{name}")(*values)
+        for tensor, shape, type_ in zip(tensors, shapes, types, strict=True):
+            writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), prod(shape), type_)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            (file,) = writer.fout
+            writer.write_padding(file, file.tell())
+            bar = tqdm(tensors, desc="export", unit="tensor")
+            for tensor, shape, kind in zip(bar, shapes, kinds, strict=True):
+                size = sum(file.write(piece) for piece in _converted(tensor, kind))
+                if size != prod(shape):
+                    raise RuntimeError(f"{tensor.name}: wrote {size} bytes instead of {prod(shape)}")
+                writer.write_padding(file, size)
+        finally:
+            writer.close()
+
+
+def _converted(tensor: OutputTensor, kind: str) -> Iterator[bytes]:
+    """The bytes of a tensor in the type `kind`. A row lies in one piece, or its pieces are whole blocks."""
+    gguf = import_extra("gguf", "gguf")
+    if tensor.dtype not in TORCH_DTYPES:
+        raise InputError(f"Tensor {tensor.name!r} is stored as {tensor.dtype}; use the unquantised checkpoint.")
+    for piece in tensor.data():
+        values = torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[tensor.dtype])
+        if kind == "q8_0":
+            blocks = widened(values).to(torch.float32).view(-1, 32).numpy()
+            yield gguf.quantize(blocks, gguf.GGMLQuantizationType.Q8_0).tobytes()
+            continue
+        result = values.to(TORCH_DTYPES[kind.upper()])
+        if not is_finite(result):
+            raise InputError(f"Tensor {tensor.name!r}: a value is not finite in {kind}; use --type bf16.")
+        yield result.view(torch.uint8).numpy().tobytes()
+
+
+def check_file(out: Path, overwrite: bool) -> None:
+    """Refuses a file that exists (without `overwrite`), is a folder, or cannot be made there."""
+    if out.is_dir():
+        raise InputError(f"{out}: is a folder; give the name of the .gguf file to write.")
+    if os.path.lexists(out) and not overwrite:
+        raise InputError(f"{out}: exists already; choose another file or pass --overwrite.")
+    check_place(out)
+
+
+@contextmanager
+def _new_file(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
+    """Yields a file beside `out` to write, which is renamed to `out` on success and removed on failure."""
+    check_file(out, overwrite)
+    if needed_bytes > (free := free_bytes(out)):
+        raise InputError(
+            f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
+        )
+    partial = beside(out, "partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        remove_partial_files(out)
+        yield partial
+        os.replace(partial, out)
+    except Exception as error:
+        if is_full_disk(error):
+            raise InputError(
+                f"{out}: the disk is full; at least {needed_bytes:,} bytes are needed. The partial output was removed."
+            ) from error
+        if isinstance(error, OSError):
+            raise InputError(f"{out}: cannot be written ({error.strerror}).") from error
+        raise
+    finally:
+        partial.unlink(missing_ok=True)

@@ -6,13 +6,13 @@ written if its rule is one of them, and refused if not. A base that came from GG
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from ..errors import InputError, first_line
+from ..extra import import_extra
 from ..jsonfile import read_json, write_json
 
 KEPT = "gguf_tokenizer.json"
@@ -53,8 +53,9 @@ def keep_gguf_tokenizer(reader: Any, tokenizer: Any, folder: Path) -> None:
     write_json(folder / KEPT, entries)
 
 
-def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
-    """The function that adds the tokenizer of a checkpoint, with its chat template, to a `gguf.GGUFWriter`.
+def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
+    """The tokenizer of a checkpoint, with its chat template: methods `add_...` of a `gguf.GGUFWriter`, each with its
+    arguments.
 
     Args:
         rows: number of rows of the embedding.
@@ -62,6 +63,7 @@ def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
     Raises:
         InputError: there is no tokenizer, or llama.cpp has none that cuts text as it does.
     """
+    gguf = import_extra("gguf", "gguf")
     tokenizer = load_tokenizer(folder)
     entries = _kept(folder, rows)
     if entries is None and len(tokenizer) > rows:
@@ -70,38 +72,28 @@ def tokenizer_fields(folder: Path, rows: int) -> Callable[[Any], None]:
     if backend is None:
         raise InputError(f"{folder}: its tokenizer has no tokenizer.json, of which the GGUF file's fields are made.")
     state = json.loads(backend.to_str())
+    tokens, types = _tokens(state, rows, gguf.TokenType)
+    fields: list[tuple[Any, ...]] = [("token_list", tokens)]
+    if merges := state["model"].get("merges"):
+        fields.append(("token_merges", [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]))
     if entries is None:
         rule = _rule(state, tokenizer, folder)
         begins, ends = _frame(tokenizer, folder)
-
-    def add(writer: Any) -> None:
-        import gguf
-
-        tokens, types = _tokens(state, rows, gguf.TokenType)
-        writer.add_token_list(tokens)
-        if state["model"].get("merges"):
-            writer.add_token_merges([_merge(pair) for pair in state["model"]["merges"]])
-        if entries is None:
-            writer.add_tokenizer_model("gpt2")
-            writer.add_tokenizer_pre(rule)
-            writer.add_token_types(types)
-            for name in ("bos", "eos", "unk", "pad"):
-                if (number := getattr(tokenizer, f"{name}_token_id", None)) is not None:
-                    getattr(writer, f"add_{name}_token_id")(number)
-            writer.add_add_bos_token(begins)
-            writer.add_add_eos_token(ends)
-        for name, entry in (entries or {}).items():
-            kinds = [gguf.GGUFValueType[kind] for kind in entry["types"]]
-            writer.add_key_value(name, entry["value"], kinds[0], kinds[-1] if len(kinds) > 1 else None)
-        if template := tokenizer.chat_template:
-            several = {} if isinstance(template, str) else template
-            writer.add_chat_template([{"name": n, "template": text} for n, text in several.items()] or template)
-
-    return add
+        fields += [("tokenizer_model", "gpt2"), ("tokenizer_pre", rule), ("token_types", types)]
+        for name in ("bos", "eos", "unk", "pad"):
+            if (number := getattr(tokenizer, f"{name}_token_id", None)) is not None:
+                fields.append((f"{name}_token_id", number))
+        fields += [("add_bos_token", begins), ("add_eos_token", ends)]
+    for name, entry in (entries or {}).items():
+        kinds = [gguf.GGUFValueType[kind] for kind in entry["types"]]
+        fields.append(("key_value", name, entry["value"], kinds[0], kinds[-1] if len(kinds) > 1 else None))
+    if template := tokenizer.chat_template:
+        several = {} if isinstance(template, str) else template
+        fields.append(("chat_template", [{"name": n, "template": text} for n, text in several.items()] or template))
+    return fields
 
 
 def load_tokenizer(folder: Path) -> Any:
-
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the library raises many types
@@ -118,16 +110,12 @@ def _kept(folder: Path, rows: int) -> dict | None:
     return entries if len(types) == rows else None
 
 
-def _vocabulary(state: dict) -> dict[int, str]:
+def _tokens(state: dict, rows: int, kinds: Any) -> tuple[list[str], list[int]]:
+    """The text and the type of each token; rows of the embedding without a token are unused."""
     model = state["model"]["vocab"]
     pairs = model.items() if isinstance(model, dict) else ((entry[0], at) for at, entry in enumerate(model))
     added = {token["id"]: token["content"] for token in state["added_tokens"] or ()}
-    return {number: text for text, number in pairs} | added
-
-
-def _tokens(state: dict, rows: int, kinds: Any) -> tuple[list[str], list[int]]:
-    """The text and the type of each token; rows of the embedding without a token are unused."""
-    vocabulary = _vocabulary(state)
+    vocabulary = {number: text for text, number in pairs} | added
     special = {token["id"]: token["special"] for token in state["added_tokens"] or ()}
     texts = [vocabulary.get(number, f"[PAD{number}]") for number in range(rows)]
     types = []
@@ -137,10 +125,6 @@ def _tokens(state: dict, rows: int, kinds: Any) -> tuple[list[str], list[int]]:
         else:
             types.append(kinds.NORMAL if number in vocabulary else kinds.UNUSED)
     return texts, types
-
-
-def _merge(pair: Any) -> str:
-    return pair if isinstance(pair, str) else " ".join(pair)
 
 
 def _rule(state: dict, tokenizer: Any, folder: Path) -> str:

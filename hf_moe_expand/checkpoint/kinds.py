@@ -13,11 +13,7 @@ EXPERT_INITS = ("copy", "random")
 
 
 def check_kinds(expert_init: str, expert_kind: str) -> None:
-    """Refuses an unknown expert_init or expert_kind.
-
-    Raises:
-        InputError: one of the two is unknown.
-    """
+    """Refuses an unknown expert_init or expert_kind."""
     if expert_init not in EXPERT_INITS:
         raise InputError(f"expert_init is {expert_init!r}; known: {', '.join(EXPERT_INITS)}.")
     if expert_kind not in KINDS:

@@ -1,11 +1,12 @@
 """What an architecture must keep to be expanded, checked on a tiny twin of the model.
 
-Architectures in `PROVEN` have passed the same checks in the tests; any other passes them when `expand` meets it.
+The twin has the model's configuration class and its switches, with small sizes. Architectures in `PROVEN` have passed
+the same checks in the tests; any other passes them when `expand` meets it.
 """
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -18,13 +19,138 @@ from transformers import PreTrainedConfig
 from ..auto_class import auto_class
 from ..errors import InputError, first_line
 from ..modeling import LayerMoEConfig, decoder_ffns
+from ..modeling.stacks import DECODER_LAYERS
 from .proven import is_proven, reason_left_out
 from .stored import places
-from .twin import VOCABULARY, tiny_twin
 
-_EXPERTS = 3
-_WIDTH = 16
-_NEW_TOKENS = 4
+LAYERS = 4
+VOCABULARY = 257
+_HIDDEN, _HEADS, _HEAD = 32, 4, 8
+# The canonical names of the sizes; a configuration class translates its own names (`n_embd`).
+_NAMES_BY_SIZE: dict[float, str] = {
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    64: "max_position_embeddings",
+    _HIDDEN: "hidden_size word_embed_proj_dim mamba_d_ssm lru_width",
+    16: "kv_lora_rank moe_intermediate_size",
+    _HEAD: "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim "
+    "linear_head_dim mamba_d_head mamba_d_state mamba_chunk_size",
+    _HEADS: "num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads num_experts n_routed_experts "
+    "num_local_experts moe_num_experts rotary_dim",
+    2: "linear_num_key_heads moe_k",
+    1: "mamba_n_groups mamba_expand n_shared_experts n_group topk_group",
+    0: "num_kv_shared_layers",
+}
+# Of encoder-decoders; layers that are left out at random (layerdrop) would get no gradient.
+_DECODER_NAMES_BY_SIZE: dict[float, str] = {
+    _HEADS: "encoder_attention_heads decoder_attention_heads",
+    48: "encoder_ffn_dim decoder_ffn_dim",
+    VOCABULARY: "decoder_vocab_size",
+    0.0: "encoder_layerdrop decoder_layerdrop",
+}
+# Sizes of parts that a model may lack: none, or 0.
+_OPTIONAL_NAMES_BY_SIZE: dict[float, str] = {
+    0: "pad_token_id",
+    1: "bos_token_id",
+    2: "eos_token_id",
+    8: "hidden_size_per_layer_input",
+    16: "q_lora_rank sliding_window attention_window_size window_size",
+}
+_MOST_WEIGHTS = 1 << 25
+_WIDTHS = ("intermediate_size", "ffn_hidden_size", "d_ff", "dim_ff")
+_LEFT_OUT = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path", "quantization_config")
+_EXPERTS, _WIDTH, _NEW_TOKENS = 3, 16, 4
+
+
+def tiny_twin(config: PreTrainedConfig) -> Any:
+    """A dense model of the configuration's class with at most a few million weights, drawn with a fixed seed.
+
+    Raises:
+        ValueError: no small model of this class can be built; the message has the library's reason.
+    """
+    reason: Exception | None = None
+    for values in _candidates(config):
+        try:
+            small = type(config)(**values)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                with torch.device("meta"):
+                    weights = auto_class(small).from_config(small, trust_remote_code=False).num_parameters()
+                if weights > _MOST_WEIGHTS:
+                    raise ValueError(f"with small sizes it still has {weights:,} weights")
+                model = auto_class(small).from_config(small, dtype=torch.float32, trust_remote_code=False).eval()
+            with torch.no_grad():
+                ids = torch.arange(8)[None]
+                model(ids, **({"decoder_input_ids": ids} if small.is_encoder_decoder else {}))
+            return model
+        except Exception as error:  # the library raises many types for sizes that do not fit
+            reason = error
+    raise ValueError(f"no small model of its class can be built ({reason}).")
+
+
+def _candidates(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """Fields of small configurations, those nearest to the original first."""
+    original = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
+    switches = {name: value for name, value in original.items() if isinstance(value, bool | str)}
+    defaults = type(config)()
+    for base, layered in ((original, config), (switches, config), (switches, defaults), ({}, defaults)):
+        for rope in (True, False):
+            values = {**base, **_sizes(layered), **_by_layer(layered)}
+            if "layer_types" in _field_names(config) and not _value(layered, "layer_types"):
+                values["layer_types"] = ["full_attention"] * LAYERS  # the class has no default
+            if not rope:
+                values = {name: value for name, value in values.items() if not name.startswith("rope_")}
+            yield values
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """The small sizes that the configuration's class knows."""
+    known = _field_names(config)
+    sizes: dict[str, Any] = _by_name(_NAMES_BY_SIZE, known)
+    optional = _by_name(_OPTIONAL_NAMES_BY_SIZE, known)
+    sizes |= {name: size for name, size in optional.items() if _value(config, name)}
+    sizes |= {name: 48 for name in _WIDTHS if name in known and isinstance(_value(config, name), int)}
+    if "num_experts_per_tok" in known:  # 1 in a model that takes no other number
+        sizes["num_experts_per_tok"] = min(2, _value(config, "num_experts_per_tok") or 2)
+    heads, groups = (_value(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if "num_key_value_heads" in known:
+        groups = heads if groups is None else groups
+        sizes["num_key_value_heads"] = _HEADS if groups == heads else 1 if groups == 1 else 2
+    if config.is_encoder_decoder:
+        encoder = type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        sizes |= _by_name(_DECODER_NAMES_BY_SIZE, known)
+        sizes |= {name: LAYERS // 2 for name in (encoder, *DECODER_LAYERS) if name in known}
+        return sizes | {"decoder_start_token_id": 2}
+    return sizes | {"num_hidden_layers": LAYERS}
+
+
+def _by_name(names_by_size: dict[float, str], known: set[str]) -> dict[str, Any]:
+    return {name: size for size, names in names_by_size.items() for name in names.split() if name in known}
+
+
+def _by_layer(config: PreTrainedConfig) -> dict[str, list]:
+    """The fields with a value for each layer, for few layers, each kind of layer among them."""
+    shortened = {}
+    for name, value in config.to_dict().items():
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers and value:
+            firsts = [i for i, item in enumerate(value) if item not in value[:i]]
+            layers = sorted(
+                {*firsts[:LAYERS], *[i for i in range(len(value)) if i not in firsts][: LAYERS - len(firsts)]}
+            )
+            # A width is an integer of more than the twin's own sizes.
+            shortened[name] = [48 + 16 * (i % 2) if name in _WIDTHS else value[i] for i in layers]
+    return shortened
+
+
+def _field_names(config: PreTrainedConfig) -> set[str]:
+    fields = set(config.to_dict()) | set(getattr(type(config), "__dataclass_fields__", {}))
+    return fields | {name for name, own in type(config).attribute_map.items() if own in fields}
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # the library refuses fields that differ from layer to layer
+        return None
 
 
 @dataclass(frozen=True)
@@ -166,6 +292,12 @@ def broken_promise(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def in_refusal(config: PreTrainedConfig, reason: str) -> str:
+    """What an architecture is, or else the promise that it breaks, for a message."""
+    known = reason_left_out(config)
+    return f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
+
+
 def check_architecture(config: PreTrainedConfig, name: Any) -> None:
     """Refuses an architecture that does not keep the promises; messages call the model `name`. A proven one passes at
     once, any other is tried on a tiny twin.
@@ -177,9 +309,8 @@ def check_architecture(config: PreTrainedConfig, name: Any) -> None:
         return
     values = config.to_dict()
     if reason := _broken(type(config), json.dumps(values, sort_keys=True, default=str)):  # type: ignore[arg-type]
-        known = reason_left_out(config)
-        reason = f"it is {known}" if known else f"on a tiny twin of the model, {reason}"
-        raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {reason} (docs/backbones.md).")
+        why = in_refusal(config, reason)
+        raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {why} (docs/backbones.md).")
 
 
 @lru_cache(maxsize=8)

@@ -110,10 +110,9 @@ class CheckpointReader:
         if index.is_file():
             where = _read_index(index)
             return [self.folder / name for name in sorted(set(where.values()))], where
-        pickled = [path.name for path in self.folder.glob("pytorch_model*.bin")]
-        hint = (
-            " It holds pickled weights, which are not read: load and save it with save_pretrained." if pickled else ""
-        )
+        hint = ""
+        if any(self.folder.glob("pytorch_model*.bin")):
+            hint = " It holds pickled weights, which are not read: load and save it with save_pretrained."
         raise InputError(f"{self.folder}: no {weights.name} and no {index.name}: not a safetensors checkpoint.{hint}")
 
     def fingerprint(self) -> str:
@@ -217,7 +216,7 @@ class CheckpointReader:
                 f"{self.folder}: tensor {name!r} is stored as {info.dtype}; use the unquantised checkpoint."
             )
         size = ITEM_BITS[info.dtype] // 8
-        stop = info.numel if stop is None else stop
+        stop = prod(info.shape) if stop is None else stop
         if info.made is not None:
             whole = info.made().flatten()
             yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
@@ -304,13 +303,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         kind = header[unknown[0]]["dtype"]
         raise InputError(f"{file}: tensor {unknown[0]!r} is stored as {kind}, a type that this package does not know.")
     base = 8 + length
-    return {
-        name: TensorInfo(
-            entry["dtype"],
-            tuple(entry["shape"]),
-            file,
-            base + entry["data_offsets"][0],
-            base + entry["data_offsets"][1],
-        )
-        for name, entry in header.items()
-    }
+    tensors = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), file, base + start, base + end)
+    return tensors

@@ -1,9 +1,11 @@
-"""Finds the local checkpoint folder and the configuration for a folder or hub id."""
+"""Finds the folder of a checkpoint, for a folder or hub id, and reads its configuration, checked."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -13,7 +15,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
@@ -22,9 +26,10 @@ from ..errors import InputError, first_line
 from ..hub_access import hub_problem
 from ..jsonfile import read_json
 from ..modeling import ExpandedConfig, stack_sizes
-from ..records import History
-from .fields import check_fields, check_values
-from .local import EXPANDED, local_checkpoint, not_expanded
+from ..planning.plan import MOST_EXPERTS
+from ..records import History, StageRecord
+from ..schema import Count, Declared, Flag, Positive, Text, Whole, read
+from .local import EXPANDED, MOST_LAYERS, local_checkpoint, not_expanded
 from .proven import UNCERTAIN, reason_left_out
 
 # Files of the tokenizer and the generation config, by the names that transformers writes and reads.
@@ -39,6 +44,42 @@ TOKENIZER_FILES = (
 COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors", "pack_*.safetensors")
 # The code that travels inside an expanded checkpoint, by file name.
 CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
+# No model comes near these numbers; building larger lists and modules would take for ever.
+MOST_ELEMENTS = 1 << 31
+
+_LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+)  # fmt: skip
+_SIZES = (
+    "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "n_inner", "ffn_hidden_size", "head_dim",
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads", "num_kv_heads", "n_positions",
+    "max_position_embeddings", "max_seq_len", "expansion_ratio", "lora_rank", "expert_width", "encoder_ffn_dim",
+    "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "d_ff", "d_kv",
+)  # fmt: skip
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation", "activation")
+_DTYPES = ("dtype", "torch_dtype")
+
+
+_Experts = Annotated[Count, Field(le=MOST_ELEMENTS)]
+_Layer = Annotated[Whole, Field(ge=0, le=MOST_LAYERS)]
+
+
+class _OwnFields(Declared):
+    """The fields of config.json that this package adds, each of which may be missing or null."""
+
+    num_experts_per_layer: list[_Experts] | None = None
+    earlier_experts_per_layer: list[list[_Experts]] | None = None
+    classifier_layers: list[_Layer] | None = None
+    new_layers: list[_Layer] | None = None
+    packs: list[_Experts] | None = None
+    # Rank and alpha of a pack's updates, the width of its added FFNs, or null.
+    updates_of_packs: list[Annotated[list[Positive], Field(min_length=1, max_length=2)] | None] | None = None
+    prefix_gate: dict[Text, Any] | None = None
+    gate_languages: list[list[Text]] | None = None
+    router_top_k: _Experts | None = None
+    language_groups: list[list[Text]] | None = None
+    conditional_routing: Flag | None = None
+    history: list[StageRecord] | None = None
 
 
 def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, weights: bool = True) -> Path:
@@ -193,8 +234,15 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
     """
     if isinstance(config, ExpandedConfig):
         raise InputError(f"{name}: is an expanded checkpoint already; give the dense model that it came from.")
-    if reason := _reason(config):
-        raise InputError(f"{name}: a {config.model_type} checkpoint cannot be expanded: {reason}.")
+    reason = reason_left_out(config)
+    if not reason or config.model_type in UNCERTAIN:
+        known = type(config) in language_models(config)
+        reason = None if known else "not a language model that transformers knows"
+    if reason:
+        raise InputError(
+            f"{name}: a {config.model_type} checkpoint cannot be expanded: it is {reason}; give a dense decoder or "
+            "encoder-decoder (docs/backbones.md)."
+        )
     if foreign := [field for field in ExpandedConfig.__annotations__ if hasattr(config, field)]:
         raise InputError(
             f"{name}: its configuration has {foreign[0]}, a field of expanded models, but it is a "
@@ -209,17 +257,6 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
         )
 
 
-def _reason(config: Any) -> str | None:
-    """Why an architecture has no FFNs that could become experts; None if it may have."""
-    advice = "; give a dense decoder or encoder-decoder (docs/backbones.md)"
-    reason = reason_left_out(config)
-    if reason and config.model_type not in UNCERTAIN:
-        return f"it is {reason}{advice}"
-    if type(config) not in language_models(config):
-        return f"it is not a language model that transformers knows{advice}"
-    return None
-
-
 def grown_from(name: str) -> tuple[list[int], list[str], int]:
     """Experts of each layer of an expanded checkpoint that can grow, all its languages, and the number of its encoder's
     layers.
@@ -231,3 +268,65 @@ def grown_from(name: str) -> tuple[list[int], list[str], int]:
     if config.model_type == "dmoe":
         raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")
     return config.num_experts_per_layer, History.of(config).languages, stack_sizes(config).get("encoder", 0)
+
+
+def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
+    """Checks the fields of config.json that decide how large a model is, and those that this package adds."""
+    for where, mapping in [("", fields), *((f"{key}.", value) for key, value in fields.items())]:
+        if not isinstance(mapping, Mapping):
+            continue
+        for names, most in ((_LAYERS, MOST_LAYERS), (_SIZES, MOST_ELEMENTS)):
+            for name in names:
+                value = mapping.get(name)
+                by_layer = value if isinstance(value, list) and names is _SIZES else [value]
+                counts = [type(one) is int and 1 <= one <= most for one in by_layer]
+                if value is not None and not (counts and all(counts)):
+                    raise _wrong(folder, where + name, value, f"a whole number from 1 to {most:,}")
+        for name in _ACTIVATIONS:
+            if isinstance(value := mapping.get(name), str) and value not in ACT2FN:
+                raise _wrong(folder, where + name, value, "an activation that transformers knows")
+        for name in _DTYPES:
+            value = mapping.get(name)
+            if isinstance(value, str) and not isinstance(
+                getattr(torch, value.removeprefix("torch."), None), torch.dtype
+            ):
+                raise _wrong(folder, where + name, value, "a type that torch knows")
+    if "transformers_weights" in fields:
+        raise InputError(
+            f"{folder}: config.json names a weights file of its own (transformers_weights), which is not read: rename "
+            "that file to model.safetensors and take the field out."
+        )
+    try:
+        read(_OwnFields, {name: value for name, value in fields.items() if name in _OwnFields.model_fields})
+        History.of(fields)
+    except InputError as error:
+        raise InputError(f"{folder}: its configuration cannot be read ({str(error).rstrip('.')}).") from None
+    experts = fields.get("num_experts_per_layer") or []
+    if sum(experts) > MOST_EXPERTS:
+        raise _wrong(folder, "num_experts_per_layer", sum(experts), f"at most {MOST_EXPERTS:,} experts in all")
+
+
+def check_values(config: Any, folder: Path) -> None:
+    """Checks the configuration that transformers read from config.json for contradictions that it does not notice."""
+    inner = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    if not isinstance(inner, PreTrainedConfig):
+        raise InputError(
+            f"{folder}: its configuration cannot be read (a {config.model_type} model has no text decoder inside, but "
+            "config.json describes one: text_config or the like)."
+        )
+    if isinstance(config, ExpandedConfig):
+        if config.backbone_model_type is None:
+            raise InputError(f"{folder}: config.json does not say which backbone was expanded (backbone_model_type).")
+        earlier, packs = getattr(config, "earlier_experts_per_layer", None) or [], getattr(config, "packs", None) or []
+        recorded = len(History.of(config))
+        if earlier and recorded and len(earlier) != recorded - 1:
+            wanted = f"the counts before the last of {recorded} expansions"
+            raise _wrong(folder, "earlier_experts_per_layer", earlier, wanted)
+        if packs and not recorded:
+            raise _wrong(folder, "packs", packs, "left out, where config.json records no expansion")
+
+
+def _wrong(folder: Path, name: str, value: Any, wanted: str) -> InputError:
+    text = repr(value)
+    text = text if len(text) <= 60 else f"{text[:60]}..."
+    return InputError(f"{folder}: its configuration cannot be read ({name} is {text}, not {wanted}).")

@@ -84,8 +84,7 @@ class StoredModel:
     def copied(self, key: str, name: str | None = None) -> OutputTensor:
         """A byte-for-byte copy of a tensor, under its name in the files or under `name`."""
         stored = self.home(key)
-        info = self.reader.tensors[stored]
-        return OutputTensor(name or stored, info.dtype, info.shape, lambda: self.reader.finite_chunks(stored))
+        return self._copy(stored, name or stored)
 
     def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
         """`copied`; of a tensor whose parts are stored, a mixture's, its parts under the names of the same layout."""
@@ -97,7 +96,7 @@ class StoredModel:
         while same < len(key) and key[-same - 1 :] == name[-same - 1 :]:
             same += 1
         old, new = key[: len(key) - same], name[: len(name) - same]
-        return [self._copied_part(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
+        return [self._copy(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
 
     def files_names(self, key: str) -> list[str]:
         """The names in the files of a tensor or, of a mixture's, of its parts; none of a tensor that the library puts
@@ -117,7 +116,7 @@ class StoredModel:
     def _mixtures(self) -> tuple[str, ...]:
         return tuple(f"{ffn.place}." for ffn in decoder_ffns(self.network) if ffn.is_mixture)
 
-    def _copied_part(self, stored: str, name: str) -> OutputTensor:
+    def _copy(self, stored: str, name: str) -> OutputTensor:
         info = self.reader.info(stored)
         return OutputTensor(name, info.dtype, info.shape, lambda: self.reader.finite_chunks(stored))
 
@@ -203,12 +202,10 @@ def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
         for key, value in network.state_dict().items()
         if key in names or not any(re.search(pattern, key) for pattern in computed_keys)
     }
-    if missing := [key for key in known if key not in names and key not in tied]:
+    if missing := [key for key in known if key not in names and tied.get(key) not in names]:
         raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
     for key, value in known.items():
         if key not in names:
-            if tied[key] not in names:
-                raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {key}.")
             continue
         info = reader.tensors[names[key]]
         if info.shape != tuple(value.shape):

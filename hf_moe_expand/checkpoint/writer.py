@@ -78,11 +78,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def check_shard_size(size: str | int) -> None:
-    """Refuses a shard size that cannot be read.
-
-    Raises:
-        InputError: `size` is neither a number of bytes nor a text such as 5GB.
-    """
+    """Refuses a shard size that is neither a number of bytes nor a text such as 5GB."""
     try:
         split_state_dict_into_shards_factory(
             {}, get_storage_size=len, filename_pattern="{suffix}", get_storage_id=len, max_shard_size=size
@@ -159,11 +155,7 @@ def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.Path
 
 
 def check_place(out: Path) -> None:
-    """Refuses an output that cannot be made where it is to be.
-
-    Raises:
-        InputError: a folder above it is a file, or is not writable.
-    """
+    """Refuses an output below a file, or below a folder that is not writable."""
     try:
         place = next(parent for parent in out.absolute().parents if parent.exists())
     except (OSError, RuntimeError) as error:
@@ -175,11 +167,7 @@ def check_place(out: Path) -> None:
 
 
 def check_apart(out: Path, *inputs: str | os.PathLike) -> None:
-    """Refuses an output folder that is one of the inputs, holds one or lies in one.
-
-    Raises:
-        InputError: the message names the input.
-    """
+    """Refuses an output folder that is one of the inputs, holds one or lies in one."""
     there = out.resolve()
     for path in (Path(path).resolve() for path in inputs):
         if there == path:
