@@ -30,7 +30,7 @@ from .checkpoint.stored import network_of
 from .checkpoint.twin import tiny_twin
 from .errors import InputError, first_line
 from .modeling import DecoderFFN, LayerMoEConfig, decoder_ffns, layer_names
-from .modeling.separate_ffn import SeparateFFN
+from .modeling.backbone import SeparateFFN
 
 _HEAD = """\
 # Backbones

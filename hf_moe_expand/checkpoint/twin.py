@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..auto_class import auto_class
-from ..modeling.stacks import DECODER_LAYERS
+from ..modeling.expanded_config import DECODER_LAYERS
 
 LAYERS = 4
 VOCABULARY = 257
