@@ -27,7 +27,7 @@ from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .errors import InputError, first_line
 from .modeling import LayerMoEConfig, decoder_ffns, layer_names
-from .modeling.separate_ffn import SeparateFFN
+from .modeling.backbone import SeparateFFN
 
 _HEAD = """\
 # Backbones

@@ -8,13 +8,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from .backbone import DecoderFFN, decoder_ffns
 from .configuration_dmoe import DMoEConfig
 from .configuration_layer_moe import LayerMoEConfig
-from .expanded_config import ExpandedConfig, on_new_config_class, static_class
+from .expanded_config import LISTENERS, ExpandedConfig, count_layers, layer_names, stack_sizes, static_class
 from .expanded_ffn import ExpandedFFN
 from .modeling_dmoe import DMoEForCausalLM, DMoEModel
 from .modeling_layer_moe import LayerMoEForCausalLM, LayerMoEForSeq2SeqLM, LayerMoEModel
 from .routing import LayerRouting
 from .routing_control import Routing
-from .stacks import count_layers, layer_names, stack_sizes
 
 __all__ = [
     "MODEL_CLASSES",
@@ -63,4 +62,4 @@ def _register(config_class: Any) -> None:
 
 for _config_class in MODEL_CLASSES:
     AutoConfig.register(_config_class.model_type, _config_class)
-on_new_config_class(_register)
+LISTENERS.append(_register)

@@ -2,7 +2,8 @@
 
 An FFN is the one module of a layer that maps the hidden states alone, `[..., h] -> [..., h]`, by matrices from and to
 the hidden size. Attention and state-space modules take more than the hidden states (masks, caches). A layer may hold
-its parts in a list (T5): the FFN is then inside the one part that has one.
+its parts in a list (T5): the FFN is then inside the one part that has one. Or its two linear layers stand one by one in
+the layer (OPT, XGLM, BART, M2M100): a `SeparateFFN` then holds them.
 """
 
 import inspect
@@ -10,12 +11,13 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .expanded_config import layer_names, stack_sizes
 from .expanded_ffn import ExpandedFFN
-from .separate_ffn import SeparateFFN, has_separate_ffn
-from .stacks import layer_names, stack_sizes
 
 _RESIDUAL = "residual"  # BLOOM's FFN takes it as a second argument
 
@@ -128,3 +130,33 @@ def _takes_hidden_states_alone(kind: Any) -> bool:
     _, *parameters = inspect.signature(kind.forward).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.KEYWORD_ONLY)]
     return len(names) == 1 or names[1:] == [_RESIDUAL]
+
+
+def has_separate_ffn(layer: nn.Module) -> bool:
+    """Whether a layer computes `fc2(dropout(activation_fn(fc1(x))))` itself."""
+    first, second = getattr(layer, "fc1", None), getattr(layer, "fc2", None)
+    return (
+        isinstance(first, nn.Linear)
+        and isinstance(second, nn.Linear)
+        and callable(getattr(layer, "activation_fn", None))
+        and first.in_features == second.out_features
+    )
+
+
+class SeparateFFN(nn.Module):
+    """`fc2(dropout(activation_fn(fc1(x))))` of a layer, whose modules and names it shares."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.fc1, self.activation_fn, self.fc2 = layer.fc1, layer.activation_fn, layer.fc2
+        self.dropout = float(getattr(layer, "activation_dropout", 0.0))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        inner = F.dropout(self.activation_fn(self.fc1(hidden_states)), self.dropout, self.training)
+        return self.fc2(inner)
+
+
+def put_in_place(layer: Any, expanded: nn.Module) -> None:
+    """Lets the layer call `expanded` where it called `fc1`, and nothing afterwards."""
+    layer.fc1 = expanded
+    layer.activation_fn, layer.fc2, layer.activation_dropout = nn.Identity(), nn.Identity(), 0.0

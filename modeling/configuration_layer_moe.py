@@ -38,14 +38,14 @@ class LayerMoEConfig(ExpandedConfig):
 
     def _check_expansion(self) -> None:
         super()._check_expansion()
-        history = [*(self.earlier_experts_per_layer or []), self.num_experts_per_layer or []]
+        history = self._history
         for number, (before, after) in enumerate(pairwise(history), start=1):
             if len(before) != len(after) or any(a > b for a, b in zip(before, after, strict=True)):
                 raise ValueError(
                     f"earlier_experts_per_layer: the layers had {before} experts after expansion {number}, and later "
                     f"{after}: a layer must not lose experts."
                 )
-        self._check_packs(history)
+        self._check_packs(len(history))
         if self.gate_languages is not None:
             codes = [code for of_class in self.gate_languages for code in of_class]
             if len(self.gate_languages) != len(history) + 1 or len(set(codes)) < len(codes) or not all(codes):
@@ -56,8 +56,13 @@ class LayerMoEConfig(ExpandedConfig):
             if not self.classifier_layers:
                 raise ValueError("gate_languages says what classifiers tell apart, but classifier_layers is empty.")
 
-    def _check_packs(self, history: list[list[int]]) -> None:
-        packs, expansions = self.packs, len(history)
+    @property
+    def _history(self) -> list[list[int]]:
+        """The experts of each layer after each expansion."""
+        return [*(self.earlier_experts_per_layer or []), self.num_experts_per_layer or []]
+
+    def _check_packs(self, expansions: int) -> None:
+        packs = self.packs
         if packs is not None and (not packs or min(packs) < 1 or sum(packs) > expansions):
             raise ValueError(
                 f"packs is {packs}: must give the number of expansions of each language pack, of {expansions} in all."
@@ -79,8 +84,7 @@ class LayerMoEConfig(ExpandedConfig):
     def kind_of(self, layer: int, expert: int) -> ExpertKind:
         if self.updates_of_packs is None or expert == 0:
             return super().kind_of(layer, expert)
-        history = [*(self.earlier_experts_per_layer or []), self.num_experts_per_layer or []]
-        ends = [history[end - 1][layer] for end in accumulate(self.packs or [])]
+        ends = [self._history[end - 1][layer] for end in accumulate(self.packs or [])]
         return self.expert_kinds[bisect_right(ends, expert)]
 
     @property

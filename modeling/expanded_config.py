@@ -12,11 +12,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .expert_kinds import KINDS, ExpertKind
 from .prefix_gate import PrefixRule
-from .stacks import layer_names, stack_sizes
 
 _CLASSES: dict[tuple[type, str], type] = {}
-_LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
+LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
 
+# The names that configurations have for the decoder's layers; the encoder's are `num_hidden_layers` under any name.
+DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
 
@@ -68,16 +69,18 @@ class ExpandedConfig(PreTrainedConfig):
             self._check_expansion()
 
     def _check_expansion(self) -> None:
-        sizes, names = stack_sizes(self), layer_names(self)
+        names = layer_names(self)
         layers = len(names)
         if self.num_experts_per_layer is None:
             self.num_experts_per_layer = [1] * layers
         self.classifier_layers = sorted(self.classifier_layers or [])
         counts = self.num_experts_per_layer
         if len(counts) != layers:
+            sizes = stack_sizes(self)
+            words = "num_hidden_layers" if "" in sizes else ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(
                 f"num_experts_per_layer has {len(counts)} entries, but the {self.backbone_model_type} backbone has "
-                f"{layers} layers ({_in_words(sizes)}): give one count for each layer."
+                f"{layers} layers ({words}): give one count for each layer."
             )
         if min(counts) < 1:
             layer = min(range(layers), key=lambda i: counts[i])
@@ -140,11 +143,6 @@ class ExpandedConfig(PreTrainedConfig):
         return cls(backbone_model_type=dense.model_type, **inherited, **fields)
 
 
-def _in_words(sizes: dict[str, int]) -> str:
-    """Where the number of layers stands: the field of a decoder, or the layers of both stacks."""
-    return "num_hidden_layers" if "" in sizes else ", ".join(f"{stack} {size}" for stack, size in sizes.items())
-
-
 def static_class(cls: type) -> type:
     """The importable class behind a class that `expanded_config_class` made (or `cls` itself)."""
     return cls.__dict__.get("_static", cls)
@@ -172,15 +170,38 @@ def expanded_config_class(static: type, backbone: str) -> type:
         }
         made = type(static.__name__, (static, dense), namespace)
         _CLASSES[static, backbone] = made
-        for listener in _LISTENERS:
+        for listener in LISTENERS:
             listener(made)
     return _CLASSES[static, backbone]
 
 
-def on_new_config_class(listener: Any) -> None:
-    """Calls `listener(config_class)` for every class that is created from now on."""
-    _LISTENERS.append(listener)
-
-
 def _blank_config(static: type, backbone: str | None) -> ExpandedConfig:
     return object.__new__(expanded_config_class(static, backbone) if backbone else static)
+
+
+def stack_sizes(config: Any) -> dict[str, int]:
+    """The number of layers of each stack: `{"": n}` for a decoder, `{"encoder": n, "decoder": m}` for an
+    encoder-decoder.
+
+    Raises:
+        ValueError: an encoder-decoder's configuration does not say how many layers its decoder has.
+    """
+    if not getattr(config, "is_encoder_decoder", False):
+        return {"": config.get_text_config(decoder=True).num_hidden_layers}  # of a model of several kinds of input
+    decoder = next((layers for name in DECODER_LAYERS if (layers := getattr(config, name, None)) is not None), None)
+    if decoder is None or not isinstance(config.num_hidden_layers, int):
+        raise ValueError(
+            f"a {config.model_type} configuration has none of {', '.join(DECODER_LAYERS)}, the decoder's layers."
+        )
+    return {"encoder": config.num_hidden_layers, "decoder": decoder}
+
+
+def count_layers(config: Any) -> int:
+    """The number of all layers."""
+    return sum(stack_sizes(config).values())
+
+
+def layer_names(config: Any) -> list[str]:
+    """The name of each layer: its number in a decoder; `encoder.0`, `decoder.0` and so on in an encoder-decoder."""
+    sizes = stack_sizes(config)
+    return [f"{stack}.{layer}" if stack else str(layer) for stack, size in sizes.items() for layer in range(size)]

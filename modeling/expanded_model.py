@@ -8,7 +8,7 @@ backbone's own.
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,19 +17,16 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from .added_experts import AddedExpert
-from .backbone import decoder_ffns
+from .backbone import SeparateFFN, decoder_ffns, put_in_place
 from .dispatch import ExpertsImplementationMixin
-from .expanded_config import static_class
+from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import carry_packs, index_weights, load_assembled
-from .experts import LoraA, LoraB, LoraFactor, init_kaiming
+from .experts import AddedExpert, LoraLinear
 from .prefix_gate import SERVERS, PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl
-from .separate_ffn import SeparateFFN, put_in_place
 from .spoken_language import check_count, classes_of, with_languages
-from .stacks import layer_names
 from .stored_layout import mixture_rules, use_rules
 
 _CLASSES: dict[tuple[type, str], type] = {}
@@ -44,6 +41,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     _dense_mapping: Any = None
     _auto_map: ClassVar[dict[str, str]] = {}
     _of_encoder_decoders: ClassVar[bool | None] = None
+    _supports_attention_backend = True  # read on the static class by serving back ends
     _tp_plan: Any
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +156,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         # Our modules first: the library passes all modules of the inner base model to that model's class, which cannot
         # initialise them.
         for ffn in self.expanded_ffns().values():
-            new = (module for module in ffn.experts.modules() if isinstance(module, LoraFactor | AddedExpert))
+            new = (module for module in ffn.experts.modules() if isinstance(module, LoraLinear | AddedExpert))
             for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *new):
                 if module is not None:
                     self._initialize_weights(module)  # type: ignore[attr-defined]
@@ -172,12 +170,10 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Router):
             init_router(module.weight)
-        elif isinstance(module, Classifier | ConditionalGate | LoraB):
+        elif isinstance(module, Classifier | ConditionalGate):
             for parameter in module.parameters():
                 init.zeros_(parameter)
-        elif isinstance(module, LoraA):
-            init_kaiming(module.weight)
-        elif isinstance(module, AddedExpert):
+        elif isinstance(module, LoraLinear | AddedExpert):
             module.init_weights()
         else:
             super()._init_weights(module)  # type: ignore[misc]
@@ -186,29 +182,21 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         """The `ExpandedFFN` of each expanded layer, by layer index."""
         return {module.layer_index: module for module in self.modules() if isinstance(module, ExpandedFFN)}  # type: ignore[attr-defined]
 
-    @contextmanager
-    def capture_routing(self) -> Iterator[Routing]:
+    def capture_routing(self) -> AbstractContextManager[Routing]:
         """Records the routing of a forward pass that runs inside, whoever calls it (a Trainer, a fused head).
 
         Logits and weights keep their graph. Of several passes, the last one's routing is kept.
         """
-        before = self.routing_control.capture
-        self.routing_control.capture = routing = Routing()
-        try:
-            yield routing
-        finally:
-            self.routing_control.capture = before
+        return self.routing_control.setting("capture", Routing())
 
-    @contextmanager
-    def use_expert(self, expert: int) -> Iterator[None]:
+    def use_expert(self, expert: int) -> AbstractContextManager[int]:
         """Inside, every token goes only to this expert in every expanded layer; expert 0 gives the base model's
         output."""
-        before = self.routing_control.forced_expert
-        self.routing_control.forced_expert = expert
-        try:
-            yield
-        finally:
-            self.routing_control.forced_expert = before
+        return self.routing_control.setting("forced_expert", expert)
+
+    def use_expansion(self, expansion: int) -> AbstractContextManager[int]:
+        """Inside, the model routes as after an earlier expansion (0: the base model), without later experts."""
+        return self.routing_control.setting("expansion", expansion)
 
     @contextmanager
     def use_languages(self, languages: str | Sequence[str | None]) -> Iterator[None]:
@@ -225,13 +213,10 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
                 it has another number of sequences than there are codes.
         """
         control = self.routing_control
-        before = control.classes, control.sequences
         classes = classes_of(self.config, languages)  # type: ignore[attr-defined]
-        control.classes, control.sequences = classes, None if isinstance(languages, str) else len(classes)
-        try:
+        sequences = None if isinstance(languages, str) else len(classes)
+        with control.setting("classes", classes), control.setting("sequences", sequences):
             yield
-        finally:
-            control.classes, control.sequences = before
 
     def generate(self, inputs: Any = None, *args: Any, languages: Any = None, **kwargs: Any) -> Any:
         """As the backbone's `generate`.
@@ -252,11 +237,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         if count is None:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         check_count(count, inputs, kwargs)
-        self.routing_control.sequences = None  # each sequence has beams
-        try:
+        with self.routing_control.setting("sequences", None):  # each sequence has beams
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.routing_control.sequences = count
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the backbone's, which `generate_batch` calls.
@@ -265,22 +247,14 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             ValueError: inside of `use_languages` and its like: it generates in a thread of its own, which they do not
                 reach.
         """
-        if self.routing_control.overridden:
+        control = self.routing_control
+        settings = (control.capture, control.forced_expert, control.expansion, control.classes)
+        if any(value is not None for value in settings):
             raise ValueError(
                 "Continuous batching generates in a thread of its own, which use_languages, use_expert, use_expansion "
                 "and capture_routing around it do not reach: use generate."
             )
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-
-    @contextmanager
-    def use_expansion(self, expansion: int) -> Iterator[None]:
-        """Inside, the model routes as after an earlier expansion (0: the base model), without later experts."""
-        before = self.routing_control.expansion
-        self.routing_control.expansion = expansion
-        try:
-            yield
-        finally:
-            self.routing_control.expansion = before
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # FSDP2 replaces the model's class by its own, from torch's files, but the class and files to save are ours.

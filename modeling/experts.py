@@ -1,5 +1,5 @@
-"""New experts: copies of the backbone's FFN, or expert 0 with a low-rank update on its linear layers (LoRA). A third
-kind is in `added_experts.py`.
+"""New experts: copies of the backbone's FFN, expert 0 with a low-rank update on its linear layers (LoRA), or expert 0
+with a small FFN beside it (added experts).
 
 LoRA (Hu et al. 2021): `W x + b + alpha / r * B A x`, with A `[r, in]` and B `[out, r]`, named, scaled and initialised
 as in PEFT: A is Kaiming-uniform and B zero, so that a new expert gives the output of expert 0.
@@ -8,6 +8,9 @@ MoLA (Gao et al., Findings of NAACL 2025) and LoRAMoE (Dou et al. 2024) make eac
 `W x + sum_e w_e B_e A_e x`, with its own router, inside the FFN's non-linearity. Here an expert is a whole FFN as in
 every expansion, `y = sum_e w_e FFN_{W + alpha / r * B_e A_e}(x)`, including expert 0 without an update, with one router
 for all. Both agree for an FFN that is one linear layer, since the weights sum to 1.
+
+Added experts: `E_e(x) = E_0(x) + D_e(x)`, with E_0 the base's own block as it is, a dense FFN or a whole mixture. D_e
+is a gated FFN of any width whose last layer starts at zero, so that a new expert gives the output of expert 0 too.
 """
 
 import copy
@@ -19,7 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
+
+# The names that configurations have for their FFN's activation.
+_ACTIVATIONS = (
+    "hidden_act", "hidden_activation", "activation_function", "activation", "afn", "dense_act_fn", "mlp_hidden_act",
+)  # fmt: skip
 
 
 def shared_config(ffn: nn.Module) -> dict[int, Any]:
@@ -56,14 +65,6 @@ class LoraFactor(nn.Module):
         return F.linear(x, self.weight)
 
 
-class LoraA(LoraFactor):
-    """`[..., in] -> [..., r]`."""
-
-
-class LoraB(LoraFactor):
-    """`[..., r] -> [..., out]`. Starts at zero, so that the update is zero at first."""
-
-
 def init_kaiming(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
     """Kaiming uniform, as PEFT (for A) and `nn.Linear`."""
     init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -89,8 +90,8 @@ class LoraLinear(nn.Module):
         self.owner = (ffn,)  # in a tuple, so that it is not a submodule
         self.name = name
         self.scaling = alpha / rank
-        self.lora_A = LoraA(inputs, rank)
-        self.lora_B = LoraB(rank, outputs)
+        self.lora_A = LoraFactor(inputs, rank)
+        self.lora_B = LoraFactor(rank, outputs)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -99,6 +100,11 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.owner[0].get_submodule(self.name)(x) + self.scaling * self.lora_B(self.lora_A(x))
+
+    def init_weights(self) -> None:
+        """First weights: random rows in A and zeros in B, so that the update is zero at first."""
+        init_kaiming(self.lora_A.weight)
+        init.zeros_(self.lora_B.weight)
 
     def extra_repr(self) -> str:
         return f"of expert 0: {self.name}"
@@ -118,3 +124,30 @@ def lora_expert(ffn: nn.Module, rank: int, alpha: float) -> nn.Module:
             )
     memo: dict[int, Any] = {id(layer): LoraLinear(ffn, name, rank, alpha) for name, layer in linear.items()}
     return copy.deepcopy(ffn, memo | shared_config(ffn))
+
+
+class AddedExpert(nn.Module):
+    """`D_e(x) = down(act(gate(x)) * up(x))`, `[..., h] -> [..., h]`, with `width` rows in `gate` and `up`."""
+
+    def __init__(self, hidden_size: int, width: int, activation: str) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+        self.act_fn = ACT2FN[activation]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+    def init_weights(self) -> None:
+        """First weights: random rows, and zeros in `down`."""
+        for layer in (self.gate_proj, self.up_proj):
+            init_kaiming(layer.weight)
+        init.zeros_(self.down_proj.weight)
+
+
+def activation_of(config: Any) -> str:
+    """The name of a backbone's activation; `silu` where its configuration has none, or one with weights of its own."""
+    names = (getattr(config, name, None) for name in _ACTIVATIONS)
+    name = next((name for name in names if isinstance(name, str) and name in ACT2FN), "silu")
+    return "silu" if any(True for _ in ACT2FN[name].parameters()) else name

@@ -19,7 +19,6 @@ class DMoEModel(ExpandedModelMixin, PreTrainedModel):
     config_class = DMoEConfig
     _dense_mapping = MODEL_MAPPING
     _auto_map = _AUTO_MAP
-    _supports_attention_backend = True  # read on the static class by serving back ends
 
 
 class DMoEForCausalLM(ExpandedModelMixin, PreTrainedModel, GenerationMixin):
@@ -29,7 +28,6 @@ class DMoEForCausalLM(ExpandedModelMixin, PreTrainedModel, GenerationMixin):
     config_class = DMoEConfig
     _dense_mapping = MODEL_FOR_CAUSAL_LM_MAPPING
     _auto_map = _AUTO_MAP
-    _supports_attention_backend = True
 
 
 DMoEModel.register_for_auto_class("AutoModel")

@@ -141,12 +141,6 @@ def running_sums(evidence_BSE: torch.Tensor, keep_BS: torch.Tensor) -> torch.Ten
     return s_BSE
 
 
-def keep_factors(marks: TextMarks, decay: float) -> torch.Tensor:
-    """`[B, S]` float32, the factor of the log-odds before each token: 0 where a text begins, 1 at padding."""
-    keep_BS = torch.where(marks.counted, decay, 1.0)
-    return keep_BS.masked_fill(marks.starts, 0)
-
-
 class SeenText(CacheLayerMixin):
     """What the prefix gates keep of the tokens in a cache: its last layer, which holds no keys and values.
 
@@ -221,7 +215,8 @@ class RunningText:
 
     def __init__(self, rule: PrefixRule, marks: TextMarks, seen: SeenText | None = None) -> None:
         self.rule, self.marks, self.seen = rule, marks, seen or SeenText()
-        new_BS = keep_factors(marks, rule.decay)
+        # The factor of the log-odds before each token: 0 where a text begins, 1 at padding.
+        new_BS = torch.where(marks.counted, rule.decay, 1.0).masked_fill(marks.starts, 0)
         self.keep = new_BS if self.seen.keep is None else torch.cat([self.seen.keep.to(new_BS.device), new_BS], 1)
         self.evidence: dict[int, torch.Tensor] = {}
         self.log_odds_TC: torch.Tensor | None = None  # of the last gate, where it decides for later layers too

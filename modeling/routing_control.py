@@ -5,6 +5,7 @@ Shape suffixes as in `routing.py`.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,16 @@ class RoutingControl:
         # Called only in training: takes a layer's index and its choice, returns the choice to use.
         self.change_choice: Callable[[int, Choice], Choice] | None = None
 
+    @contextmanager
+    def setting(self, name: str, value: Any) -> Iterator[Any]:
+        """Inside, the attribute `name` has this value."""
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield value
+        finally:
+            setattr(self, name, before)
+
     @property
     def only_expert(self) -> int | None:
         """The expert that runs alone for every token, None if routers choose: that of `use_expert`, or expert 0 where
@@ -84,15 +95,5 @@ class RoutingControl:
             return 0
         return self.forced_expert
 
-    @property
-    def overridden(self) -> bool:
-        """Whether this thread has said what only its own forward passes heed."""
-        settings = (self.capture, self.forced_expert, self.expansion, self.classes)
-        return any(value is not None for value in settings)
-
-    def __deepcopy__(self, memo: dict) -> "RoutingControl":
-        memo[id(self)] = new = RoutingControl()
-        return new
-
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple:  # copies and pickles have settings of their own
         return RoutingControl, ()

@@ -12,8 +12,8 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
     """The class of each language: 0 for the base model's, g for those that expansion g added, None for None.
 
     Raises:
-        ValueError: the checkpoint does not know a code, it is a DMoE's, which keeps no language of the base model, or
-            it is an encoder-decoder's.
+        ValueError: the languages are no codes, or the checkpoint does not know one of them; it is a DMoE's, which keeps
+            no language of the base model, or an encoder-decoder's.
     """
     if getattr(config, "language_groups", None) is not None or config.model_type == "dmoe":
         raise ValueError(
@@ -24,7 +24,9 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
             "languages: a sentence of an encoder-decoder and its translation have a language each, and its routers and "
             "classifiers judge the tokens of both: leave languages out."
         )
-    codes = codes_of(languages)
+    codes = [languages] if isinstance(languages, str) else languages
+    if not isinstance(codes, list | tuple) or not all(code is None or isinstance(code, str) for code in codes):
+        raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")
     known: dict[str, int] = {}
     for number, expansion in enumerate(config.expansions or [], start=1):
         if number == 1:
@@ -43,24 +45,8 @@ def classes_of(config: Any, languages: Languages) -> list[int | None]:
     return [None if code is None else known[code] for code in codes]
 
 
-def codes_of(languages: Any) -> list[str | None]:
-    """The codes that the user gives.
-
-    Raises:
-        ValueError: they are something else.
-    """
-    codes = [languages] if isinstance(languages, str) else languages
-    if not isinstance(codes, list | tuple) or not all(code is None or isinstance(code, str) for code in codes):
-        raise ValueError(f"languages is {languages!r}: give a code, or a list with a code or None for each sequence.")
-    return list(codes)
-
-
 def check_count(count: int, inputs: Any, arguments: dict[str, Any]) -> None:
-    """Checks that there is a code for each sequence.
-
-    Raises:
-        ValueError: there are more or fewer.
-    """
+    """Refuses more or fewer codes than sequences."""
     tensors = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
     sequences = next((len(tensor) for tensor in tensors if tensor is not None), 1)
     if count != sequences:

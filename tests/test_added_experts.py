@@ -43,7 +43,7 @@ from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.forecast import forecast
 from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.modeling.added_experts import AddedExpert
+from hf_moe_expand.modeling.experts import AddedExpert
 from hf_moe_expand.stages.dense import LoraSettings
 from hf_moe_expand.stages.run import check_frozen
 
@@ -618,6 +618,7 @@ def test_added_experts_compile_into_one_graph():
 
 
 def test_an_added_expert_is_plain():
-    from hf_moe_expand.modeling.plain_ffn import plain_form
+    from hf_moe_expand.modeling.plain_ffn import PlainFFN, plain_form
 
-    assert plain_form(AddedExpert(8, 16, "gelu")) == AddedExpert.form
+    form = PlainFFN(torch.nn.Linear, ("gate_proj", "up_proj"), "down_proj", "act_fn", True)
+    assert plain_form(AddedExpert(8, 16, "gelu")) == form

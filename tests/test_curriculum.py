@@ -19,7 +19,7 @@ from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.trainers import CurriculumSampler, LanguageMix
-from hf_moe_expand.trainers.curriculum_sampler import apportion
+from hf_moe_expand.trainers.samplers import apportion
 
 # --- when languages enter --------------------------------------------------------------------------------------------
 

@@ -1,10 +1,7 @@
-from .curriculum_sampler import CurriculumSampler as CurriculumSampler
-from .curriculum_sampler import LanguageMix as LanguageMix
 from .freezing import EVERYTHING as EVERYTHING
 from .freezing import FreezeReport as FreezeReport
 from .freezing import Trained as Trained
 from .freezing import freeze as freeze
-from .grouped_sampler import GroupedSampler as GroupedSampler
 from .losses import BalanceLoss as BalanceLoss
 from .losses import ClassifierLoss as ClassifierLoss
 from .losses import DistillationLoss as DistillationLoss
@@ -26,3 +23,6 @@ from .losses import localized_balance_loss as localized_balance_loss
 from .masking import Masking as Masking
 from .masking import mask_routing as mask_routing
 from .router_losses import RouterLossMixin as RouterLossMixin
+from .samplers import CurriculumSampler as CurriculumSampler
+from .samplers import GroupedSampler as GroupedSampler
+from .samplers import LanguageMix as LanguageMix

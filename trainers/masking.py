@@ -72,13 +72,8 @@ def mask_routing(model: Any, masking: Masking | None) -> Iterator[None]:
         yield
         return
     check_gates(masking, model.config.conditional_routing)
-    control = model.routing_control
-    before = control.change_choice
-    control.change_choice = _MaskedChoice(masking, min(model.expanded_ffns()))
-    try:
+    with model.routing_control.setting("change_choice", _MaskedChoice(masking, min(model.expanded_ffns()))):
         yield
-    finally:
-        control.change_choice = before
 
 
 class MaskingMixin:

@@ -13,16 +13,7 @@ from transformers import TrainingArguments
 
 from ..modeling import LayerRouting
 from .encoder_decoder import LANGUAGE_COLUMNS, by_stack, counted_tokens, others, target_loss, with_decoder_inputs
-from .losses import (
-    LOGGED,
-    OLD,
-    LossBatch,
-    RouterLoss,
-    TokenCounts,
-    TokenMasks,
-    checked_losses,
-    expert_selections,
-)
+from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
 from .metrics import Metrics, record_routing
 from .routing_capture import FirstPass, judged_by_text, without_virtual_tokens
 from .sharded import check_tied_embeddings, fetch_experts_together
@@ -272,7 +263,7 @@ class RouterLossMixin:
             micro_batch = step = counts.clamp(min=1)
         return LossBatch(
             routing, tokens, local, TokenCounts(*micro_batch), TokenCounts(*step), selections,
-            self._sum_over_ranks if in_step else _unchanged, record, **of_the_model, others=others,
+            self._sum_over_ranks if in_step else torch.clone, record, **of_the_model, others=others,
         )  # fmt: skip
 
     def _router_loss(self, batch: LossBatch) -> torch.Tensor:
@@ -280,10 +271,8 @@ class RouterLossMixin:
         logits = [
             tensor for r in batch.routing for tensor in (r.router_logits, r.classifier_logits) if tensor is not None
         ]
-        total = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum()
-        for loss in self.router_losses:
-            total = total + loss.weighted(batch)
-        return total
+        nothing = 0.0 * torch.stack([tensor.sum() for tensor in logits]).sum()
+        return sum((loss.weighted(batch) for loss in self.router_losses), nothing)
 
     def _record_next_token_loss(self, mode: str, loss: torch.Tensor, labels: torch.Tensor, num_items: Any) -> None:
         targets = (labels if self._is_encoder_decoder else labels[..., 1:]).ne(-100).sum()
@@ -307,7 +296,3 @@ class RouterLossMixin:
         ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))  # type: ignore[attr-defined]
         logs.update({prefix + name: value for name, value in ratios})
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
-from ..modeling.stacks import DECODER_LAYERS
+from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
 from .folder import write_checkpoint
 from .reader import is_finite

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InputError
 from ..modeling import ExpandedConfig
-from ..modeling.stacks import DECODER_LAYERS
+from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names

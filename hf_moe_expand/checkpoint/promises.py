@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from ..auto_class import auto_class
 from ..errors import InputError, first_line
 from ..modeling import LayerMoEConfig, decoder_ffns
-from ..modeling.stacks import DECODER_LAYERS
+from ..modeling.expanded_config import DECODER_LAYERS
 from .proven import is_proven, reason_left_out
 from .stored import places
 

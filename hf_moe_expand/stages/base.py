@@ -15,9 +15,9 @@ from ..errors import InputError, errors_at
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import longest_block
 from ..records import History
-from ..trainers.curriculum_sampler import LanguageMix
 from ..trainers.freezing import Trained, freeze
 from ..trainers.masking import check_gates
+from ..trainers.samplers import LanguageMix
 from .checks import StageFacts, check_block_size, check_label_smoothing, check_mix
 from .config import StageConfig, StageSettings, settings_of
 

@@ -13,8 +13,8 @@ from torch.utils.data import Sampler
 from ..errors import InputError
 from ..schema import Coefficient
 from ..trainers.freezing import EVERYTHING
-from ..trainers.grouped_sampler import GroupedSampler
 from ..trainers.losses import BalanceLoss, GroupLoss
+from ..trainers.samplers import GroupedSampler
 from .checks import StageFacts
 from .config import BlockSize, ValidationSettings, setting
 from .mixing import MixedConfig

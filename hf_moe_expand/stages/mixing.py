@@ -6,7 +6,7 @@ from typing import Any
 
 from ..data.packing import PackedText
 from ..schema import Count, Number, Text
-from ..trainers.curriculum_sampler import LanguageMix
+from ..trainers.samplers import LanguageMix
 from .base import TrainingStage
 from .checks import is_mixed, read_curriculum
 from .config import setting

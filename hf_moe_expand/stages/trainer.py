@@ -14,10 +14,10 @@ from ..data.pairs import PairCollator, pairs_of
 from ..errors import InputError
 from ..evaluation.validation import VALIDATION, validation_callback
 from ..records import History, add_stage
-from ..trainers.curriculum_sampler import CurriculumSampler, LanguageMix
 from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
 from ..trainers.masking import Masking, MaskingMixin
 from ..trainers.router_losses import RouterLossMixin
+from ..trainers.samplers import CurriculumSampler, LanguageMix
 from .base import TrainingStage, languages_of
 from .checks import is_mixed
 from .config import declared_losses

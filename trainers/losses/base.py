@@ -205,9 +205,8 @@ def checked_losses(losses: Iterable[RouterLoss]) -> tuple[RouterLoss, ...]:
             raise InputError(
                 f"router_losses holds {loss!r}, which is not a RouterLoss: pass objects such as BalanceLoss(0.01)."
             )
-    twice = [
-        metric for metric, count in Counter(metric for loss in checked for metric in loss.metrics).items() if count > 1
-    ]
+    counts = Counter(metric for loss in checked for metric in loss.metrics)
+    twice = [metric for metric, count in counts.items() if count > 1]
     if twice:
         raise InputError(f"router_losses holds two losses that log {', '.join(twice)}: leave one of them out.")
     return checked

@@ -1,10 +1,12 @@
-"""The order of training rows when languages are scheduled by a curriculum or weighted by a temperature."""
+"""The order of training rows: languages scheduled by a curriculum or weighted by a temperature, or batches of one
+language group each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
 
 
@@ -87,6 +89,50 @@ class CurriculumSampler(Sampler[int]):
                 order = generator.permutation(np.repeat(np.arange(len(counts)), counts))
                 drawn.append(order.reshape(count, self.batch_size))
         return generator.permutation(np.concatenate(drawn)).flatten().tolist()
+
+
+class GroupedSampler(Sampler[int]):
+    """Row numbers in an order in which each run of `batch_size` rows belongs to one group.
+
+    Rows are shuffled within their group and cut into full batches (remaining rows are dropped for this epoch), and the
+    batches of all groups are shuffled. Every epoch has its own order, which the seed determines.
+
+    Args:
+        groups: the group of each row.
+        batch_size: rows in a batch of one process.
+        seed: random seed of the order.
+
+    Raises:
+        ValueError: a group has fewer rows than a batch.
+    """
+
+    def __init__(self, groups: Sequence[int], batch_size: int, seed: int) -> None:
+        self.batch_size, self.seed, self.epoch = batch_size, seed, 0
+        names = sorted(set(groups))
+        self.rows = [[row for row, g in enumerate(groups) if g == group] for group in names]
+        for group, rows in zip(names, self.rows, strict=True):
+            if len(rows) < batch_size:
+                raise ValueError(
+                    f"Language group {group} has {len(rows)} blocks, less than one batch of {batch_size}: give more "
+                    "text, smaller blocks or smaller batches."
+                )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader at the start of each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(len(rows) // self.batch_size for rows in self.rows) * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        batches = []
+        for rows in self.rows:
+            order = [rows[i] for i in torch.randperm(len(rows), generator=generator)]
+            full = len(order) // self.batch_size
+            batches += [order[i * self.batch_size : (i + 1) * self.batch_size] for i in range(full)]
+        for batch in torch.randperm(len(batches), generator=generator):
+            yield from batches[batch]
 
 
 def apportion(total: int, weights: Sequence[float] | np.ndarray) -> list[int]:
