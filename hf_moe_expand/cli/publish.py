@@ -5,28 +5,21 @@ from typing import Annotated
 
 import typer
 
+from . import options as opt
 from .apps import app
 from .common import check_checkpoints, check_file
-from .options import (
-    BaseId,
-    Evaluated,
-    EvaluatedAs,
-    License,
-    Model,
-    Overwrite,
-)
 
 
 @app.command()
 def card(
-    model: Model,
-    evaluation: Evaluated = None,
-    evaluated_as: EvaluatedAs = None,
+    model: opt.Model,
+    evaluation: opt.Evaluated = None,
+    evaluated_as: opt.EvaluatedAs = None,
     repo_id: Annotated[str | None, typer.Option(help="Repository of the published checkpoint: namespace/name.")] = None,
-    license: License = None,
-    base: BaseId = None,
+    license: opt.License = None,
+    base: opt.BaseId = None,
     out: Annotated[Path | None, typer.Option(help="File to write, such as README.md in the checkpoint.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Print the model card that `push` would write.
 
@@ -48,15 +41,15 @@ def card(
 
 @app.command()
 def push(
-    model: Model,
+    model: opt.Model,
     repo_id: Annotated[str, typer.Argument(help="Repository: namespace/name.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to push to; main by default.")] = None,
-    evaluation: Evaluated = None,
-    evaluated_as: EvaluatedAs = None,
+    evaluation: opt.Evaluated = None,
+    evaluated_as: opt.EvaluatedAs = None,
     include: Annotated[list[str] | None, typer.Option(help="Further file of the folder to publish; repeat.")] = None,
-    license: License = None,
-    base: BaseId = None,
+    license: opt.License = None,
+    base: opt.BaseId = None,
     expansion_only: Annotated[
         bool, typer.Option("--expansion-only", help="Publish only the added tensors; loading fetches the base model.")
     ] = False,
