@@ -1,10 +1,13 @@
 """hf-moe-expand: teach a dense language model new languages by growing its FFNs into mixtures of experts.
 
 `__init__.pyi` lists the public names, which are imported on first use: the Trainers take seconds. Importing this
-package registers its checkpoints with the Auto classes of transformers.
+package registers its checkpoints with the Auto classes of transformers; on the command line, `modeling` does so when
+a verb imports it, so that `--help` does not wait for torch.
 """
 
 import logging
+import sys
+from pathlib import Path
 
 import lazy_loader
 
@@ -13,7 +16,9 @@ logging.getLogger("DeepSpeed").addFilter(
     lambda record: not record.getMessage().startswith(("Setting accelerator to", "Setting ds_accelerator to"))
 )
 
-from . import modeling  # noqa: E402, F401  # registers
+# The first argument is the console script, or `-m` while Python looks for the module of `python -m hf_moe_expand`.
+if Path(sys.argv[0]).name.removesuffix(".exe") not in ("hf-moe-expand", "-m"):
+    from . import modeling  # noqa: F401  # registers
 
 __version__ = "0.1.0"
 

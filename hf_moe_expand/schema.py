@@ -185,8 +185,6 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
         wanted = words.format(**{name: f"{bound['ctx'][name]:g}"})
         return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
     kinds = list(dict.fromkeys(_KINDS.get(str(entry["type"]), entry["msg"]) for entry in same))
-    if not path:
-        return f"{_place(where)}expected {' or '.join(kinds)}, found {_found(value)}."
     return f"{_place(where, path)}expected {' or '.join(kinds)}, found {_found(value)}."
 
 
@@ -216,30 +214,28 @@ def _known_path(cls: type, location: Sequence[Any]) -> tuple[Any, ...]:
     path: list[Any] = []
     hints: list[Any] = [cls]
     for part in location:
-        settled = [p for hint in hints for p in _parts(hint)]
-        inner = [keys_of(p)[part] for p in settled if _is_settings(p) and part in keys_of(p)]
-        if isinstance(part, int):
-            inner = [typing.get_args(p)[0] for p in settled if typing.get_origin(p) is list]
-        elif not inner and any(typing.get_origin(p) is dict for p in settled):
-            inner = [typing.get_args(p)[1] for p in settled if typing.get_origin(p) is dict]
-        if inner:
+        if inner := _inside(hints, part):
             path.append(part)
             hints = inner
-        elif part == location[-1] and any(_is_settings(p) for p in settled) and not _is_label(part, settled):
-            path.append(part)  # an unknown key
+        elif part == location[-1]:
+            options = [option for hint in hints for option in _parts(hint)]
+            labels = [getattr(option, "__name__", None) for option in options]
+            if part not in labels and any(map(_is_settings, options)):
+                path.append(part)  # an unknown key
     return tuple(path)
 
 
-def _is_label(part: Any, options: Sequence[Any]) -> bool:
-    return any(part == getattr(option, "__name__", None) for option in options)
+def _inside(hints: Sequence[Any], part: Any) -> list[Any]:
+    """The types of a key, or of an entry of a list, of values that have one of these types."""
+    options = [option for hint in hints for option in _parts(hint)]
+    if isinstance(part, int):
+        return [typing.get_args(option)[0] for option in options if typing.get_origin(option) is list]
+    keys = [keys_of(option)[part] for option in options if _is_settings(option) and part in keys_of(option)]
+    return keys or [typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict]
 
 
 def _class_at(cls: type, path: Sequence[Any]) -> type:
-    hint: Any = cls
+    hints: list[Any] = [cls]
     for part in path:
-        options = list(_parts(hint))
-        if isinstance(part, int):
-            hint = next(typing.get_args(p)[0] for p in options if typing.get_origin(p) is list)
-        else:
-            hint = next(keys_of(p)[part] for p in options if _is_settings(p) and part in keys_of(p))
-    return next(p for p in _parts(hint) if _is_settings(p))
+        hints = _inside(hints, part)
+    return next(cls for hint in hints for cls in settings_in(hint))

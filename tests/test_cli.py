@@ -35,8 +35,9 @@ def test_every_verb_has_help_with_an_example(verb):
     assert f"Example: hf-moe-expand {' '.join(verb)}" in " ".join(text.split()) or "accelerate launch" in text
 
 
-def test_help_waits_for_no_trainer():
-    code, error, imported = heavy_imports("--help")
+@pytest.mark.parametrize("verb", ["", "train", "expand", "plan layer-moe", "evaluate", "recipes new"])
+def test_help_waits_for_neither_torch_nor_transformers(verb):
+    code, error, imported = heavy_imports(*verb.split(), "--help")
     assert code == 0, error
     assert imported == set()
 
@@ -246,12 +247,12 @@ def test_a_work_folder_that_is_named_is_kept_and_used_again(tmp_path, deviation,
     assert "need 64,000 tokens" in error_of(*deviation[:-3], 1000, *deviation[-2:], "--out", "c.json")
 
 
-HEAVY = ("datasets", "trl", "transformers.trainer", "matplotlib")
+HEAVY = ("torch", "transformers", "datasets", "trl", "transformers.trainer", "matplotlib")
 
 
 def heavy_imports(*arguments):
-    """Exit code and standard error of a command in a fresh process, and the heavy modules that it imported."""
-    code = "import sys\nfrom hf_moe_expand.cli import main\n"
+    """Exit code and standard error of the console script in a fresh process, and the heavy modules that it imported."""
+    code = "import sys\nsys.argv[0] = '/bin/hf-moe-expand'\nfrom hf_moe_expand.cli import main\n"
     code += "try:\n    main()\nexcept SystemExit as stop:\n    code = stop.code\nelse:\n    code = 0\n"
     code += f"print('IMPORTED', code, *(name for name in {HEAVY} if name in sys.modules))"
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -297,6 +298,14 @@ def test_inspect_imports_neither_plots_nor_trl(tmp_path):
     code, error, imported = heavy_imports("inspect", tmp_path / "moe")
     assert code == 0, error
     assert imported & {"trl", "matplotlib"} == set()
+
+
+def test_the_console_script_loads_expanded_checkpoints(tmp_path):
+    plan = Plan("moe-lpr", [2, 1, 2], old=["en"], new=["el"])
+    expand_checkpoint(save_dense(tmp_path / "base"), tmp_path / "moe", plan)
+    code, error, imported = heavy_imports("generate", tmp_path / "moe", "a", "--max-new-tokens", 1)
+    assert code == 0, error
+    assert {"torch", "transformers"} <= imported
 
 
 def test_the_help_of_a_stage_is_its_files_docstring_and_its_keys():

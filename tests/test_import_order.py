@@ -106,3 +106,10 @@ def test_the_checks_see_what_is_imported():
     assert {"errors", "stages", "stages.base", "trainers.freezing"} <= imported("stages.run", known)
     assert "modeling.routing" in imported("trainers.masking", known)
     assert imported("errors", known) == set()
+
+
+def test_what_loads_configurations_registers_the_checkpoints():
+    known = modules()
+    loads = {name for name, (path, _) in known.items() if "AutoConfig.from_pretrained" in path.read_text("utf-8")}
+    assert loads == {"checkpoint.source", "load_check"}
+    assert all("modeling" in imported(name, known) for name in loads)

@@ -26,7 +26,6 @@ from . import (  # noqa: F401
     join,
     plan,
     publish,
-    report,
     run,
     sample,
     surgery,

@@ -6,23 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from . import options as opt
 from .apps import analyze_app
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
-from .options import (
-    BatchSize,
-    BlockSize,
-    Data,
-    Figure,
-    Model,
-    New,
-    NewCodes,
-    Old,
-    OldCodes,
-    Out,
-    Overwrite,
-    Revision,
-    Seed,
-)
 
 
 def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,16 +25,16 @@ def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[s
 
 @analyze_app.command("similarity")
 def analyze_similarity(
-    base: Model,
-    old: Old,
-    new: New,
-    out: Out,
+    base: opt.Model,
+    old: opt.Old,
+    new: opt.New,
+    out: opt.Out,
     tokens: Annotated[int, typer.Option(help="Tokens of each language.")] = 100_000,
-    block_size: BlockSize = 1024,
-    batch_size: BatchSize = 8,
-    seed: Seed = 0,
-    revision: Revision = None,
-    overwrite: Overwrite = False,
+    block_size: opt.BlockSize = 1024,
+    batch_size: opt.BatchSize = 8,
+    seed: opt.Seed = 0,
+    revision: opt.Revision = None,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Measure how similar the languages are in each layer of a dense or expanded model (LayerMoE).
 
@@ -76,22 +62,22 @@ def analyze_similarity(
 
 @analyze_app.command("separability")
 def analyze_separability(
-    base: Model,
-    old: Old,
-    new: New,
-    out: Out,
+    base: opt.Model,
+    old: opt.Old,
+    new: opt.New,
+    out: opt.Out,
     tokens: Annotated[
         int, typer.Option(help="Tokens of each language; a quarter or a little more is held out.")
     ] = 100_000,
-    block_size: BlockSize = 1024,
-    batch_size: BatchSize = 8,
+    block_size: opt.BlockSize = 1024,
+    batch_size: opt.BatchSize = 8,
     gates: Annotated[
         bool, typer.Option("--gates", help="Fit gates too, and say where they would send tokens (`gates`); minutes.")
     ] = False,
-    figure: Figure = None,
-    seed: Seed = 0,
-    revision: Revision = None,
-    overwrite: Overwrite = False,
+    figure: opt.Figure = None,
+    seed: opt.Seed = 0,
+    revision: opt.Revision = None,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Measure how well each layer of a dense or expanded model tells old text from new, by a linear probe.
 
@@ -127,14 +113,14 @@ def analyze_separability(
 
 @analyze_app.command("fertility")
 def analyze_fertility(
-    base: Model,
-    data: Data,
+    base: opt.Model,
+    data: opt.Data,
     characters: Annotated[
         int, typer.Option(help="Characters to read of each language, in whole documents.")
     ] = 1_000_000,
     out: Annotated[Path | None, typer.Option(help="JSON file for the numbers as well.")] = None,
-    revision: Revision = None,
-    overwrite: Overwrite = False,
+    revision: opt.Revision = None,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Measure into how many tokens the tokenizer splits each language: a word, a character, a byte.
 
@@ -146,9 +132,7 @@ def analyze_fertility(
     if out is not None:
         check_file(out, overwrite)
     check_checkpoints(base, revision=revision)
-    sources = text_sources(data)
-    for source in sources.values():
-        source.files()
+    sources = text_sources(data, look=True)
     from ..analysis.fertility import measure_fertility
     from ..checkpoint.source import resolve_checkpoint
     from ..models import load_tokenizer
@@ -163,23 +147,23 @@ def analyze_fertility(
 
 @analyze_app.command("deviation")
 def analyze_deviation(
-    base: Model,
-    data: Data,
-    out: Out,
+    base: opt.Model,
+    data: opt.Data,
+    out: opt.Out,
     steps: Annotated[int, typer.Option(help="Training steps on each language.")] = 10,
     learning_rate: Annotated[float, typer.Option(help="Learning rate of the first step; decays to zero.")] = 8e-6,
     batch_size: Annotated[int, typer.Option(help="Blocks in a step.")] = 2048,
-    block_size: BlockSize = 512,
+    block_size: opt.BlockSize = 512,
     micro_batch_size: Annotated[int, typer.Option(help="Blocks in a forward and backward pass.")] = 8,
     last_layers: Annotated[int, typer.Option(help="Number of last layers over whose FFNs to compare languages.")] = 3,
     work_dir: Annotated[
         Path | None,
         typer.Option(help="Folder for each language's results, kept; by default beside --out until it is written."),
     ] = None,
-    figure: Figure = None,
-    seed: Seed = 0,
-    revision: Revision = None,
-    overwrite: Overwrite = False,
+    figure: opt.Figure = None,
+    seed: opt.Seed = 0,
+    revision: opt.Revision = None,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Measure how far training on each language moves each layer's FFN, and how similar these changes are (DMoE).
 
@@ -191,9 +175,7 @@ def analyze_deviation(
     check_file(out, overwrite)
     check_figure(figure, overwrite)
     check_checkpoints(base, revision=revision)
-    sources = text_sources(data)
-    for source in sources.values():
-        source.files()
+    sources = text_sources(data, look=True)
     from ..analysis.deviation import measure_deviation
     from ..checkpoint.source import load_base_config, resolve_checkpoint
     from ..models import load_for_inference
@@ -226,18 +208,18 @@ def analyze_deviation(
 
 @analyze_app.command("routing")
 def analyze_routing(
-    model: Model,
-    data: Data,
-    out: Out,
-    old: OldCodes = "",
-    new: NewCodes = "",
+    model: opt.Model,
+    data: opt.Data,
+    out: opt.Out,
+    old: opt.OldCodes = "",
+    new: opt.NewCodes = "",
     tokens: Annotated[int, typer.Option(help="Tokens of each language.")] = 20_000,
-    block_size: BlockSize = 1024,
-    batch_size: BatchSize = 8,
+    block_size: opt.BlockSize = 1024,
+    batch_size: opt.BatchSize = 8,
     figures: Annotated[Path | None, typer.Option(help="Folder for pictures as well.")] = None,
-    seed: Seed = 0,
-    revision: Revision = None,
-    overwrite: Overwrite = False,
+    seed: opt.Seed = 0,
+    revision: opt.Revision = None,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Measure which experts each language uses in each layer of an expanded model, how clearly, and to what effect.
 
@@ -250,9 +232,7 @@ def analyze_routing(
     for picture in pictures.values():
         check_file(picture, overwrite)
     check_checkpoints(model, revision=revision, expanded=True)
-    sources = text_sources(data)
-    for source in sources.values():
-        source.files()
+    sources = text_sources(data, look=True)
     from ..analysis.routing import language_classes, measure_routing
     from ..checkpoint.source import load_expanded_config, resolve_checkpoint
     from ..data.pairs import texts_for

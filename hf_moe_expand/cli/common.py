@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from ..evaluation.report import Evaluation
 
 
-def text_sources(arguments: list[str]) -> dict[str, Any]:
+def text_sources(arguments: list[str], look: bool = False) -> dict[str, Any]:
+    """The texts of `LANGUAGE=FILE` arguments, by language.
+
+    Args:
+        look: refuse files that are not there now, before any work.
+    """
     from ..data.sources import LanguageText
 
     sources: dict[str, LanguageText] = {}
@@ -21,7 +26,14 @@ def text_sources(arguments: list[str]) -> dict[str, Any]:
         if source.language in sources:
             raise InputError(f"Language {source.language!r} is given twice; put its files into one folder.")
         sources[source.language] = source
+        if look:
+            source.files()
     return sources
+
+
+def texts_of(arguments: list[str]) -> dict[str, Any]:
+    """The documents of `LANGUAGE=FILE` arguments, by language."""
+    return {code: source.load()["text"] for code, source in text_sources(arguments).items()}
 
 
 def check_checkpoints(*names: str, revision: str | None = None, expanded: bool = False) -> None:

@@ -6,16 +6,9 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
+from . import options as opt
 from .apps import app
 from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
-from .options import (
-    BatchSize,
-    BlockSize,
-    NewCodes,
-    OldCodes,
-    Out,
-    Overwrite,
-)
 
 Models = Annotated[list[str], typer.Argument(help="Folders or hub ids; the others are compared with the first.")]
 
@@ -23,12 +16,12 @@ Models = Annotated[list[str], typer.Argument(help="Folders or hub ids; the other
 @app.command()
 def evaluate(
     models: Models,
-    out: Out,
+    out: opt.Out,
     data: Annotated[list[str] | None, typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")] = None,
-    old: OldCodes = "",
-    new: NewCodes = "",
-    block_size: BlockSize = 1024,
-    batch_size: BatchSize = 8,
+    old: opt.OldCodes = "",
+    new: opt.NewCodes = "",
+    block_size: opt.BlockSize = 1024,
+    batch_size: opt.BatchSize = 8,
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum of tokens to score of each language, in whole documents.")
     ] = None,
@@ -52,7 +45,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Maximum of documents to score of each task.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with tasks of your own for the harness.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Compare models: perplexity and bits per byte on each language, and tasks of lm-evaluation-harness.
 
@@ -60,9 +53,7 @@ def evaluate(
     """
     check_file(out, overwrite)
     check_checkpoints(*models)
-    sources = text_sources(data or [])
-    for source in sources.values():
-        source.files()
+    sources = text_sources(data or [], look=True)
     if not sources and not tasks and not questions:
         raise InputError("Nothing to evaluate: give text with --data, tasks with --tasks, or --questions.")
     chat_questions = _questions(questions or [])
@@ -100,7 +91,7 @@ def evaluate_translation(
     data: Annotated[
         list[str], typer.Option("--data", help="LANGUAGE=FILE of parallel text, the same sentence in the same line.")
     ],
-    out: Out,
+    out: opt.Out,
     pair: Annotated[
         list[str] | None,
         typer.Option(help="Direction such as en-el; repeat. By default, the first language to and from each other."),
@@ -110,7 +101,7 @@ def evaluate_translation(
     batch_size: Annotated[int, typer.Option(help="Sentences translated at once.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum of tokens in a translation.")] = 256,
     beams: Annotated[int, typer.Option(help="Beams of an encoder-decoder's search; 1 is greedy.")] = 1,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Compare models by the chrF++ of their translations of parallel text, such as FLORES.
 

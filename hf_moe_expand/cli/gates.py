@@ -6,7 +6,7 @@ import typer
 
 from ..disk import DEFAULT_SHARD_SIZE
 from .apps import app
-from .common import check_checkpoints, text_sources
+from .common import check_checkpoints, texts_of
 from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize
 
 Anchors = Annotated[
@@ -45,7 +45,6 @@ def gates(
     Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
     """
     check_checkpoints(model, expanded=True)
-    sources, anchor_sources = text_sources(data), None if anchors is None else text_sources(anchors)
     from ..analysis.gating import fit_gates
     from ..schema import read
     from ..settings import GateSettings
@@ -55,11 +54,8 @@ def gates(
         {"unseen_share": unseen_share, "tokens": tokens, "anchor_tokens": anchor_tokens, "state_free": state_free},
         "gates",
     )
-    texts = {code: source.load()["text"] for code, source in sources.items()}
-    of_anchors = (
-        None if anchor_sources is None else {code: source.load()["text"] for code, source in anchor_sources.items()}
-    )
+    known = None if anchors is None else texts_of(anchors)
     report = fit_gates(
-        model, out, texts, of_anchors, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite
+        model, out, texts_of(data), known, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite
     )
     print("\n".join(report.lines()))

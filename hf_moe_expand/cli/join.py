@@ -7,7 +7,7 @@ import typer
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from .apps import app
-from .common import check_checkpoints, text_sources
+from .common import check_checkpoints, texts_of
 from .gates import Anchors
 from .options import OutFolder, Overwrite, ShardSize
 
@@ -73,14 +73,11 @@ def join(
         print("\n".join(report.lines()))
         print("no gates           text of each pack's languages (--calibrate) keeps more of what the packs learned")
         return
-    sources = text_sources(calibrate)
     from ..analysis.calibration import join_calibrated
 
-    texts = {code: source.load()["text"] for code, source in sources.items()}
-    of_anchors = None if anchors is None else text_sources(anchors)
     report, calibration = join_calibrated(
-        packs, out, texts, tokens=tokens, gates=not factors,
-        anchors=None if of_anchors is None else {code: text.load()["text"] for code, text in of_anchors.items()},
+        packs, out, texts_of(calibrate), tokens=tokens, gates=not factors,
+        anchors=None if anchors is None else texts_of(anchors),
         keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     print("\n".join([*calibration.lines(), *report.lines()]))

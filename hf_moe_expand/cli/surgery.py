@@ -9,22 +9,9 @@ import typer
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from ..settings import LORA_ALPHA, LORA_RANK
+from . import options as opt
 from .apps import app, merge_app
 from .common import check_checkpoints, print_table, text_sources
-from .options import (
-    Base,
-    BatchSize,
-    BlockSize,
-    Instruct,
-    KeepTokenizer,
-    Model,
-    OutFolder,
-    Overwrite,
-    Revision,
-    Scale,
-    Seed,
-    ShardSize,
-)
 
 ExpertKindName = Annotated[
     str,
@@ -40,8 +27,8 @@ ExpertWidth = Annotated[int | None, typer.Option(help="Width of added FFNs.")]
 
 @app.command()
 def expand(
-    base: Model,
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    base: opt.Model,
+    out: opt.OutFolder,
     plan: Annotated[Path, typer.Option(help="plan.json of `plan`.")],
     expert_init: Annotated[
         str, typer.Option(help="New experts: copy of the original FFN, or random weights.")
@@ -53,10 +40,10 @@ def expand(
     lora_rank: LoraRank = LORA_RANK,
     lora_alpha: LoraAlpha = LORA_ALPHA,
     expert_width: ExpertWidth = None,
-    seed: Seed = 0,
-    revision: Revision = None,
+    seed: opt.Seed = 0,
+    revision: opt.Revision = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
     memory, whatever the model's size.
@@ -83,8 +70,8 @@ def expand(
 
 @app.command()
 def grow(
-    model: Model,
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    model: opt.Model,
+    out: opt.OutFolder,
     plan: Annotated[Path, typer.Option(help="plan.json of `plan ... --from MODEL`.")],
     keep_routers: Annotated[
         bool, typer.Option("--keep-routers", help="Store the present routers, so that `shrink` can restore them.")
@@ -96,11 +83,11 @@ def grow(
         list[str] | None, typer.Option("--data", help="LANGUAGE=FILE of a new language, for nearest; repeat.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of each language, for nearest.")] = 20_000,
-    block_size: BlockSize = 1024,
-    batch_size: BatchSize = 8,
-    seed: Seed = 0,
+    block_size: opt.BlockSize = 1024,
+    batch_size: opt.BatchSize = 8,
+    seed: opt.Seed = 0,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
 
@@ -163,13 +150,13 @@ def _nearest_experts(
 
 @app.command()
 def shrink(
-    model: Model,
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    model: opt.Model,
+    out: opt.OutFolder,
     to: Annotated[int | None, typer.Option(help="Expansion to go back to; 1 is the first.")] = None,
     without: Annotated[
         str | None, typer.Option(help="Pack of a joined model to leave out: its name, or one of its languages.")
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Return to an earlier expansion, without the experts that were added later; or take a language pack out.
 
@@ -203,9 +190,9 @@ def expand_branches_(
     branches: Annotated[list[str], typer.Argument(help="Dense fine-tunes of one base, one for each language group.")],
     plan: Annotated[Path, typer.Option(help="plan.json of `plan dmoe`.")],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
-    seed: Seed = 0,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    seed: opt.Seed = 0,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Make dense models the experts of one model, averaging all other weights (Branch-Train-Mix). Then `train joint`.
 
@@ -223,11 +210,11 @@ def expand_branches_(
 
 @app.command("expand-depth")
 def expand_depth_(
-    base: Model,
-    out: OutFolder,
+    base: opt.Model,
+    out: opt.OutFolder,
     blocks: Annotated[int, typer.Option(help="Number of blocks to insert.")],
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Insert copied blocks that at first have no effect (LLaMA-Pro). Then `train dense --only-new-blocks`.
 
@@ -242,14 +229,14 @@ def expand_depth_(
 
 @app.command()
 def graft(
-    model: Model,
-    out: OutFolder,
-    base: Base,
-    instruct: Instruct,
-    scale: Scale = 1.0,
-    keep_tokenizer: KeepTokenizer = False,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    model: opt.Model,
+    out: opt.OutFolder,
+    base: opt.Base,
+    instruct: opt.Instruct,
+    scale: opt.Scale = 1.0,
+    keep_tokenizer: opt.KeepTokenizer = False,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
 
@@ -267,14 +254,14 @@ def graft(
 
 @merge_app.command("delta")
 def merge_delta_(
-    model: Model,
-    out: OutFolder,
-    base: Base,
-    instruct: Instruct,
-    scale: Scale = 1.0,
-    keep_tokenizer: KeepTokenizer = False,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    model: opt.Model,
+    out: opt.OutFolder,
+    base: opt.Base,
+    instruct: opt.Instruct,
+    scale: opt.Scale = 1.0,
+    keep_tokenizer: opt.KeepTokenizer = False,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
 
@@ -300,8 +287,8 @@ def merge_average(
         list[float] | None,
         typer.Option(help="Weight of the first of two checkpoints, or one for each, with the sum 1; equal by default."),
     ] = None,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Average checkpoints (Dense-FT-Avg); a dense one joins the average of each expert (MoE-CPT-Avg).
 
@@ -320,7 +307,7 @@ def merge_average(
 
 @app.command()
 def export(
-    model: Model,
+    model: opt.Model,
     out: Annotated[Path, typer.Argument(help="Folder to write; with --gguf, file.")],
     expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert as its FFNs.")] = None,
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Make FFN experts of LoRA experts.")] = False,
@@ -331,8 +318,8 @@ def export(
     modelfile: Annotated[
         bool, typer.Option("--modelfile", help="With --gguf: write Ollama's Modelfile beside the file.")
     ] = False,
-    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: Overwrite = False,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Write an expanded model as a native architecture of transformers, as a dense model with one of its experts, or as
     a GGUF file.
@@ -363,8 +350,8 @@ def export(
 
 @app.command()
 def diff(
-    before: Model,
-    after: Model,
+    before: opt.Model,
+    after: opt.Model,
     all_names: Annotated[bool, typer.Option("--all", help="Name every tensor that differs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all names.")] = False,
 ) -> None:
@@ -391,7 +378,7 @@ def diff(
 
 @app.command()
 def inspect(
-    model: Model,
+    model: opt.Model,
     plan: Annotated[
         Path | None, typer.Option(help="plan.json for the dense MODEL: forecast its costs before anything runs.")
     ] = None,
@@ -401,7 +388,7 @@ def inspect(
     lora_rank: LoraRank = LORA_RANK,
     lora_alpha: LoraAlpha = LORA_ALPHA,
     expert_width: ExpertWidth = None,
-    revision: Revision = None,
+    revision: opt.Revision = None,
 ) -> None:
     """Show layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
 

@@ -44,7 +44,22 @@ def _verb(key: str) -> Callable[..., None]:
         seed: Seed = 0,
         overwrite: Overwrite = False,
     ) -> None:
-        _train(key, model, out, data, config, validation, seed, overwrite)
+        check_checkpoints(model, expanded=True)
+        from ..schema import changed
+
+        settings = _settings(key, config)
+        texts = {code: text.source for code, text in text_sources(validation or []).items()}
+        if texts:
+            from ..stages.config import ValidationSettings
+
+            before = settings.validation or ValidationSettings()
+            settings = changed(settings, validation=changed(before, texts={**before.texts, **texts}))
+        from ..stages.run import check_frozen, train_stage
+
+        record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)
+        if _is_first_rank():
+            frozen = check_frozen(model, out, record.stage)
+            print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
 
     return train
 
@@ -121,34 +136,6 @@ def _settings(key: str, config: Path | None) -> Any:
 
 def _is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def _train(
-    key: str,
-    model: str,
-    out: Path,
-    data: list[str],
-    config: Path | None,
-    validation: list[str] | None,
-    seed: int,
-    overwrite: bool,
-) -> None:
-    check_checkpoints(model, expanded=True)
-    from ..schema import changed
-
-    settings = _settings(key, config)
-    texts = {code: text.source for code, text in text_sources(validation or []).items()}
-    if texts:
-        from ..stages.config import ValidationSettings
-
-        before = settings.validation or ValidationSettings()
-        settings = changed(settings, validation=changed(before, texts={**before.texts, **texts}))
-    from ..stages.run import check_frozen, train_stage
-
-    record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)
-    if _is_first_rank():
-        frozen = check_frozen(model, out, record.stage)
-        print(f"wrote {out}: {record.steps} steps; {frozen} frozen tensors are byte-identical")
 
 
 for _key in stages.RECIPE_STAGES:

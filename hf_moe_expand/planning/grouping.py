@@ -193,3 +193,16 @@ def _number(value: Any, where: str) -> float:
     if not _is_number(value) or isinstance(value, bool) or not isfinite(float(value)):
         raise InputError(f"{where}: {json.dumps(value)} is not a finite number.")
     return float(value)
+
+
+def check_groups(groups: list[list[str]]) -> None:
+    """Checks that every group has a language, and every language is in one group.
+
+    Raises:
+        InputError: a group is empty, or a language is named twice.
+    """
+    if not groups or not all(groups):
+        raise InputError("groups: a group is empty; every group needs a language.")
+    named = [language for group in groups for language in group]
+    if twice := sorted({language for language in named if named.count(language) > 1}):
+        raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")

@@ -12,6 +12,7 @@ from ..languages import LanguageCode, check_old_and_new
 from ..layer_names import counts_in_words, in_words, layer_name
 from ..modeling.prefix_gate import PrefixRule
 from ..schema import Count, Declared, Text, Whole, read
+from .grouping import check_groups
 
 MOST_EXPERTS = 65_536
 
@@ -188,16 +189,3 @@ class Plan(Declared):
             InputError: the file is missing, is not a plan, or contradicts itself; the message names the key.
         """
         return read(cls, read_json(path, "a plan"), str(path))
-
-
-def check_groups(groups: list[list[str]]) -> None:
-    """Checks that every group has a language, and every language is in one group.
-
-    Raises:
-        InputError: a group is empty, or a language is named twice.
-    """
-    if not groups or not all(groups):
-        raise InputError("groups: a group is empty; every group needs a language.")
-    named = [language for group in groups for language in group]
-    if twice := sorted({language for language in named if named.count(language) > 1}):
-        raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")

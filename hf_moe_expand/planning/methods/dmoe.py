@@ -9,9 +9,8 @@ from ...errors import InputError
 from ...languages import LanguageCode
 from ...results import DeviationResult
 from ...schema import Count, Number, Text
-from ..grouping import group_languages, random_groups, vector_similarity
+from ..grouping import check_groups, group_languages, random_groups, vector_similarity
 from ..layers import select_layers
-from ..plan import check_groups
 from .allocation import Allocation, Target
 from .base import Option, PlanSettings
 
