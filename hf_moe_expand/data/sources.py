@@ -1,4 +1,4 @@
-"""Reads the text of a language from files, folders and the hub as a `datasets.Dataset`."""
+"""Reads the text of a language, documents or translations, from files, folders and the hub as a `datasets.Dataset`."""
 
 import hashlib
 import json
@@ -10,16 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import langcodes
 import pyarrow
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from langcodes import LanguageTagError, standardize_tag
 from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError, first_line
+from ..extra import import_extra
 from ..hub_access import hub_problem
 from ..languages import check_old_and_new
-from .parallel import translation_documents
+
+Pair = tuple[str, str]
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
@@ -251,8 +253,8 @@ def names_language(tag: Any, language: str) -> bool:
 @cache
 def _standard(tag: str) -> str:
     try:
-        return standardize_tag(tag, macro=True)
-    except LanguageTagError:
+        return langcodes.standardize_tag(tag, macro=True)
+    except langcodes.LanguageTagError:
         return tag
 
 
@@ -346,3 +348,43 @@ def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     check_old_and_new(old, new)
     if not new:
         raise InputError("No new language was given: an expansion needs at least one.")
+
+
+def language_name(code: str) -> str:
+    """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified).
+
+    Raises:
+        InputError: no language has this code, or the package of language names is not installed.
+    """
+    import_extra("language_data")
+    try:
+        if langcodes.tag_is_valid(code):
+            return langcodes.Language.get(code).display_name()
+    except langcodes.LanguageTagError:
+        pass
+    raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
+
+
+def translation_line(pair: Pair, source: str, target: str) -> str:
+    """`English: ... → Greek: ...`"""
+    return f"{translation_start(pair, source)} {target}"
+
+
+def translation_start(pair: Pair, source: str) -> str:
+    """The start of `translation_line`, up to the translation."""
+    names = [language_name(code) for code in pair]
+    return f"{names[0]}: {source} → {names[1]}:"
+
+
+def translation_documents(sentences: Mapping[str, str | None], language: str) -> Iterator[str]:
+    """One document, of one line, for each direction between `language` and another language. White space in a sentence
+    counts as one space; missing translations make no document.
+
+    Args:
+        sentences: the same sentence in each language, `language` included.
+    """
+    lines = {code: " ".join((sentence or "").split()) for code, sentence in sentences.items()}
+    for other in lines:
+        if other != language and lines[other] and lines[language]:
+            for pair in ((other, language), (language, other)):
+                yield translation_line(pair, *(lines[code] for code in pair))

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..jsonfile import read_json
+from .plan import refuse_twice
 
 # Up to this number of candidate sets, all are compared (C(18, 9) is 48,620).
 MOST_SETS = 1_000_000
@@ -41,7 +42,14 @@ def group_languages(
             of languages.
     """
     _check_number(languages, num_groups)
-    matrix = _checked_matrix(similarity, languages)
+    matrix = np.asarray(similarity, dtype=np.float64)
+    if matrix.shape != (len(languages), len(languages)):
+        raise InputError(
+            f"The similarities have shape {list(matrix.shape)}, but {len(languages)} languages need "
+            f"{[len(languages)] * 2}."
+        )
+    if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
+        raise InputError("The similarities must be a symmetric matrix of finite numbers.")
     order = sorted(range(len(languages)), key=lambda i: languages[i])
     rows = matrix[np.ix_(order, order)].tolist()
     remaining, groups = list(range(len(order))), []
@@ -129,26 +137,9 @@ def _grown_set(rows: list[list[float]], remaining: list[int], size: int) -> list
 
 
 def _check_number(languages: Sequence[str], num_groups: int) -> None:
-    _refuse_twice(languages)
+    refuse_twice(languages)
     if not 1 <= num_groups <= len(languages):
         raise InputError(f"groups is {num_groups}: must be from 1 to {len(languages)}, the number of languages.")
-
-
-def _refuse_twice(languages: Sequence[str]) -> None:
-    if twice := sorted({language for language in languages if list(languages).count(language) > 1}):
-        raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")
-
-
-def _checked_matrix(similarity: Sequence[Sequence[float]], languages: Sequence[str]) -> np.ndarray:
-    matrix = np.asarray(similarity, dtype=np.float64)
-    if matrix.shape != (len(languages), len(languages)):
-        raise InputError(
-            f"The similarities have shape {list(matrix.shape)}, but {len(languages)} languages need "
-            f"{[len(languages)] * 2}."
-        )
-    if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
-        raise InputError("The similarities must be a symmetric matrix of finite numbers.")
-    return matrix
 
 
 def _read_vectors(path: Path) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from ..schema import changed
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, Allocation, LayerPlan, PlanSettings, Target
-from .methods.allocation import check_total
+from .methods.base import check_total
 from .plan import Plan
 
 
@@ -72,13 +72,12 @@ def make_plan(
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers
-    groups = [list(group) for group in made.groups]
     gate = None
     if by_layer.prefix_gates:
         gate = PrefixRule(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
     return Plan(
         settings.method, counts, classifier_layers=classifiers, top_k=settings.top_k, old=list(old), new=list(new),
-        settings=details, groups=groups, grows_from=list(grows_from), prefix_gate=gate, encoder_layers=encoder_layers,
+        settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from), prefix_gate=gate, encoder_layers=encoder_layers,
     )  # fmt: skip
 
 

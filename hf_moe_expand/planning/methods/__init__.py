@@ -2,15 +2,15 @@
 
 # The order of `--help`.
 from . import layer_moe, moe_lpr, separable, mola, random_counts, dmoe  # noqa: F401  isort: skip
-from .allocation import Allocation, Target
 from .base import (
     DEFAULT_METHOD,
     METHODS,
+    Allocation,
     AnyPlan,
     LayerPlan,
     Option,
     PlanSettings,
-    find_method,
+    Target,
     method_title,
     plan_settings,
     read_plan_settings,
@@ -25,7 +25,6 @@ __all__ = [
     "Option",
     "PlanSettings",
     "Target",
-    "find_method",
     "method_title",
     "plan_settings",
     "read_plan_settings",
