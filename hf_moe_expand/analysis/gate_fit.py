@@ -101,10 +101,8 @@ def fit_rows(
     examples: Mapping[str, Sequence[Example]],
     classes: Mapping[str, int],
     anchors: Sequence[str],
-    *,
-    layers: Sequence[int] | None = None,
     rule: PrefixRule | None,
-    unseen_share: float = 0.01,
+    unseen_share: float,
 ) -> tuple[Gates, GateReport]:
     """Gates of a model's expanded layers (all layers of a dense one), and where they send tokens.
 
@@ -121,9 +119,8 @@ def fit_rows(
         InputError: no bias keeps the promise and lets new text pass.
     """
     model.eval()
-    if layers is None:
-        expanded = getattr(model, "expanded_ffns", None)
-        layers = list(expanded()) if expanded else range(model.config.get_text_config(decoder=True).num_hidden_layers)
+    config = model.config.get_text_config(decoder=True)
+    layers = list(model.expanded_ffns() if hasattr(model, "expanded_ffns") else range(config.num_hidden_layers))
     order = sorted(examples, key=lambda code: classes[code])  # rows by class
     count = max(classes.values()) + 1
     fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
@@ -134,9 +131,8 @@ def fit_rows(
     new = [code for code in order if classes[code]]
     again = {code: fitted[code] if classes[code] else fitted[code][::2] for code in order}
     told = {code: code if classes[code] else new[number % len(new)] for number, code in enumerate(order)}
-    hidden = model.config.get_text_config(decoder=True).hidden_size
     room = _OF_MEMORY * (device_memory() or _BYTES / _OF_MEMORY)
-    at_once = max(1, int(room / (4 * tokens * hidden)))
+    at_once = max(1, int(room / (4 * tokens * config.hidden_size)))
     results: dict[int, _OfLayer] = {}
     with tqdm(total=len(layers), desc="fit gates", unit="layer") as bar:
         for start in range(0, len(layers), at_once):

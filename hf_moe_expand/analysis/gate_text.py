@@ -31,7 +31,7 @@ class Example:
 
 
 def gate_examples(
-    texts: Mapping[str, Iterable[str]], tokenizer: Any, tokens: Mapping[str, int], block: int
+    texts: Mapping[str, Iterable[str]], tokenizer: Any, tokens: int, block: int
 ) -> dict[str, list[Example]]:
     """Examples of each language with together about `tokens` of its own tokens, or all of its text.
 
@@ -40,7 +40,7 @@ def gate_examples(
     chat template, every second one stands in it, as a user's message.
 
     Args:
-        tokens: the number of tokens of each language.
+        tokens: tokens of each language.
         block: most tokens of one text.
 
     Raises:
@@ -51,7 +51,7 @@ def gate_examples(
         lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
         made: list[Example] = []
         counted = 0
-        for size, wanted in ((_LINE, tokens[code] // 2), (block, tokens[code])):
+        for size, wanted in ((_LINE, tokens // 2), (block, tokens)):
             for number, text in enumerate(_joined(lines, tokenizer, size)):
                 if counted >= wanted:
                     break

@@ -77,7 +77,8 @@ def make_plan(
         gate = PrefixRule(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
     return Plan(
         settings.method, counts, classifier_layers=classifiers, top_k=settings.top_k, old=list(old), new=list(new),
-        settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from), prefix_gate=gate, encoder_layers=encoder_layers,
+        settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from), prefix_gate=gate,
+        encoder_layers=encoder_layers,
     )  # fmt: skip
 
 
@@ -135,9 +136,6 @@ def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> 
     counts = [rest] * target.num_layers
     for layer, count in zip(layers, made.counts, strict=True):
         counts[layer] = count
-    whole = {
-        **({"similarity": similarity.similarity} if similarity is not None else {}),
-        **({"separability": apart.separability} if apart is not None else {}),
-    }
-    details = {name: whole.get(name, value) for name, value in made.details.items()}
+    whole = {"similarity": similarity and similarity.similarity, "separability": apart and apart.separability}
+    details = {name: whole.get(name) or value for name, value in made.details.items()}
     return replace(made, counts=counts, details=details)
