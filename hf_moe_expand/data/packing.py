@@ -1,6 +1,6 @@
 """Mixes the documents of languages, and packs their tokens into blocks, with a language id for each token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,23 +66,27 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: 
     return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
 
 
-def take_tokens(dataset: Dataset, tokens: int, language: str) -> tuple[Dataset, int]:
-    """The first documents that together have at least `tokens` tokens, and their number of tokens.
+def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
+    """The first documents that together have at least `tokens` tokens, all by default, and their number of tokens.
 
     Raises:
         InputError: all documents together have fewer.
     """
-    total = 0
-    for index, ids in enumerate(dataset.with_format("arrow")["input_ids"]):
-        total += len(ids)
-        if total >= tokens:
-            return dataset.select(range(index + 1)), total
-    raise too_few_tokens(language, total, tokens)
+    number, total = first_tokens(language, map(len, dataset.with_format("arrow")["input_ids"]), tokens)
+    return dataset.select(range(number)), total
 
 
-def too_few_tokens(language: str, found: int, wanted: int) -> InputError:
-    return InputError(
-        f"Language {language!r} has {found:,} tokens, but {wanted:,} were asked for: give more text or ask for fewer."
+def first_tokens(language: str, sizes: Iterable[int], wanted: int | None) -> tuple[int, int]:
+    """How many first texts of these sizes together have at least `wanted` tokens, all by default, and their tokens."""
+    number = total = 0
+    for number, size in enumerate(sizes, start=1):
+        total += size
+        if wanted is not None and total >= wanted:
+            return number, total
+    if wanted is None:
+        return number, total
+    raise InputError(
+        f"Language {language!r} has {total:,} tokens, but {wanted:,} were asked for: give more text or ask for fewer."
     )
 
 
@@ -116,22 +120,17 @@ def pack_texts(
     from trl import pack_dataset  # heavy
 
     order, begin = tuple(languages or texts), begin_token(tokenizer)
-    encoded_texts, tokens, counts = {}, {}, {}
+    encoded_texts, tokens = {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
-        if tokens_per_language is None:
-            total = sum(map(len, encoded.with_format("arrow")["input_ids"]))
-        else:
-            encoded, total = take_tokens(encoded, tokens_per_language, language)
-        encoded_texts[language] = encoded
-        tokens[language], counts[language] = total, len(encoded)
+        encoded_texts[language], tokens[language] = take_tokens(encoded, tokens_per_language, language)
     if sides is not None:
         for language, wanted in balanced_tokens(tokens, sides).items():
             encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], wanted, language)
-            counts[language] = len(encoded_texts[language])
+    counts = {language: len(encoded) for language, encoded in encoded_texts.items()}
     blocks = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]

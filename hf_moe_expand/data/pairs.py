@@ -11,7 +11,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from langcodes import Language, LanguageTagError
 
 from ..errors import InputError
-from .packing import PackedText, too_few_tokens
+from .packing import PackedText, first_tokens
 from .sources import LanguageText, Pair, language_name, names_language, row_pairs
 
 UNKNOWN = -1  # language id of padding, and of a language that the model does not know
@@ -302,7 +302,7 @@ def pack_pairs(
                 f"Language {language!r}: each of its {len(dataset):,} sentence pairs is longer than block_size, "
                 f"{block_size} tokens of a side: raise it, or give shorter texts."
             )
-        counts[language], tokens[language] = _first_tokens(language, sizes, tokens_per_language)
+        counts[language], tokens[language] = first_tokens(language, map(sum, sizes), tokens_per_language)
         datasets.append(concatenate_datasets(parts).select(range(counts[language])))
     packed = concatenate_datasets(datasets)
     return PackedText(packed, order, tokens, counts, tuple(map(len, datasets)))
@@ -323,18 +323,6 @@ def _sizes(rows: Dataset) -> list[tuple[int, int]]:
     """The number of tokens of each row's source and target."""
     columns = (rows.with_format("arrow")[name] for name in ("input_ids", "labels"))
     return [(len(source), len(target)) for source, target in zip(*columns, strict=True)]
-
-
-def _first_tokens(language: str, sizes: Sequence[tuple[int, int]], wanted: int | None) -> tuple[int, int]:
-    """How many first pairs together have at least `wanted` tokens, and their number of tokens."""
-    total = 0
-    for number, size in enumerate(sizes, start=1):
-        total += sum(size)
-        if wanted is not None and total >= wanted:
-            return number, total
-    if wanted is not None:
-        raise too_few_tokens(language, total, wanted)
-    return len(sizes), total
 
 
 def _id_of(code: str, order: Sequence[str]) -> int:
