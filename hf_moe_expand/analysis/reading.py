@@ -139,7 +139,10 @@ def document_blocks(
             )
         if left == 0:
             return documents
-    raise _too_few(language, tokens - left, tokens, "text")
+    raise InputError(
+        f"Language {language!r} has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a "
+        "smaller --tokens (`analysis: {tokens: ...}` in a recipe)."
+    )
 
 
 def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBatch]:
@@ -200,12 +203,9 @@ def _first_pairs(
                 labels.append(target)
                 left -= min(left, len((source, target)[side]))
     if left:
-        raise _too_few(language, tokens - left, tokens, "sentence pairs", " as a target" if side else " as a source")
+        raise InputError(
+            f"Language {language!r} has {tokens - left:,} tokens {'as a target' if side else 'as a source'}, but "
+            f"{tokens:,} were asked for: give more sentence pairs or a smaller --tokens (`analysis: {{tokens: ...}}` "
+            "in a recipe)."
+        )
     return inputs, labels
-
-
-def _too_few(language: str, found: int, tokens: int, text: str, side: str = "") -> InputError:
-    return InputError(
-        f"Language {language!r} has {found:,} tokens{side}, but {tokens:,} were asked for: give more {text} or a "
-        "smaller --tokens (`analysis: {tokens: ...}` in a recipe)."
-    )
