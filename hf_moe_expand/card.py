@@ -27,7 +27,7 @@ from .hub_files import CARD, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import in_words, is_language_code
 from .layer_names import layer_name
-from .planning.methods import METHODS, PlanSettings, find_method
+from .planning.methods import METHODS, PlanSettings
 from .records import ExpansionRecord, History, StageRecord, without_folders
 from .yamlfile import to_yaml
 
@@ -99,7 +99,7 @@ def make_card(
         "location": json.dumps(location),
         "expansion_only": expansion_only,
         "method": last.method,
-        "words": method.words if (method := find_method(last.method)) else "",
+        "words": method.words if (method := METHODS.get(last.method)) else "",
         "grafted": any(stage.stage == "graft" for stage in history.stages),
         "regularised": config.conditional_routing or any(map(_is_regularised, history.stages)),
         "groups": getattr(config, "language_groups", None),
@@ -191,7 +191,7 @@ def _method(config: Any, history: History) -> type[PlanSettings]:
     user's own."""
     if config.model_type == "dmoe":
         return METHODS["dmoe"]
-    used = {find_method(record.method) for record in history.expansions}
+    used = {METHODS.get(record.method) for record in history.expansions}
     return (used.pop() if len(used) == 1 else None) or METHODS["layer-moe"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .data.sources import LanguageText, read_documents
+from .data.sources import LanguageText, read_file
 from .modeling import decoder_ffns
 from .modeling.expanded_ffn import ExpandedFFN
 
@@ -117,7 +117,7 @@ def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
         if not whole:
             return None
         lines = begun[:whole].count(b"\n") + (whole == size)
-        texts = [row["text"] for row in read_documents(str(file), source.language, lines=lines)]
+        texts = [row["text"] for row in read_file(str(file), source.language, lines=lines)]
         if texts:
             ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
             total += sum(map(len, ids)) * size / whole

@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 from hf_moe_expand import hub_access
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.data import packing, sources
-from hf_moe_expand.data.mixing import balanced_tokens, review_documents, small_shares
-from hf_moe_expand.data.packing import collate_blocks, pack_texts, take_tokens, tokenize
+from hf_moe_expand.data.packing import (
+    balanced_tokens,
+    collate_blocks,
+    pack_texts,
+    review_documents,
+    small_shares,
+    take_tokens,
+    tokenize,
+)
 from hf_moe_expand.data.sources import LanguageText, check_languages, names_language
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.translation import translation_prompt

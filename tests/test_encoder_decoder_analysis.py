@@ -13,10 +13,11 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint, expand_model
 from hf_moe_expand.analysis.deviation import measure_deviation
+from hf_moe_expand.analysis.reading import ffn_inputs
 from hf_moe_expand.analysis.routing import experts_for_half, measure_routing
-from hf_moe_expand.analysis.similarity import ffn_inputs, measure_similarity
+from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.card import make_card
-from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
+from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import scoring
 from hf_moe_expand.evaluation.pair_translation import translate_pairs

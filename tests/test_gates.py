@@ -88,7 +88,7 @@ def test_the_rows_are_the_minimum_of_the_penalised_cross_entropy():
 def test_all_languages_are_shown_in_the_same_forms():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "<|u|>{{ messages[0]['content'] }}<|a|>"
-    found = gate_examples({"en": TEXTS["en"]}, tokenizer, {"en": 600}, 128)["en"]
+    found = gate_examples({"en": TEXTS["en"]}, tokenizer, 600, 128)["en"]
     own = [tokenizer.decode(example.ids[example.start : example.end]) for example in found]
     assert all("<|" not in text for text in own)
     inside = [tokenizer.decode(example.ids).startswith("<|u|>") for example in found]
@@ -97,7 +97,7 @@ def test_all_languages_are_shown_in_the_same_forms():
     assert 0.3 < short / sum(map(len, own)) < 0.7
     assert max(map(len, own)) > 100
     with pytest.raises(InputError, match=rf"en has \d+ tokens.*at least {LEAST}"):
-        gate_examples({"en": ["short"]}, tokenizer, {"en": 600}, 128)
+        gate_examples({"en": ["short"]}, tokenizer, 600, 128)
 
 
 def share_taken(model, tokenizer, text):

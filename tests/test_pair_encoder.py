@@ -16,9 +16,8 @@ from encoder_decoders import (
 )
 
 from hf_moe_expand import LanguageText, pack_pairs
-from hf_moe_expand.analysis.encoder_decoder import side_batches
-from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
-from hf_moe_expand.data.pairs import pairs_of, sentence_pairs
+from hf_moe_expand.analysis.reading import side_batches
+from hf_moe_expand.data.pairs import PairEncoder, SentencePair, pairs_of, sentence_pairs
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.pairs import pair_stream
 from hf_moe_expand.steps import base as steps_base

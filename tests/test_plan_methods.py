@@ -35,7 +35,6 @@ from hf_moe_expand.planning.methods import (
     Allocation,
     AnyPlan,
     LayerPlan,
-    find_method,
     method_title,
     plan_settings,
     read_plan_settings,
@@ -89,7 +88,7 @@ def test_every_method_has_a_card_and_words(name):
 
 
 def test_a_word_of_ones_own_is_no_method():
-    assert find_method("my-rule") is None
+    assert "my-rule" not in METHODS
     assert method_title("my-rule") == "my-rule"
 
 
@@ -309,7 +308,7 @@ def test_the_guides_own_plan_is_a_plan(tmp_path):
     (block,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "plan.json").write_text(block)
     plan = Plan.load(tmp_path / "plan.json")
-    assert (find_method(plan.method), plan.total_experts) == (None, 12)
+    assert (METHODS.get(plan.method), plan.total_experts) == (None, 12)
 
 
 def test_settings_take_positions_in_the_order_of_their_fields():

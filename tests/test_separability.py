@@ -9,8 +9,8 @@ from conftest import byte_tokenizer, save_dense, tiny_dense
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_separability
 from hf_moe_expand.analysis import separability
+from hf_moe_expand.analysis.reading import document_blocks, ffn_inputs, token_blocks
 from hf_moe_expand.analysis.separability import BOUND, LENGTHS, ClassMoments, called_right, split
-from hf_moe_expand.analysis.similarity import document_blocks, ffn_inputs, token_blocks
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.results import SeparabilityResult
 

@@ -5,7 +5,8 @@ import torch
 from conftest import BEGIN, beginning_tokenizer, byte_tokenizer, save_dense, tiny_dense
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_similarity
-from hf_moe_expand.analysis.similarity import MeanDirections, ffn_inputs, padded_batches, token_blocks
+from hf_moe_expand.analysis.reading import ffn_inputs, padded_batches, token_blocks
+from hf_moe_expand.analysis.similarity import MeanDirections
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.results import SimilarityResult
 
@@ -84,8 +85,8 @@ def test_batching_does_not_matter():
 
 
 def test_exactly_so_many_tokens_are_counted_and_padding_never():
-    batches = list(padded_batches(token_blocks("en", TEXTS["en"], byte_tokenizer(), 101, 16), 4))
-    assert sum(int(batch["attention_mask"].sum()) for batch in batches) == 101
+    batches = padded_batches(token_blocks("en", TEXTS["en"], byte_tokenizer(), 101, 16), 4)
+    assert sum(batch.tokens for batch in batches) == 101
     directions = MeanDirections(1, 3)
     directions.add(0, torch.tensor([[3.0, 0, 0], [0, 0, 0], [0, 0.1, 0]]))
     assert directions.means()[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0])

@@ -9,8 +9,7 @@ from conftest import DATA, byte_tokenizer, invoke, save_dense, tiny_dense, write
 from transformers import GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint, extra
-from hf_moe_expand.data.parallel import language_name
-from hf_moe_expand.data.sources import LanguageText
+from hf_moe_expand.data.sources import LanguageText, language_name
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import translation
 from hf_moe_expand.evaluation.translation import (

@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from ..checkpoint.gates import NO_GATES
 from ..checkpoint.join import JoinReport, check_ungated, joined_config, load_packs, write_joined
 from ..checkpoint.pack_checks import check_packs
-from ..checkpoint.packs import Pack
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError, named_as
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
@@ -86,7 +85,7 @@ def calibrate_join(
     records = History.of(model.config).expansions
     ends = [0, *accumulate(model.config.packs)]
     packs = [(records[start].pack or "", records[start:end]) for start, end in pairwise(ends)]
-    _check_languages(texts, packs, tokens)
+    check_calibrated(texts, packs, tokens)
     return _search(model, _streams(tokenizer, texts, tokens), len(packs))
 
 
@@ -123,7 +122,7 @@ def join_calibrated(
     check_decoder(loaded[0].config, packs[0], OF_CALIBRATION)
     # Before the first model is written.
     tokens = TOKENS if tokens is None else tokens
-    check_calibrated(texts, loaded, tokens)
+    check_calibrated(texts, [(pack.name, pack.history.expansions) for pack in loaded], tokens)
     settings = (GateSettings() if gates is True else gates) or None
     classes = History.of(joined_config(loaded)).classes
     chosen = check_languages(classes, texts, anchors) if settings else {}
@@ -133,45 +132,47 @@ def join_calibrated(
         without = NO_GATES if settings else None
         write_joined(loaded, scratch / "model", max_shard_size=max_shard_size, gates=without)
         model, tokenizer = load_for_inference(scratch / "model")
+        made = None
         if settings:
             made, report = fitted(model, tokenizer, texts, chosen, settings)
             calibration = _told(model, streams, len(loaded), report)
-            del model
-            joined = write_joined(loaded, out, max_shard_size=max_shard_size, overwrite=overwrite, gates=made)
-            return joined, calibration
-        calibration = _search(model, streams, len(loaded))
+        else:
+            calibration = _search(model, streams, len(loaded))
         del model
     scaled = [replace(pack, scale=pack.scale * by) for pack, by in zip(loaded, calibration.factors, strict=True)]
-    return write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite), calibration
+    joined = write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite, gates=made)
+    return joined, calibration
+
+
+def _bits(model: Any, streams: Mapping[str, TextStream]) -> dict[str, float]:
+    """The bits per byte of each stream."""
+    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
+    return {code: score_stream(model, stream, block, _BATCH).bits_per_byte for code, stream in streams.items()}
 
 
 def _told(model: Any, streams: Mapping[str, TextStream], packs: int, report: GateReport) -> Calibration:
     """The bits per byte of the streams without gates and told their languages, which is what the gates aim at."""
-    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    before, told = {}, {}
+    before = _bits(model, streams)
+    told: dict[str, float] = {}
     for code, stream in streams.items():
-        before[code] = score_stream(model, stream, block, _BATCH).bits_per_byte
         with model.use_languages(code):
-            told[code] = score_stream(model, stream, block, _BATCH).bits_per_byte
+            told |= _bits(model, {code: stream})
     return Calibration([1.0] * packs, before, told, report)
 
 
-def check_calibrated(languages: Iterable[str], packs: Sequence[Pack], tokens: int) -> None:
+def check_calibrated(
+    languages: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int
+) -> None:
     """Refuses text in other languages than the packs', packs without any, and too few tokens.
 
     Args:
-        given: languages with text.
-        tokens: tokens to read of each.
+        languages: languages with text.
+        packs: the name and the expansions of each pack.
+        tokens: tokens to read of each language.
 
     Raises:
         InputError: it is one of these.
     """
-    _check_languages(languages, [(pack.name, pack.history.expansions) for pack in packs], tokens)
-
-
-def _check_languages(
-    languages: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int
-) -> None:
     languages = list(languages)
     new = [(name, [code for record in records for code in record.new_languages]) for name, records in packs]
     known = {code for _, codes in new for code in codes}
@@ -217,15 +218,12 @@ def _streams(tokenizer: Any, texts: Mapping[str, Iterable[str]], tokens: int) ->
 def _search(model: Any, streams: Mapping[str, TextStream], packs: int) -> Calibration:
     """The factors that a search pack by pack finds."""
     model.eval()
-    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
     known: dict[tuple[float, ...], dict[str, float]] = {}
 
     def scores(factors: tuple[float, ...]) -> dict[str, float]:
         if factors not in known:
             with _scaled(model, factors):
-                known[factors] = {
-                    code: score_stream(model, stream, block, _BATCH).bits_per_byte for code, stream in streams.items()
-                }
+                known[factors] = _bits(model, streams)
             bar.update()
         return known[factors]
 

@@ -20,8 +20,8 @@ The bias keeps a promise: anchors are left out of the fit in turn, a third of th
 Shape suffixes: T tokens, h hidden size, R languages, C classes, E = C - 1, M texts, S tokens of a text.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from ..languages import TEMPLATE
 from ..memory import device_memory
 from ..modeling.prefix_gate import PrefixRule, running_sums
 from .gate_text import Example, held_out
-from .similarity import ffn_inputs, padded_batches
+from .reading import padded_batches, read_inputs
 
 PENALTY = 0.003
 ITERATIONS = 30
@@ -101,10 +101,8 @@ def fit_rows(
     examples: Mapping[str, Sequence[Example]],
     classes: Mapping[str, int],
     anchors: Sequence[str],
-    *,
-    layers: Sequence[int] | None = None,
     rule: PrefixRule | None,
-    unseen_share: float = 0.01,
+    unseen_share: float,
 ) -> tuple[Gates, GateReport]:
     """Gates of a model's expanded layers (all layers of a dense one), and where they send tokens.
 
@@ -121,9 +119,8 @@ def fit_rows(
         InputError: no bias keeps the promise and lets new text pass.
     """
     model.eval()
-    if layers is None:
-        expanded = getattr(model, "expanded_ffns", None)
-        layers = list(expanded()) if expanded else range(model.config.get_text_config(decoder=True).num_hidden_layers)
+    config = model.config.get_text_config(decoder=True)
+    layers = list(model.expanded_ffns() if hasattr(model, "expanded_ffns") else range(config.num_hidden_layers))
     order = sorted(examples, key=lambda code: classes[code])  # rows by class
     count = max(classes.values()) + 1
     fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
@@ -134,16 +131,15 @@ def fit_rows(
     new = [code for code in order if classes[code]]
     again = {code: fitted[code] if classes[code] else fitted[code][::2] for code in order}
     told = {code: code if classes[code] else new[number % len(new)] for number, code in enumerate(order)}
-    hidden = model.config.get_text_config(decoder=True).hidden_size
     room = _OF_MEMORY * (device_memory() or _BYTES / _OF_MEMORY)
-    at_once = max(1, int(room / (4 * tokens * hidden)))
+    at_once = max(1, int(room / (4 * tokens * config.hidden_size)))
     results: dict[int, _OfLayer] = {}
     with tqdm(total=len(layers), desc="fit gates", unit="layer") as bar:
         for start in range(0, len(layers), at_once):
             chosen = layers[start : start + at_once]
-            home = {code: _states(model, fitted[code], chosen, _at_home(model)) for code in order}
-            away = {code: _states(model, again[code], chosen, _told(model, told[code])) for code in order}
-            shown = {code: _states(model, scored[code], chosen, _told(model, code)) for code in scored}
+            home = {code: _states(model, fitted[code], chosen) for code in order}
+            away = {code: _states(model, again[code], chosen, told[code]) for code in order}
+            shown = {code: _states(model, scored[code], chosen, code) for code in scored}
             for layer in chosen:
                 texts = {code: _Text(fitted[code], home[code].pop(layer)) for code in order}
                 also = {code: _Text(again[code], away[code].pop(layer)) for code in order}
@@ -162,22 +158,20 @@ class _Text:
     examples: Sequence[Example]
     states_Th: torch.Tensor
 
+    def _marked(self, belongs: Callable[[Example, int], bool]) -> torch.Tensor:
+        marks = [belongs(example, place) for example in self.examples for place in range(len(example.ids))]
+        return torch.tensor(marks, device=self.states_Th.device)
+
     @property
     def own_T(self) -> torch.Tensor:
-        own = [e.start <= place < e.end for e in self.examples for place in range(len(e.ids))]
-        return torch.tensor(own, device=self.states_Th.device)
+        return self._marked(lambda example, place: example.start <= place < example.end)
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`[T, h]` each: the language's tokens, to the end of the text, and the template's before them."""
-        own = [place >= e.start for e in self.examples for place in range(len(e.ids))]
-        before = [e.has_template and place < e.start for e in self.examples for place in range(len(e.ids))]
-        device = self.states_Th.device
-        return tuple(self.states_Th[torch.tensor(which, device=device)] for which in (own, before))  # type: ignore[return-value]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(example.ids) for example in self.examples]
+        own_T = self._marked(lambda example, place: place >= example.start)
+        before_T = self._marked(lambda example, place: example.has_template and place < example.start)
+        return self.states_Th[own_T], self.states_Th[before_T]
 
 
 @dataclass(frozen=True)
@@ -231,12 +225,16 @@ class _Fit:
         def shares(text: _Text) -> dict[int, float]:
             return self._called_new(self._evidence(text, weight, bias, self.classes), text, 0.0)
 
+        def taken_for(text: _Text) -> str:
+            best_T = self._logits(text, weight, bias).argmax(-1)
+            return self.order[int(best_T.bincount(minlength=len(self.order)).argmax())]
+
         home = [code for code, number in zip(self.order, self.classes, strict=True) if not number and code in texts]
         return _OfLayer(
             weight.cpu(), bias.cpu(), unseen,
             {code: shares(texts[code])[0] for code in home if code not in self.anchors},
             {code: shares(text) for code, text in held.items()},
-            {code: self._taken_for(text, weight, bias) for code, text in texts.items()}, nearest,
+            {code: taken_for(text) for code, text in texts.items()}, nearest,
         )  # fmt: skip
 
     def _regression(self, parts: Mapping[str, Sequence[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +255,7 @@ class _Fit:
 
     def _called_new(self, evidence_TE: torch.Tensor, text: _Text, bias: float) -> dict[int, float]:
         """The share of a language's own tokens that new experts take: of all (key 0), and of each text's first ones."""
-        lengths = text.lengths
+        lengths = [len(example.ids) for example in text.examples]
         raw_MSE = pad_sequence(list((evidence_TE - bias).split(lengths)), batch_first=True)
         own_MS = pad_sequence(list(text.own_T.split(lengths)), batch_first=True)
         if self.rule is not None:
@@ -297,10 +295,6 @@ class _Fit:
     def _logits(text: _Text, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return text.states_Th[text.own_T].float() @ weight.T + bias
 
-    def _taken_for(self, text: _Text, weight: torch.Tensor, bias: torch.Tensor) -> str:
-        best_T = self._logits(text, weight, bias).argmax(-1)
-        return self.order[int(best_T.bincount(minlength=len(self.order)).argmax())]
-
 
 def softmax_regression(
     x_Th: torch.Tensor, row_T: torch.Tensor, share_T: torch.Tensor, rows: int, penalty: float = PENALTY
@@ -333,39 +327,31 @@ def softmax_regression(
 
 
 def _states(
-    model: Any, examples: Sequence[Example], layers: Sequence[int], told: AbstractContextManager
+    model: Any, examples: Sequence[Example], layers: Sequence[int], language: str | None = None
 ) -> dict[int, torch.Tensor]:
-    """By layer, `[T, h]`: the inputs of the FFN at all tokens of the examples, in order."""
+    """By layer, `[T, h]`: the inputs of the FFN at all tokens of the examples, in order, read by a language's experts
+    or, without one, by the base's."""
     by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-    mask: Any = None
 
-    def receive(layer: int, states: torch.Tensor) -> None:
+    def receive(layer: int, states_Th: torch.Tensor) -> None:
         if layer in by_layer:
-            by_layer[layer].append(states.flatten(0, -2)[mask.flatten()])
+            by_layer[layer].append(states_Th)
 
-    base = getattr(model, "base_model", model)
-    with ffn_inputs(model, receive), told:
-        # Texts of like lengths together, so that there is little padding.
-        order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
-        for batch in padded_batches([examples[number].ids for number in order], _BATCH):
-            inputs = {name: value.to(model.device) for name, value in batch.items()}
-            mask = inputs["attention_mask"].bool()
-            base(**inputs, use_cache=False)
-    lengths = [len(examples[number].ids) for number in order]
+    # Texts of like lengths together, so that there is little padding.
+    order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
+    sizes = [len(examples[number].ids) for number in order]
+    with _experts(model, language):
+        read_inputs(model, padded_batches([examples[number].ids for number in order], _BATCH), receive)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return {layer: _in_order(torch.cat(states).split(lengths), back) for layer, states in by_layer.items()}
+    pieces = {layer: torch.cat(states).split(sizes) for layer, states in by_layer.items()}
+    return {layer: torch.cat([of_example[number] for number in back]) for layer, of_example in pieces.items()}
 
 
-def _in_order(states: Sequence[torch.Tensor], back: Sequence[int]) -> torch.Tensor:
-    return torch.cat([states[number] for number in back])
-
-
-def _at_home(model: Any) -> AbstractContextManager:
-    return model.use_expert(0) if hasattr(model, "use_expert") else torch.no_grad()
-
-
-def _told(model: Any, code: str) -> AbstractContextManager:
-    return model.use_languages(code) if hasattr(model, "use_languages") else torch.no_grad()
+def _experts(model: Any, language: str | None) -> AbstractContextManager:
+    """Inside, the experts of a language read, or, without one, the base's; a dense model has no others."""
+    if not hasattr(model, "use_expert"):
+        return nullcontext()
+    return model.use_expert(0) if language is None else model.use_languages(language)
 
 
 def _report(results: Mapping[int, _OfLayer], fit: _Fit, unseen_share: float) -> GateReport:

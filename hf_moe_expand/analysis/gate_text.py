@@ -26,16 +26,12 @@ class Example:
     end: int
 
     @property
-    def counted(self) -> int:
-        return self.end - self.start
-
-    @property
     def has_template(self) -> bool:
         return self.end < len(self.ids)
 
 
 def gate_examples(
-    texts: Mapping[str, Iterable[str]], tokenizer: Any, tokens: Mapping[str, int], block: int
+    texts: Mapping[str, Iterable[str]], tokenizer: Any, tokens: int, block: int
 ) -> dict[str, list[Example]]:
     """Examples of each language with together about `tokens` of its own tokens, or all of its text.
 
@@ -44,7 +40,7 @@ def gate_examples(
     chat template, every second one stands in it, as a user's message.
 
     Args:
-        tokens: the number of tokens of each language.
+        tokens: tokens of each language.
         block: most tokens of one text.
 
     Raises:
@@ -55,13 +51,14 @@ def gate_examples(
         lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
         made: list[Example] = []
         counted = 0
-        for size, wanted in ((_LINE, tokens[code] // 2), (block, tokens[code])):
+        for size, wanted in ((_LINE, tokens // 2), (block, tokens)):
             for number, text in enumerate(_joined(lines, tokenizer, size)):
                 if counted >= wanted:
                     break
                 example = _example(text, tokenizer, size, inside=number % 2 == 1)
-                made += [example] if example.counted > 0 else []
-                counted += max(example.counted, 0)
+                if example.end > example.start:
+                    made.append(example)
+                    counted += example.end - example.start
         if counted < LEAST:
             raise InputError(
                 f"gates: {code} has {counted} tokens of text, but a gate learns a language from at least {LEAST}: give "
@@ -78,10 +75,8 @@ def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
         return
     text, held = "", 0
     for line in lines:
-        text, held = (
-            f"{text} {line}".strip(),
-            held + len(tokenizer(line, add_special_tokens=False, verbose=False).input_ids),
-        )
+        text = f"{text} {line}".strip()
+        held += len(tokenizer(line, add_special_tokens=False, verbose=False).input_ids)
         if held >= size:
             yield text
             text, held = "", 0
@@ -91,22 +86,16 @@ def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
 
 def _example(text: str, tokenizer: Any, size: int, inside: bool) -> Example:
     """The text, cut to `size` tokens of its own."""
-    if inside and (parts := _around(text, tokenizer)) is not None:
-        before, after = (tokenizer(part, add_special_tokens=False).input_ids for part in parts)
-        own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:size]
-        return Example([*before, *own, *after], len(before), len(before) + len(own))
+    if inside and getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": text}]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before, message, after = whole.partition(text)
+        if message:  # else the template changes the text
+            own = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:size]
+            head, tail = (tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))
+            return Example([*head, *own, *tail], len(head), len(head) + len(own))
     ids = tokenizer(text, verbose=False).input_ids[:size]
     return Example(ids, 1, len(ids))
-
-
-def _around(text: str, tokenizer: Any) -> tuple[str, str] | None:
-    """What the chat template puts before and after a user's message; None without a template that keeps it whole."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    messages = [{"role": "user", "content": text}]
-    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    before, message, after = whole.partition(text)
-    return (before, after) if message else None
 
 
 def held_out(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:

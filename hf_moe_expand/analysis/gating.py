@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..anchors import shipped_anchors, shipped_sentences
 from ..checkpoint.gates import Gates, check_gated, write_gates
 from ..checkpoint.source import resolve_checkpoint
@@ -126,16 +124,14 @@ def fitted(
     """
     known = History.of(model.config).classes if classes is None else classes
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    examples = gate_examples(texts, tokenizer, dict.fromkeys(texts, settings.tokens), block)
-    examples |= gate_examples(anchors, tokenizer, dict.fromkeys(anchors, settings.anchor_tokens), block)
-    for code in texts:
-        if lines := shipped_sentences(code):  # everyday text beside its own, as anchors are
-            everyday = gate_examples({code: lines}, tokenizer, {code: settings.anchor_tokens}, block)
-            examples[code] += everyday[code]
+    examples = gate_examples(texts, tokenizer, settings.tokens, block)
+    everyday = {code: lines for code in texts if (lines := shipped_sentences(code))}  # beside its own, as anchors are
+    for code, more in gate_examples(everyday, tokenizer, settings.anchor_tokens, block).items():
+        examples[code] += more
+    examples |= gate_examples(anchors, tokenizer, settings.anchor_tokens, block)
     rule = None if settings.state_free else PrefixRule(settings.decay, settings.bound)
     numbers = {code: known.get(code, 0) if code in texts else 0 for code in examples}
-    with torch.no_grad():
-        return fit_rows(model, examples, numbers, list(anchors), rule=rule, unseen_share=settings.unseen_share)
+    return fit_rows(model, examples, numbers, list(anchors), rule, settings.unseen_share)
 
 
 def gates_of_base(

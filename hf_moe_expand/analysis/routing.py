@@ -5,9 +5,8 @@ Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from tqdm.auto import tqdm
 
+from ..data.pairs import IGNORED
 from ..errors import InputError
 from ..languages import check_old_and_new
 from ..modeling import ExpandedFFN, LayerRouting, Routing, stack_sizes
 from ..models import longest_block, model_name
 from ..records import History
 from ..results import RoutingResult
-from .encoder_decoder import SideBatch, side_batches
-from .similarity import padded_batches, token_blocks
+from .reading import TextBatch, padded_batches, progress, side_batches, token_blocks
 
 # Logits of a forward pass on a GPU and on a CPU, whatever the batch size: 2 GB and 0.25 GB in float32.
 _MOST_LOGITS = (2**29, 2**26)
@@ -182,34 +181,34 @@ def measure_routing(
     }
     encoder_layers = stack_sizes(model.config).get("encoder", 0)
     # Tokenises every language before the first is measured, so that a lack of text is reported at once.
-    batches: dict[str, list[Any]] = {}
-    for code in classes:
-        if encoder_layers:
-            batches[code] = side_batches(code, texts[code], tokenizer, tokens, batch_size, model)
-        else:
-            batches[code] = _batches(code, texts[code], tokenizer, tokens, block_size, batch_size, model)
-    measure = partial(_perplexity_of_targets, encoder_layers=encoder_layers) if encoder_layers else _perplexity
-    # With K experts or fewer in each layer and no classifier, there is nothing to draw.
-    drawn = [] if not has_choice(model.config) else list(random_seeds)
-    sides = 2 if encoder_layers else 1
-    bar = tqdm(total=sides * tokens * len(classes) * (1 + len(drawn)), unit="token", unit_scale=True)
+    batches = {
+        code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model)
+        if encoder_layers
+        else _bounded_batches(code, texts[code], tokenizer, tokens, block_size, batch_size, model)
+        for code in classes
+    }
+    drawn = list(random_seeds) if has_choice(model.config) else []  # else there is nothing to draw
+    bar = progress(model, len(classes) * (1 + len(drawn)), tokens)
     perplexity, random_perplexity = {}, {}
     for language in classes:
         bar.set_description(f"routing of {model_name(model)}: {language}")
 
-        def record(routing: Routing, mask: Callable[[int], torch.Tensor], language: str = language) -> None:
-            text = {layer: _only(layer_routing, mask(layer)) for layer, layer_routing in routing.layers.items()}
+        def record(routing: Routing, batch: TextBatch, language: str = language) -> None:
+            text = {
+                layer: _only(layer_routing, batch.measured_in(layer, encoder_layers))
+                for layer, layer_routing in routing.layers.items()
+            }
             for layer, layer_routing in text.items():
                 use[language][layer].add(layer_routing)
             for (here, there), correlation in neighbours.items():
                 if not here < encoder_layers <= there:
                     correlation.add(*(text[layer].weight_of_each_expert().double() for layer in (here, there)))
 
-        perplexity[language] = measure(model, batches[language], record, bar)
+        perplexity[language] = _perplexity(model, batches[language], record, bar)
         random = []
         for seed in drawn:
             with random_routing(model, seed):
-                random.append(measure(model, batches[language], None, bar))
+                random.append(_perplexity(model, batches[language], None, bar))
         random_perplexity[language] = sum(random) / len(random) if random else perplexity[language]
     bar.close()
     layers = sorted(ffns)
@@ -266,14 +265,10 @@ def nearest_experts(
         InputError: see `measure_routing`.
     """
     routing = measure_routing(
-        model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts),
-        random_seeds=(0,),
-    )  # fmt: skip
-    nearest = {}
-    for index, layer in enumerate(routing.layers):
-        share_N = torch.tensor([routing.weight_share[language][index] for language in routing.classes]).sum(0)
-        nearest[layer] = int(share_N.argmax())
-    return nearest
+        model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts)
+    )
+    by_layer = zip(routing.layers, zip(*routing.weight_share.values(), strict=True), strict=True)
+    return {layer: int(torch.tensor(shares).sum(0).argmax()) for layer, shares in by_layer}
 
 
 def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
@@ -283,9 +278,9 @@ def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
     return replace(routing, **of_text)
 
 
-def _batches(
+def _bounded_batches(
     language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int, batch_size: int, model: Any
-) -> list[dict[str, torch.Tensor]]:
+) -> list[TextBatch]:
     """Batches of blocks of similar length, so that hardly anything is padding, and with a bounded number of logits."""
     blocks = sorted(token_blocks(language, texts, tokenizer, tokens, block_size), key=len, reverse=True)
     if len(blocks[0]) < 2:
@@ -302,52 +297,25 @@ def _batches(
 
 
 def _perplexity(
-    model: Any,
-    batches: Iterable[dict[str, torch.Tensor]],
-    receive: Callable[[Routing, Callable[[int], torch.Tensor]], None] | None,
-    bar: tqdm,
+    model: Any, batches: Iterable[TextBatch], receive: Callable[[Routing, TextBatch], None] | None, bar: tqdm
 ) -> float:
-    """Perplexity over every token but a block's first; `receive` gets each pass's routing and a function that gives a
-    layer's mask of tokens that are not padding, `[T]`; `bar` counts these tokens."""
+    """Perplexity over the batches' targets; `receive` gets each pass's routing; `bar` counts the measured tokens."""
     nats, count = 0.0, 0
     for batch in batches:
-        batch = {name: value.to(model.device) for name, value in batch.items()}
-        mask = batch["attention_mask"].bool()
-        if receive is None:
-            logits = model(**batch, use_cache=False).logits
+        batch = batch.to(model.device)
+        capture: Any = model.capture_routing() if receive else nullcontext()
+        with capture as routing:
+            logits = model(**batch.inputs, use_cache=False).logits
+        if receive:
+            receive(routing, batch)
+        targets = batch.targets
+        if model.config.is_encoder_decoder:
+            nats += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum").item()
         else:
-            with model.capture_routing() as routing:
-                logits = model(**batch, use_cache=False).logits
-            receive(routing, lambda layer, mask=mask: mask.flatten())  # type: ignore[misc]
-        targets = batch["input_ids"].masked_fill(~mask, -100)
-        for row, target in zip(logits, targets, strict=True):  # row by row: the softmax takes as much memory again
-            nats += F.cross_entropy(row[:-1].float(), target[1:], reduction="sum").item()
-        count += int((targets[:, 1:] != -100).sum())
-        bar.update(int(mask.sum()))
-    return math.exp(min(nats / count, 700.0))
-
-
-def _perplexity_of_targets(
-    model: Any,
-    batches: Iterable[SideBatch],
-    receive: Callable[[Routing, Callable[[int], torch.Tensor]], None] | None,
-    bar: tqdm,
-    encoder_layers: int,
-) -> float:
-    """`_perplexity` of an encoder-decoder, over the measured tokens of the targets."""
-    nats, count = 0.0, 0
-    for batch in batches:
-        inputs = {name: value.to(model.device) for name, value in batch.inputs.items()}
-        if receive is None:
-            logits = model(**inputs, use_cache=False).logits
-        else:
-            with model.capture_routing() as routing:
-                logits = model(**inputs, use_cache=False).logits
-            receive(routing, lambda layer, batch=batch: batch.mask(layer, encoder_layers).to(model.device))  # type: ignore[misc]
-        targets = batch.labels.masked_fill(~batch.decoder, -100).to(model.device)
-        nats += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum").item()
-        count += int(batch.decoder.sum())
-        bar.update(int(batch.encoder.sum() + batch.decoder.sum()))
+            for row, target in zip(logits, targets, strict=True):  # row by row: the softmax takes as much memory again
+                nats += F.cross_entropy(row[:-1].float(), target, reduction="sum").item()
+        count += int((targets != IGNORED).sum())
+        bar.update(batch.tokens)
     return math.exp(min(nats / count, 700.0))
 
 

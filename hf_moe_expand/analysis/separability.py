@@ -4,20 +4,19 @@ Shape suffixes: T tokens, h hidden size, L layers, N stretches of successive tok
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from ..errors import InputError
-from ..modeling import decoder_ffns
+from ..modeling import count_layers
 from ..models import check_decoder, longest_block, model_name
 from ..results import SeparabilityResult
 from ..settings import AnalysisSettings
-from .similarity import document_blocks, ffn_inputs, padded_batches
+from .reading import document_blocks, padded_batches, progress, read_inputs
 
 # Numbers of tokens after which running text is scored; text is cut into stretches of the last one.
 LENGTHS = (8, 16, 32)
@@ -94,33 +93,31 @@ def split(language: str, documents: Sequence[Blocks], seed: int) -> tuple[Blocks
             f"Language {language!r} has one block of text, so none can be held out: give more --tokens or a smaller "
             "--block-size (`analysis: {tokens: ..., block_size: ...}` in a recipe)."
         )
-    total, tokens = sum(len(block) for (block,) in blocks), 0
-    units: Sequence[Blocks] = documents
-    held: set[int] = set()
-    for units in (documents, blocks):
-        held, tokens = _drawn([sum(map(len, unit)) for unit in units], seed)
-        if tokens >= total / 4:
-            break
+    total = sum(len(block) for (block,) in blocks)
+    parts, tokens = _drawn(documents, total, seed)
+    if tokens < total / 4:
+        parts, tokens = _drawn(blocks, total, seed)
     if tokens < LENGTHS[-1]:
         raise InputError(
             f"Language {language!r} has {tokens} held-out tokens, but a score needs at least {LENGTHS[-1]}: give more "
             "--tokens (`analysis: {tokens: ...}` in a recipe)."
         )
-    parts: tuple[Blocks, Blocks] = ([], [])
-    for index, unit in enumerate(units):
-        parts[index in held].extend(unit)
     return parts
 
 
-def _drawn(sizes: Sequence[int], seed: int) -> tuple[set[int], int]:
-    """Indices drawn at random until their sizes have a quarter of the total, never more than half; and the sum."""
+def _drawn(units: Sequence[Blocks], total: int, seed: int) -> tuple[tuple[Blocks, Blocks], int]:
+    """The blocks of the other units, those of units drawn until they have a quarter of the tokens, and their tokens."""
     held: set[int] = set()
-    size, total = 0, sum(sizes)
-    for index in random.Random(seed).sample(range(len(sizes)), len(sizes)):
-        if size < total / 4 and size + sizes[index] <= total / 2:
+    tokens = 0
+    for index in random.Random(seed).sample(range(len(units)), len(units)):
+        size = sum(map(len, units[index]))
+        if tokens < total / 4 and tokens + size <= total / 2:
             held.add(index)
-            size += sizes[index]
-    return held, size
+            tokens += size
+    parts: tuple[Blocks, Blocks] = ([], [])
+    for index, unit in enumerate(units):
+        parts[index in held].extend(unit)
+    return parts, tokens
 
 
 @torch.no_grad()
@@ -164,7 +161,7 @@ def measure_separability(
             )
     check_decoder(model.config, model_name(model), "separability and prefix gates")
     model.eval()
-    layers, hidden_size = len(decoder_ffns(model)), model.config.get_text_config(decoder=True).hidden_size
+    layers, hidden_size = count_layers(model.config), model.config.get_text_config(decoder=True).hidden_size
     block_size = min(block_size, longest_block(model.config) or block_size)
     # Counts all text before the first pass, so that a lack of text is reported at once.
     parts = {
@@ -172,29 +169,33 @@ def measure_separability(
         for code in (*old, *new)
     }
     moments = [ClassMoments(hidden_size) for _ in range(layers)]
-    with closing(tqdm(total=tokens * len(parts), unit="token", unit_scale=True)) as bar:
+    probes: list[Probe] = []
+
+    def fit(is_new: bool, weight: float, layer: int, states_Th: torch.Tensor) -> None:
+        moments[layer].add(states_Th, is_new, weight)
+
+    def score(log_odds: list[list[torch.Tensor]], layer: int, states_Th: torch.Tensor) -> None:
+        probe = probes[layer]
+        log_odds[layer].append((states_Th.double() @ probe.weight_h.to(states_Th.device) + probe.bias).cpu())
+
+    with progress(model, len(parts), tokens) as bar:
         for language, (fitted, _) in parts.items():
             bar.set_description(f"separability in {model_name(model)}: {language}, fit")
             is_new = language in new
             weight = 1 / (sum(map(len, fitted)) * len(new if is_new else old))
-
-            def fit(layer: int, states_Th: torch.Tensor, is_new: bool = is_new, weight: float = weight) -> None:
-                moments[layer].add(states_Th, is_new, weight)
-
-            _read(model, fitted, batch_size, fit, bar)
-        probes: list[Probe] = []
+            read_inputs(model, padded_batches(fitted, batch_size), partial(fit, is_new, weight), bar)
         while moments:  # each layer's sums are freed when its probe is found
-            probes.append(_probe(moments.pop(0), len(probes)))
+            if not bool(moments[0].square_hh.isfinite().all()):
+                raise InputError(
+                    f"Layer {len(probes)}: the hidden states are not finite, so no probe fits them: check the model's "
+                    "dtype, or load it in float32."
+                )
+            probes.append(moments.pop(0).probe())
         shares = {}
         for language, (_, held_out) in parts.items():
             bar.set_description(f"separability in {model_name(model)}: {language}, score")
             log_odds: list[list[torch.Tensor]] = [[] for _ in range(layers)]
-
-            def score(layer: int, states_Th: torch.Tensor, log_odds: list[list[torch.Tensor]] = log_odds) -> None:
-                probe = probes[layer]
-                log_odds[layer].append((states_Th.double() @ probe.weight_h.to(states_Th.device) + probe.bias).cpu())
-
-            _read(model, held_out, batch_size, score, bar)
+            read_inputs(model, padded_batches(held_out, batch_size), partial(score, log_odds), bar)
             shares[language] = called_right(torch.stack([torch.cat(odds) for odds in log_odds]), language in new)
 
     def balanced(length: int) -> list[float]:
@@ -222,28 +223,3 @@ def called_right(odds_LT: torch.Tensor, is_new: bool) -> dict[int, torch.Tensor]
     scored = {1: odds_LT, **{length: sums_LNn[..., length - 1] for length in LENGTHS}}
     sign = 1 if is_new else -1
     return {length: ((sign * sums.sign() + 1) / 2).mean(-1) for length, sums in scored.items()}
-
-
-def _read(model: Any, blocks: Blocks, batch_size: int, receive: Callable[[int, torch.Tensor], None], bar: Any) -> None:
-    """Passes each layer's FFN inputs, `[T, h]` without padding, to `receive`, batch by batch in the blocks' order."""
-    base = getattr(model, "base_model", model)
-    mask: Any = None
-
-    def unpadded(layer: int, states: torch.Tensor) -> None:
-        receive(layer, states.flatten(0, -2)[mask.flatten()])
-
-    with ffn_inputs(model, unpadded):
-        for batch in padded_batches(blocks, batch_size):
-            batch = {name: value.to(model.device) for name, value in batch.items()}
-            mask = batch["attention_mask"].bool()
-            base(**batch, use_cache=False)
-            bar.update(int(mask.sum()))
-
-
-def _probe(moments: ClassMoments, layer: int) -> Probe:
-    if not bool(moments.square_hh.isfinite().all()):
-        raise InputError(
-            f"Layer {layer}: the hidden states are not finite, so no probe fits them: check the model's dtype, or load "
-            "it in float32."
-        )
-    return moments.probe()

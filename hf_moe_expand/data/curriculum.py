@@ -4,14 +4,13 @@ Languages with little text over-fit when they train from the start, so they ente
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..schema import read
+from ..schema import Count, Declared, Text, Whole, read
 
 # Defaults of the count-based curriculum, as in the paper: the minimum of examples for each bin but the last, and the
 # share of the training steps in which each bin trains (k = 100k, 40k and 20k of U = 100k steps).
@@ -19,8 +18,7 @@ THRESHOLDS = (5_000_000, 800_000)
 SHARES = (1.0, 0.4, 0.2)
 
 
-@dataclass(frozen=True)
-class Curriculum:
+class Curriculum(Declared):
     """The step at which each language enters training.
 
     Attributes:
@@ -31,14 +29,16 @@ class Curriculum:
         InputError: `steps` is below 1, an entry is outside the training, or no language enters at the start.
     """
 
-    steps: int
-    entry: dict[str, int]
+    steps: Count
+    entry: dict[Text, Whole]
 
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InputError(f"curriculum: steps is {self.steps}: must be at least 1.")
+    if TYPE_CHECKING:
+
+        def __init__(self, steps: int, entry: dict[str, int]) -> None: ...
+
+    def model_post_init(self, _: Any) -> None:
         for language, step in self.entry.items():
-            if not isinstance(step, int) or not 0 <= step < self.steps:
+            if not 0 <= step < self.steps:
                 raise InputError(
                     f"curriculum: {language!r} enters at step {step!r}, but the training has only the steps 0 to "
                     f"{self.steps - 1}."
@@ -56,11 +56,7 @@ class Curriculum:
         Raises:
             InputError: the file is missing or wrong.
         """
-        try:
-            return read(cls, read_json(path, "a curriculum"), "")
-        except InputError as error:
-            message = str(error).removeprefix(": ")
-            raise InputError(message if message.startswith(str(path)) else f"{path}: {message}") from None
+        return read(cls, read_json(path, "a curriculum"), str(path))
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file."""
@@ -68,7 +64,7 @@ class Curriculum:
 
     def to_dict(self) -> dict[str, Any]:
         """The curriculum as in the JSON file."""
-        return asdict(self)
+        return self.model_dump()
 
     def check_languages(self, languages: Collection[str]) -> None:
         """Refuses a curriculum for other languages than those that train.
@@ -109,12 +105,13 @@ def count_based(
         if not 0 <= count < inf:
             raise InputError(f"{language!r} has {count:g} examples: the number must be at least 0.")
     for name, values in (("thresholds", thresholds), ("shares", shares)):
+        given = f"{name} {', '.join(f'{value:g}' for value in values)}"
         if not all(isfinite(value) for value in values):
-            raise InputError(f"{name} {', '.join(f'{value:g}' for value in values)}: must be finite numbers.")
+            raise InputError(f"{given}: must be finite numbers.")
         if list(values) != sorted(values, reverse=True):
-            raise InputError(f"{name} {', '.join(f'{value:g}' for value in values)}: must go from large to small.")
-    if not all(0 < share <= 1 for share in shares):
-        raise InputError(f"shares {', '.join(f'{share:g}' for share in shares)}: each must be above 0 and at most 1.")
+            raise InputError(f"{given}: must go from large to small.")
+        if values is shares and not all(0 < share <= 1 for share in shares):
+            raise InputError(f"{given}: each must be above 0 and at most 1.")
     bins: list[list[str]] = [[] for _ in shares]
     for language, count in counts.items():
         bins[next((i for i, least in enumerate(thresholds) if count >= least), len(thresholds))].append(language)

@@ -1,6 +1,6 @@
-"""Tokenises documents and packs them into blocks, with a language id for each token."""
+"""Mixes the documents of languages, and packs their tokens into blocks, with a language id for each token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
-from .mixing import balanced_tokens
+
+NEW_PER_OLD = 2.0  # MoE-LPR: 50,000 documents of each old language, 100,000 of each new one
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,27 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: 
     return dataset.map(encode, batched=True, remove_columns=dataset.column_names, features=features, desc=desc)
 
 
-def take_tokens(dataset: Dataset, tokens: int, language: str) -> tuple[Dataset, int]:
-    """The first documents that together have at least `tokens` tokens, and their number of tokens.
+def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
+    """The first documents that together have at least `tokens` tokens, all by default, and their number of tokens.
 
     Raises:
         InputError: all documents together have fewer.
     """
-    total = 0
-    for index, ids in enumerate(dataset.with_format("arrow")["input_ids"]):
-        total += len(ids)
-        if total >= tokens:
-            return dataset.select(range(index + 1)), total
+    number, total = first_tokens(language, map(len, dataset.with_format("arrow")["input_ids"]), tokens)
+    return dataset.select(range(number)), total
+
+
+def first_tokens(language: str, sizes: Iterable[int], wanted: int | None) -> tuple[int, int]:
+    """How many first texts of these sizes together have at least `wanted` tokens, all by default, and their tokens."""
+    number = total = 0
+    for number, size in enumerate(sizes, start=1):
+        total += size
+        if wanted is not None and total >= wanted:
+            return number, total
+    if wanted is None:
+        return number, total
     raise InputError(
-        f"Language {language!r} has {total:,} tokens, but {tokens:,} were asked for: give more text or ask for fewer."
+        f"Language {language!r} has {total:,} tokens, but {wanted:,} were asked for: give more text or ask for fewer."
     )
 
 
@@ -111,22 +120,17 @@ def pack_texts(
     from trl import pack_dataset  # heavy
 
     order, begin = tuple(languages or texts), begin_token(tokenizer)
-    encoded_texts, tokens, counts = {}, {}, {}
+    encoded_texts, tokens = {}, {}
     for language, dataset in texts.items():
         dataset = dataset.shuffle(seed=seed)
         if documents is not None:
             dataset = dataset.select(range(min(documents[language], len(dataset))))
         encoded = tokenize(dataset, tokenizer, order.index(language), f"tokenize {language}")
-        if tokens_per_language is None:
-            total = sum(map(len, encoded.with_format("arrow")["input_ids"]))
-        else:
-            encoded, total = take_tokens(encoded, tokens_per_language, language)
-        encoded_texts[language] = encoded
-        tokens[language], counts[language] = total, len(encoded)
+        encoded_texts[language], tokens[language] = take_tokens(encoded, tokens_per_language, language)
     if sides is not None:
         for language, wanted in balanced_tokens(tokens, sides).items():
             encoded_texts[language], tokens[language] = take_tokens(encoded_texts[language], wanted, language)
-            counts[language] = len(encoded_texts[language])
+    counts = {language: len(encoded) for language, encoded in encoded_texts.items()}
     blocks = []
     for group in [order] if groups is None else groups:
         members = [code for code in group if code in texts]
@@ -158,3 +162,56 @@ def collate_without_languages(rows: Sequence[Mapping[str, Sequence[int]]]) -> di
     """A batch for models without language ids: `input_ids`, `labels`, each `[batch, block_size]`."""
     input_ids = torch.tensor([list(row["input_ids"]) for row in rows])
     return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+
+def balanced_tokens(available: Mapping[str, int], sides: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Tokens of each language for a mix whose sides have equally many, shared equally by the languages of a side.
+
+    Args:
+        available: tokens of each language; the language with the least text for its share limits the mix.
+        sides: the languages of each side, such as old and new ones.
+    """
+    of_side = min(available[code] * len(side) for side in sides for code in side)
+    return {code: of_side // len(side) for side in sides for code in side}
+
+
+def small_shares(tokens: Mapping[str, int]) -> dict[str, float]:
+    """The share of each language that has less than a tenth of the tokens, and less than half of an equal share."""
+    whole, least = sum(tokens.values()), min(0.1, 0.5 / len(tokens))
+    return {code: count / whole for code, count in tokens.items() if count < least * whole}
+
+
+def review_documents(
+    available: Mapping[str, int],
+    old: Sequence[str],
+    new: Sequence[str],
+    old_documents: int | None = None,
+    new_per_old: float = NEW_PER_OLD,
+    fewer_documents: bool = False,
+) -> dict[str, int]:
+    """Documents of each language for the review stage: `n` of each old one, `new_per_old * n` of each new one (1 : 2).
+
+    Args:
+        available: available documents of each language.
+        old_documents: `n`; by default the largest number for which every language has enough documents.
+        fewer_documents: take this largest number, too, where a language has too few documents for `old_documents`.
+
+    Raises:
+        InputError: a language has fewer documents than `old_documents` needs, or than one old document needs.
+    """
+    most = min([available[code] for code in old] + [int(available[code] / new_per_old) for code in new])
+    taken = max(most, 1) if old_documents is None else old_documents
+    if fewer_documents:
+        taken = max(min(taken, most), 1)
+    wanted = dict.fromkeys(old, taken) | {code: max(1, round(taken * new_per_old)) for code in new}
+    for code, count in wanted.items():
+        if available[code] < count:
+            if most:
+                advice = f"give more text, set `fewer_documents: true` to take {most} of each old language, or set "
+                advice += f"old_documents to {most}" + (" or fewer" if most > 1 else "")
+            else:
+                advice = "give more text" if code in old else "give more text, or lower new_per_old"
+            raise InputError(
+                f"Language {code!r} has {available[code]} documents, but the mix asks for {count}: {advice}."
+            )
+    return wanted

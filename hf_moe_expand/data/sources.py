@@ -1,4 +1,4 @@
-"""Reads the text of a language from files, folders and the hub as a `datasets.Dataset`."""
+"""Reads the text of a language, documents or translations, from files, folders and the hub as a `datasets.Dataset`."""
 
 import hashlib
 import json
@@ -10,16 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import langcodes
 import pyarrow
-from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from langcodes import LanguageTagError, standardize_tag
 from pyarrow.parquet import ParquetFile
 
 from ..errors import InputError, first_line
+from ..extra import import_extra
 from ..hub_access import hub_problem
 from ..languages import check_old_and_new
-from .parallel import translation_documents
+
+Pair = tuple[str, str]
 
 SUFFIXES = (".jsonl", ".txt", ".parquet")
 _TEXT = Features({"text": Value("string")})
@@ -55,13 +57,7 @@ class LanguageText:
         Raises:
             InputError: the source is missing, empty or not UTF-8, or a line is malformed.
         """
-        if self.source.startswith("hub:"):
-            dataset = _generated(read_hub, source=self.source, language=self.language)
-        else:
-            dataset = concatenate_datasets([self._load_file(path) for path in self.files()])
-        if not len(dataset):
-            raise self._no_text()
-        return dataset
+        return self._loaded(as_pairs=False)
 
     def load_pairs(self) -> Dataset:
         """The sentence pairs to and from the language, in order, for an encoder-decoder: the columns `source`,
@@ -70,12 +66,20 @@ class LanguageText:
         Raises:
             InputError: see `load`; or a row has no `translation`.
         """
+        return self._loaded(as_pairs=True)
+
+    def _loaded(self, as_pairs: bool) -> Dataset:
+        of_kind: dict[str, Any] = {"language": self.language, "as_pairs": as_pairs}
         if self.source.startswith("hub:"):
-            dataset = _generated(read_hub, _PAIR, source=self.source, language=self.language, as_pairs=True)
+            dataset = _generated(read_hub, source=self.source, **of_kind)
         else:
-            dataset = concatenate_datasets([self._load_file(path, as_pairs=True) for path in self.files()])
+            # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
+            stamps = {path: (str(path.resolve()), *_version(path)) for path in self.files()}
+            dataset = concatenate_datasets([
+                _generated(read_file, path=str(path), stamp=stamp, **of_kind) for path, stamp in stamps.items()
+            ])  # fmt: skip
         if not len(dataset):
-            raise self._no_text(as_pairs=True)
+            raise self._no_text(as_pairs)
         return dataset
 
     def check(self) -> None:
@@ -94,16 +98,14 @@ class LanguageText:
             InputError: see `load_pairs`.
         """
         files = self.files()
-        rows = (row for path in files for row in read_pairs(str(path), self.language))
-        if files and (pair := next(rows, None)) is None:
+        pair = next(self._rows(as_pairs=True), None)
+        if files and pair is None:
             raise self._no_text(as_pairs=True)
-        return pair if files else None
+        return pair
 
     def digests(self) -> list[str]:
         """SHA-256 of each local file."""
-        return [
-            _digest(path, path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) for path in self.files()
-        ]
+        return [_digest(path, *_version(path)) for path in self.files()]
 
     def documents(self) -> Iterator[str]:
         """Yields the documents of the local files one by one; none for text on the hub.
@@ -111,8 +113,11 @@ class LanguageText:
         Raises:
             InputError: see `load`.
         """
+        return (row["text"] for row in self._rows())
+
+    def _rows(self, as_pairs: bool = False) -> Iterator[dict[str, str]]:
         for path in self.files():
-            yield from (row["text"] for row in read_documents(str(path), self.language))
+            yield from read_file(str(path), self.language, as_pairs=as_pairs)
 
     def _no_text(self, as_pairs: bool = False) -> InputError:
         what, wanted = ("sentence pair", "it and another language") if as_pairs else ("text", "it")
@@ -149,28 +154,20 @@ class LanguageText:
             raise InputError(f"{path}: the file is empty; give one with text.")
         return [path]
 
-    def _load_file(self, path: Path, as_pairs: bool = False) -> Dataset:
-        stat = path.stat()
-        # The cache's key tells apart an edited file, one put in its place, and one of the same name elsewhere.
-        stamp = (str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino)
-        arguments = {"path": str(path), "language": self.language, "stamp": stamp}
-        return _generated(read_pairs, _PAIR, **arguments) if as_pairs else _generated(read_documents, **arguments)
 
-
-def _generated(
-    rows: Callable[..., Iterator[dict[str, str]]], features: Features | None = None, **arguments: Any
-) -> Dataset:
-    """A cached dataset of the rows of `rows(**arguments)`; of documents by default."""
-    features = features or _TEXT
+def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) -> Dataset:
+    """A cached dataset of the rows of `rows(**arguments)`."""
+    features = _PAIR if arguments["as_pairs"] else _TEXT
     if next(rows(**arguments), None) is None:
         # The library's error for an empty one is unclear.
         return Dataset.from_dict({name: [] for name in features}, features=features)
     try:
-        return _as_dataset(Dataset.from_generator(rows, features=features, gen_kwargs=arguments))
+        loaded: Any = Dataset.from_generator(rows, features=features, gen_kwargs=arguments)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         raise
+    return loaded
 
 
 def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, str]]:
@@ -192,21 +189,19 @@ def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dic
                 f"{source}: row {number} has no string under `text`, nor strings by language under `translation` "
                 f"(columns: {', '.join(row)})."
             )
-        yield from row_pairs(row, language, f"{source}: row {number}") if as_pairs else _documents(row, language)
+        yield from _of_language(row, language, f"{source}: row {number}", as_pairs)
 
 
-def _documents(row: Mapping[str, Any], language: str) -> Iterator[dict[str, str]]:
-    """A row's documents in a language; none if the row is tagged with another language."""
-    if not is_of_language(row, language):
+def _of_language(row: Mapping[str, Any], language: str, where: str, as_pairs: bool) -> Iterator[dict[str, str]]:
+    """A row's documents, or sentence pairs, in a language; none if the row is tagged with another language."""
+    if row.get("language") is not None and not names_language(row["language"], language):
         return
-    if row.get("text") is not None:
-        if row["text"].strip():
-            yield {"text": row["text"]}
-        return
-    sentences = row.get("translation") or {}
-    own = next((code for code in sentences if names_language(code, language)), None)
-    if own is not None:
-        yield from ({"text": text} for text in translation_documents(sentences, own))
+    if as_pairs:
+        yield from row_pairs(row, language, where)
+    elif row.get("text") is None:
+        yield from ({"text": translation_line(codes, *both)} for codes, both in _directions(row, language))
+    elif row["text"].strip():
+        yield {"text": row["text"]}
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
@@ -215,32 +210,32 @@ def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dic
     Raises:
         InputError: the row has `text` in place of `translation`.
     """
-    if not is_of_language(row, language):
-        return
     if not _is_translation(row):
         raise InputError(
             f"{where}: holds `text`, but the model is an encoder-decoder, which learns from sentences and their "
             'translations: give rows such as {"translation": {"en": "A word.", "el": "Μία λέξη."}}.'
         )
-    sentences = {code: " ".join((sentence or "").split()) for code, sentence in row["translation"].items()}
+    for codes, both in _directions(row, language):
+        named = (language if names_language(code, language) else code for code in codes)
+        yield dict(zip(_PAIR, (*both, *named), strict=True))
+
+
+def _directions(row: Mapping[str, Any], language: str) -> Iterator[tuple[Pair, Pair]]:
+    """The codes and the sentences of each direction between a language and another one, without missing translations;
+    white space in a sentence counts as one space."""
+    sentences = {code: " ".join((text or "").split()) for code, text in (row.get("translation") or {}).items()}
     own = next((code for code in sentences if names_language(code, language)), None)
+    if own is None or not sentences[own]:
+        return
     for other in sentences:
-        if own is not None and other != own and sentences[other] and sentences[own]:
+        if other != own and sentences[other]:
             for source, target in ((other, own), (own, other)):
-                named = (language if code == own else code for code in (source, target))
-                values = (sentences[source], sentences[target], *named)
-                yield dict(zip(_PAIR, values, strict=True))
+                yield (source, target), (sentences[source], sentences[target])
 
 
 def _is_translation(row: Mapping[str, Any]) -> bool:
     sentences = row.get("translation")
     return isinstance(sentences, dict) and all(isinstance(text, str | None) for text in sentences.values())
-
-
-def is_of_language(row: Mapping[str, Any], language: str) -> bool:
-    """Whether a row is in this language, as a row without a tag is."""
-    tag = row.get("language")
-    return tag is None or names_language(tag, language)
 
 
 def names_language(tag: Any, language: str) -> bool:
@@ -251,27 +246,24 @@ def names_language(tag: Any, language: str) -> bool:
 @cache
 def _standard(tag: str) -> str:
     try:
-        return standardize_tag(tag, macro=True)
-    except LanguageTagError:
+        return langcodes.standardize_tag(tag, macro=True)
+    except langcodes.LanguageTagError:
         return tag
 
 
-def read_documents(path: str, language: str, stamp: Any = None, lines: int | None = None) -> Iterator[dict[str, str]]:
-    """The documents of a `.jsonl`, `.txt` or `.parquet` file; rows tagged with another language are left out.
+def read_file(
+    path: str, language: str, stamp: Any = None, lines: int | None = None, as_pairs: bool = False
+) -> Iterator[dict[str, str]]:
+    """The documents, or sentence pairs, of a `.jsonl`, `.txt` or `.parquet` file; rows tagged with another language are
+    left out.
 
     Args:
+        stamp: tells versions of the file apart.
         lines: how many lines to read, of a file that is no Parquet; all by default.
     """
     rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path, lines)
-    for row in rows:
-        yield from _documents(row, language)
-
-
-def read_pairs(path: str, language: str, stamp: Any = None) -> Iterator[dict[str, str]]:
-    """The sentence pairs of a `.jsonl` or `.parquet` file to and from a language."""
-    rows = _parquet_rows(path) if path.endswith(".parquet") else _lines(path)
     for number, row in enumerate(rows, start=1):
-        yield from row_pairs(row, language, f"{path}:{number}")
+        yield from _of_language(row, language, f"{path}:{number}", as_pairs)
 
 
 def _lines(path: str, most: int | None = None) -> Iterator[dict[str, Any]]:
@@ -305,6 +297,11 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
         raise InputError(f"{path}: cannot be read as a Parquet file ({first_line(error)}).") from None
 
 
+def _version(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
 @cache
 def _digest(path: Path, *version: int) -> str:
     """SHA-256 of a file; `version` tells an edited file from the one that was read before."""
@@ -335,14 +332,34 @@ def _json_row(path: str, number: int, line: str) -> dict:
     return row
 
 
-def _as_dataset(loaded: Any) -> Dataset:
-    if isinstance(loaded, DatasetDict) or not isinstance(loaded, Dataset):
-        raise TypeError(f"expected one dataset, got {type(loaded).__name__}")
-    return loaded
-
-
 def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Refuses a language given both as old and as new, and an expansion without new languages."""
     check_old_and_new(old, new)
     if not new:
         raise InputError("No new language was given: an expansion needs at least one.")
+
+
+def language_name(code: str) -> str:
+    """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified).
+
+    Raises:
+        InputError: no language has this code, or the package of language names is not installed.
+    """
+    import_extra("language_data")
+    try:
+        if langcodes.tag_is_valid(code):
+            return langcodes.Language.get(code).display_name()
+    except langcodes.LanguageTagError:
+        pass
+    raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
+
+
+def translation_line(pair: Pair, source: str, target: str) -> str:
+    """`English: ... → Greek: ...`"""
+    return f"{translation_start(pair, source)} {target}"
+
+
+def translation_start(pair: Pair, source: str) -> str:
+    """The start of `translation_line`, up to the translation."""
+    names = [language_name(code) for code in pair]
+    return f"{names[0]}: {source} → {names[1]}:"

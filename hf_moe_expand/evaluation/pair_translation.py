@@ -7,9 +7,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
-from ..data.pair_encoder import PairEncoder
-from ..data.pairs import padded
-from ..data.parallel import Pair
+from ..data.pairs import PairEncoder, padded
+from ..data.sources import Pair
 from ..errors import InputError
 from ..models import longest_block
 

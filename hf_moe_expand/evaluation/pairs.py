@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..data.pair_encoder import PairEncoder, SentencePair
-from ..data.pairs import IGNORED, padded
-from ..data.parallel import Pair
+from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
+from ..data.sources import Pair
 from ..errors import InputError, errors_at
 from ..models import longest_block
 from ..settings import EvaluationSettings

@@ -9,8 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
-from ..data.parallel import Pair, translation_line, translation_start
-from ..data.sources import LanguageText
+from ..data.sources import LanguageText, Pair, translation_line, translation_start
 from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json

@@ -41,7 +41,14 @@ def group_languages(
             of languages.
     """
     _check_number(languages, num_groups)
-    matrix = _checked_matrix(similarity, languages)
+    matrix = np.asarray(similarity, dtype=np.float64)
+    if matrix.shape != (len(languages), len(languages)):
+        raise InputError(
+            f"The similarities have shape {list(matrix.shape)}, but {len(languages)} languages need "
+            f"{[len(languages)] * 2}."
+        )
+    if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
+        raise InputError("The similarities must be a symmetric matrix of finite numbers.")
     order = sorted(range(len(languages)), key=lambda i: languages[i])
     rows = matrix[np.ix_(order, order)].tolist()
     remaining, groups = list(range(len(order))), []
@@ -129,26 +136,9 @@ def _grown_set(rows: list[list[float]], remaining: list[int], size: int) -> list
 
 
 def _check_number(languages: Sequence[str], num_groups: int) -> None:
-    _refuse_twice(languages)
+    refuse_twice(languages)
     if not 1 <= num_groups <= len(languages):
         raise InputError(f"groups is {num_groups}: must be from 1 to {len(languages)}, the number of languages.")
-
-
-def _refuse_twice(languages: Sequence[str]) -> None:
-    if twice := sorted({language for language in languages if list(languages).count(language) > 1}):
-        raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")
-
-
-def _checked_matrix(similarity: Sequence[Sequence[float]], languages: Sequence[str]) -> np.ndarray:
-    matrix = np.asarray(similarity, dtype=np.float64)
-    if matrix.shape != (len(languages), len(languages)):
-        raise InputError(
-            f"The similarities have shape {list(matrix.shape)}, but {len(languages)} languages need "
-            f"{[len(languages)] * 2}."
-        )
-    if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
-        raise InputError("The similarities must be a symmetric matrix of finite numbers.")
-    return matrix
 
 
 def _read_vectors(path: Path) -> dict[str, list[float]]:
@@ -203,6 +193,10 @@ def check_groups(groups: list[list[str]]) -> None:
     """
     if not groups or not all(groups):
         raise InputError("groups: a group is empty; every group needs a language.")
-    named = [language for group in groups for language in group]
-    if twice := sorted({language for language in named if named.count(language) > 1}):
+    refuse_twice([language for group in groups for language in group])
+
+
+def refuse_twice(languages: Sequence[str]) -> None:
+    """Refuses a language that is named twice in groups."""
+    if twice := sorted({language for language in languages if list(languages).count(language) > 1}):
         raise InputError(f"groups: {', '.join(twice)} is named twice; a language must be in one group.")

@@ -71,7 +71,8 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
     """
     layers: set[int] = set()
     for part in check_layer_ranges(text, key).split(","):
-        stack, start, stop, step = _range_of(part)
+        stack, first_in, last_in, every = re.fullmatch(_RANGE, part).groups()  # type: ignore[union-attr]  # checked
+        start, stop, step = int(first_in), int(last_in or first_in), int(every or 1)
         if start > stop or not step:
             wrong = "runs backwards; give the lower layer first" if step else "has a step of 0"
             raise InputError(f"{key}: {part.strip()} {wrong}.")
@@ -79,9 +80,8 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
             kind = "is an encoder-decoder" if encoder_layers else "is a decoder"
             wanted = "encoder.0 or decoder.0" if encoder_layers else "their numbers alone"
             raise InputError(f"{key}: {part.strip()}: the model {kind}; name its layers by {wanted}.")
-        first, end = {"": (0, num_layers), "encoder": (0, encoder_layers), "decoder": (encoder_layers, num_layers)}[
-            stack
-        ]
+        first = encoder_layers if stack == "decoder" else 0
+        end = encoder_layers if stack == "encoder" else num_layers
         if stop >= end - first:
             before = f"{stack}." if stack else ""
             raise InputError(
@@ -89,14 +89,6 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
             )
         layers.update(range(first + start, first + stop + 1, step))
     return sorted(layers)
-
-
-def _range_of(part: str) -> tuple[str, int, int, int]:
-    """Stack, first layer, last layer and step of one range."""
-    matched = re.fullmatch(_RANGE, part)
-    assert matched is not None  # `check_layer_ranges` has checked it
-    stack, first, last, step = matched.groups()
-    return stack or "", int(first), int(last or first), int(step or 1)
 
 
 def classifier_layers(

@@ -10,7 +10,7 @@ from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from ..schema import changed
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, Allocation, LayerPlan, PlanSettings, Target
-from .methods.allocation import check_total
+from .methods.base import check_total
 from .plan import Plan
 
 
@@ -72,13 +72,13 @@ def make_plan(
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers
-    groups = [list(group) for group in made.groups]
     gate = None
     if by_layer.prefix_gates:
         gate = PrefixRule(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
     return Plan(
         settings.method, counts, classifier_layers=classifiers, top_k=settings.top_k, old=list(old), new=list(new),
-        settings=details, groups=groups, grows_from=list(grows_from), prefix_gate=gate, encoder_layers=encoder_layers,
+        settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from), prefix_gate=gate,
+        encoder_layers=encoder_layers,
     )  # fmt: skip
 
 
@@ -136,9 +136,6 @@ def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> 
     counts = [rest] * target.num_layers
     for layer, count in zip(layers, made.counts, strict=True):
         counts[layer] = count
-    whole = {
-        **({"similarity": similarity.similarity} if similarity is not None else {}),
-        **({"separability": apart.separability} if apart is not None else {}),
-    }
-    details = {name: whole.get(name, value) for name, value in made.details.items()}
+    whole = {"similarity": similarity and similarity.similarity, "separability": apart and apart.separability}
+    details = {name: whole.get(name) or value for name, value in made.details.items()}
     return replace(made, counts=counts, details=details)

@@ -88,11 +88,10 @@ class Plan(Declared):
                 "prefix gates are classifiers that judge the text so far, but no layer has a classifier: name layers "
                 "(classifiers_in), or give a number of them (classifier_layers)."
             )
-        if self.grows_from and (
-            len(self.grows_from) != len(counts) or any(a > b for a, b in zip(self.grows_from, counts, strict=True))
-        ):
+        grown = len(self.grows_from) in (0, len(counts))
+        if not grown or any(before > count for before, count in zip(self.grows_from, counts, strict=False)):
             raise InputError("grows_from: experts_per_layer must not give a layer fewer experts than grows_from.")
-        if self.grows_from and min(self.grows_from) < 1:
+        if min(self.grows_from, default=1) < 1:
             raise InputError("grows_from must give every layer at least 1 expert.")
         for layer, before in enumerate(self.grows_from):
             if before == 1 < counts[layer] and not self.groups:
@@ -101,12 +100,10 @@ class Plan(Declared):
                     f"experts_per_layer must be 1 there, not {counts[layer]}."
                 )
         check_old_and_new(self.old, self.new)
-        if self.groups:
-            self._check_groups()
-        elif self.method == "dmoe":
+        if self.method == "dmoe" and not self.groups:
             raise InputError("groups: a dmoe plan must name the languages of each expert.")
-
-    def _check_groups(self) -> None:
+        if not self.groups:
+            return
         check_groups(self.groups)
         for layer, count in enumerate(self.experts_per_layer):
             if count not in (1, len(self.groups)):

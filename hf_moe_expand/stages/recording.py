@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from ..data.mixing import small_shares
-from ..data.packing import PackedText
+from ..data.packing import PackedText, small_shares
 from ..errors import DivergedError
 from ..records import StageRecord, without_folders
 from ..trainers.pieces import PiecewiseLossMixin

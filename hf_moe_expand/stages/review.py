@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from datasets import Dataset
 
-from ..data.mixing import NEW_PER_OLD, review_documents
+from ..data.packing import NEW_PER_OLD, review_documents
 from ..errors import InputError
 from ..records import History
 from ..schema import Coefficient, Count, Flag, Positive

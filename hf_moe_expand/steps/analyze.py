@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..analysis.deviation import measure_deviation
+from ..analysis.reading import document_blocks, token_blocks
 from ..analysis.separability import measure_separability, split
-from ..analysis.similarity import document_blocks, measure_similarity, token_blocks
+from ..analysis.similarity import measure_similarity
 from ..checkpoint.source import resolve_checkpoint
 from ..errors import InputError
 from ..models import load_for_inference, load_tokenizer

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..checkpoint.source import resolve_checkpoint
-from ..data.pair_encoder import PairEncoder, SentencePair
-from ..data.pairs import texts_for
+from ..data.pairs import PairEncoder, SentencePair, texts_for
 from ..data.sources import LanguageText
 from ..disk import StepOutput
 from ..models import load_tokenizer

@@ -97,7 +97,8 @@ class JoinPacks(Step):
         with errors_at("join.calibrate"):
             check_decoder(config, self.run.recipe.base, OF_CALIBRATION)
         with errors_at("join"):
-            check_calibrated(self._given, packs, self._settings.tokens)
+            records = [(pack.name, pack.history.expansions) for pack in packs]
+            check_calibrated(self._given, records, self._settings.tokens)
         tokenizer = None if offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
         for code in self._given:
             source = self.run.sources[code]

@@ -18,7 +18,7 @@ from ..costs import (
     training_speed,
     weights_bytes,
 )
-from ..data.mixing import NEW_PER_OLD, review_documents
+from ..data.packing import NEW_PER_OLD, review_documents
 from ..data.sources import LanguageText
 from ..disk import StepOutput, saved_at_once, training_checkpoint
 from ..errors import InputError, errors_at

@@ -2,31 +2,14 @@
 
 # The order of `--help`.
 from . import layer_moe, moe_lpr, separable, mola, random_counts, dmoe  # noqa: F401  isort: skip
-from .allocation import Allocation, Target
-from .base import (
-    DEFAULT_METHOD,
-    METHODS,
-    AnyPlan,
-    LayerPlan,
-    Option,
-    PlanSettings,
-    find_method,
-    method_title,
-    plan_settings,
-    read_plan_settings,
-)
-
-__all__ = [
-    "DEFAULT_METHOD",
-    "METHODS",
-    "Allocation",
-    "AnyPlan",
-    "LayerPlan",
-    "Option",
-    "PlanSettings",
-    "Target",
-    "find_method",
-    "method_title",
-    "plan_settings",
-    "read_plan_settings",
-]
+from .base import DEFAULT_METHOD as DEFAULT_METHOD
+from .base import METHODS as METHODS
+from .base import Allocation as Allocation
+from .base import AnyPlan as AnyPlan
+from .base import LayerPlan as LayerPlan
+from .base import Option as Option
+from .base import PlanSettings as PlanSettings
+from .base import Target as Target
+from .base import method_title as method_title
+from .base import plan_settings as plan_settings
+from .base import read_plan_settings as read_plan_settings

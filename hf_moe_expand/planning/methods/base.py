@@ -6,17 +6,17 @@ help; `allocate` is the rule.
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
+from ...results import DeviationResult, SeparabilityResult, SimilarityResult
 from ...schema import Count, Declared, Flag, Positive, Share, Text, Whole, read, unknown_key
 from ..layers import check_layer_ranges
-from .allocation import Allocation, Target
 
 Needs = Literal["similarity", "deviation"]
 PrefixReach = Literal["layer", "later"]
@@ -25,6 +25,81 @@ ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
 DEFAULT_METHOD = "layer-moe"
 # The methods by name, in the order in which their classes are defined.
 METHODS: "dict[str, type[PlanSettings]]" = {}
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that a plan is for.
+
+    Attributes:
+        num_layers: number of its layers.
+        seed: random seed of all choices.
+        measured_similarity, measured_deviation, measured_separability: its analyses; None for an analysis that was not
+            made.
+        grows_from: experts of each layer of an expanded model; empty for a dense one.
+    """
+
+    num_layers: int
+    seed: int = 0
+    measured_similarity: SimilarityResult | None = None
+    measured_deviation: DeviationResult | None = None
+    grows_from: Sequence[int] = ()
+    measured_separability: SeparabilityResult | None = None
+
+    @property
+    def least(self) -> int:
+        """Minimum of experts in a layer: 2, expert 0 and a new one; 1, a new one, for an expanded model."""
+        return 1 if self.grows_from else 2
+
+    @property
+    def similarity(self) -> SimilarityResult:
+        """The similarity of the languages in each layer; refused if it was not measured, as the other analyses are."""
+        return _measured(self.measured_similarity, "an analysis of the languages' similarity", "similarity")
+
+    @property
+    def deviation(self) -> DeviationResult:
+        """The deviation of each layer."""
+        return _measured(self.measured_deviation, "the deviation of each layer", "deviation")
+
+    @property
+    def separability(self) -> SeparabilityResult:
+        """How well each layer tells old text from new."""
+        return _measured(self.measured_separability, "the separability of old and new text", "separability")
+
+
+def _measured(result: R | None, words: str, verb: str) -> R:
+    if result is None:
+        raise InputError(f"The plan needs {words}: run `analyze {verb}` first.")
+    return result
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The result of a method.
+
+    Attributes:
+        counts: experts of each layer, expert 0 counted; only new experts for a model that grows.
+        details: inputs of the counts, which become the plan's `settings`.
+        groups: the languages of each expert, if the method makes a DMoE model.
+        drawn: whether the result depends on the seed.
+    """
+
+    counts: list[int]
+    details: Mapping[str, Any] = field(default_factory=dict)
+    groups: Sequence[Sequence[str]] = ()
+    drawn: bool = False
+
+
+def check_total(total: int, num_layers: int, minimum: int, others: int = 0) -> None:
+    """Refuses a total that does not give every layer its minimum; `others` are its experts in layers that stay
+    dense."""
+    if total < num_layers * minimum + others:
+        dense = f", and {others} of dense layers," if others else ""
+        raise InputError(
+            f"{total} experts in total are too few: {num_layers} layers with at least {minimum} each (the original FFN "
+            f"counts as one){dense} need {num_layers * minimum + others} or more."
+        )
 
 
 @dataclass(frozen=True)
@@ -147,21 +222,14 @@ class LayerPlan(PlanSettings):
 
     @property
     def needs(self) -> Needs | None:
-        by_similarity = (
-            self.classifier_choice == "similarity" and self.classifier_layers > 0 and not self.classifiers_in
-        )
+        counted = self.classifier_layers > 0 and not self.classifiers_in
+        by_similarity = counted and self.classifier_choice == "similarity"
         return self.analysis or ("similarity" if by_similarity else None)
-
-
-def find_method(name: str) -> type[PlanSettings] | None:
-    """The method with this name; None for any other word."""
-    return METHODS.get(name)
 
 
 def method_title(name: str) -> str:
     """The title of a method on cards and pages; the word itself if no method has this name."""
-    method = find_method(name)
-    return method.title if method else name
+    return METHODS[name].title if name in METHODS else name
 
 
 def plan_settings(method: str = DEFAULT_METHOD, **keys: Any) -> PlanSettings:
@@ -189,9 +257,11 @@ def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
         return read(METHODS[DEFAULT_METHOD], mapping, where)  # which refuses it
     name = mapping.get("method", DEFAULT_METHOD)
     before = f"{where}: " if where else ""
-    method = find_method(name) if isinstance(name, str) else None
+    method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
-        raise InputError(f"{before}unknown plan method {name!r}; {_nearest(str(name))}")
+        near = difflib.get_close_matches(str(name), METHODS, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(METHODS)}."
+        raise InputError(f"{before}unknown plan method {name!r}; {hint}")
     for key in mapping:
         if key in method.model_fields:
             continue
@@ -199,7 +269,8 @@ def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
         if not others:
             raise InputError(f"{before}{unknown_key(str(key), ['method', *method.all_keys()])}")
         default = "" if "method" in mapping else ", the default"
-        raise InputError(f"{before}`{key}` is a key of {_listed(others)}; this plan is {name}{default}.")
+        listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
+        raise InputError(f"{before}`{key}` is a key of {listed}; this plan is {name}{default}.")
     return read(method, mapping, where)
 
 
@@ -214,12 +285,3 @@ class _ByMethod:
 
 # The type of a field that holds the settings of any method.
 AnyPlan = Annotated[PlanSettings, _ByMethod()]
-
-
-def _nearest(name: Any) -> str:
-    near = difflib.get_close_matches(str(name), METHODS, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(METHODS)}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -7,12 +7,10 @@ from pydantic import Field
 
 from ...errors import InputError
 from ...languages import LanguageCode
-from ...results import DeviationResult
 from ...schema import Count, Number, Text
 from ..grouping import check_groups, group_languages, random_groups, vector_similarity
 from ..layers import select_layers
-from .allocation import Allocation, Target
-from .base import Option, PlanSettings
+from .base import Allocation, Option, PlanSettings, Target
 
 DEFAULT_RATIO = 0.4
 
@@ -58,10 +56,14 @@ class DMoEPlan(PlanSettings):
 
     def allocate(self, target: Target) -> Allocation:
         deviation = target.deviation
-        if isinstance(self.groups, int):
-            made = find_groups(self.groups, self.grouping, deviation, target.seed)
-        elif self.grouping == "deviation":
-            made = given_groups(self.groups, deviation)
+        languages, by_deviation = deviation.languages, self.grouping == "deviation"
+        if isinstance(self.groups, int) and self.grouping == "random":
+            made = random_groups(languages, self.groups, target.seed)
+        elif isinstance(self.groups, int):
+            similarity = deviation.similarity if by_deviation else vector_similarity(self.grouping, languages)
+            made = group_languages(similarity, languages, self.groups)
+        elif by_deviation:
+            made = _given_groups(self.groups, languages)
         else:
             name = Path(self.grouping).name
             raise InputError(f"groups: the groups are given by hand, so leave out grouping `{name}`.")
@@ -78,28 +80,12 @@ class DMoEPlan(PlanSettings):
         return Allocation(counts, details, made, drawn=self.grouping == "random")
 
 
-def given_groups(groups: list[list[str]], deviation: DeviationResult) -> list[list[str]]:
-    """Checks and returns the given groups.
-
-    Raises:
-        InputError: a group is empty, or a language is in two groups, in none, or was not measured.
-    """
+def _given_groups(groups: list[list[str]], languages: list[str]) -> list[list[str]]:
+    """The groups themselves, if they hold each language once, and no other."""
     check_groups(groups)
-    named = [language for group in groups for language in group]
-    if missing := sorted(set(deviation.languages) - set(named)):
+    named = {language for group in groups for language in group}
+    if missing := sorted(set(languages) - named):
         raise InputError(f"groups: {', '.join(missing)} is in no group; add each language to one.")
-    if unknown := sorted(set(named) - set(deviation.languages)):
-        raise InputError(f"groups: {', '.join(unknown)} was not measured; known: {', '.join(deviation.languages)}.")
+    if unknown := sorted(named - set(languages)):
+        raise InputError(f"groups: {', '.join(unknown)} was not measured; known: {', '.join(languages)}.")
     return groups
-
-
-def find_groups(number: int, grouping: str, deviation: DeviationResult, seed: int) -> list[list[str]]:
-    """Groups by the similarity of the languages' changes, at random, or by linguistic vectors.
-
-    Raises:
-        InputError: `number` exceeds the number of languages, or the file of vectors is wrong.
-    """
-    if grouping == "random":
-        return random_groups(deviation.languages, number, seed)
-    similarity = deviation.similarity if grouping == "deviation" else vector_similarity(grouping, deviation.languages)
-    return group_languages(similarity, deviation.languages, number)

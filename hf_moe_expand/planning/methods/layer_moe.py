@@ -7,8 +7,7 @@ from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count, Positive
-from .allocation import Allocation, Target, check_total
-from .base import LayerPlan
+from .base import Allocation, LayerPlan, Target, check_total
 
 
 class LayerMoEPlan(LayerPlan):
@@ -67,14 +66,7 @@ def allocate_experts(
 
 
 def check_positive(similarity: Mapping[int, float]) -> None:
-    """Checks that experts can be allocated by 1/similarity.
-
-    Args:
-        similarity: S_l by layer.
-
-    Raises:
-        InputError: a similarity is not positive.
-    """
+    """Refuses similarities by layer that are not positive: experts are allocated by 1/similarity."""
     for layer, value in similarity.items():
         if not value > 0:
             raise InputError(

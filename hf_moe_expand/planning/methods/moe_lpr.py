@@ -6,8 +6,7 @@ from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count
-from .allocation import Allocation, Target
-from .base import LayerPlan
+from .base import Allocation, LayerPlan, Target
 
 
 class MoELPRPlan(LayerPlan):

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .allocation import Allocation, Target
-from .base import LayerPlan
+from .base import Allocation, LayerPlan, Target
 
 Shape = Literal["inverted-triangle", "triangle", "hourglass", "rectangle"]
 

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ...schema import Count
-from .allocation import Allocation, Target, check_total
-from .base import LayerPlan
+from .base import Allocation, LayerPlan, Target, check_total
 
 
 class RandomPlan(LayerPlan):

@@ -6,8 +6,7 @@ from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count, Number, Positive
-from .allocation import Allocation, Target, check_total
-from .base import LayerPlan
+from .base import Allocation, LayerPlan, Target, check_total
 from .layer_moe import allocate_experts, check_positive
 
 

@@ -1,0 +1,211 @@
+"""Passes exactly so many tokens of each language through a model, and hands over what its layers see at them.
+
+A decoder reads blocks of documents. An encoder-decoder reads sentence pairs: its encoder's layers are measured on a
+language's sentences as sources, its decoder's layers on them as targets.
+
+Shape suffixes: B rows of a batch, S tokens of a row, T tokens of a target, h hidden size.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..data.packing import begin_token
+from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
+from ..data.sources import names_language
+from ..errors import InputError
+from ..evaluation.pairs import PairStream, pair_batch
+from ..modeling import decoder_ffns, stack_sizes
+from ..models import longest_block
+
+_AT_ONCE = 256  # pairs tokenised at once
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Inputs of a model, and the tokens of them that are measured.
+
+    Attributes:
+        inputs: the model's arguments, without labels.
+        measured: `[B, S]` bool for each stack of layers: a decoder's, or an encoder's and its decoder's.
+        targets: `[B, T]`, the tokens that the first T logits of a row predict; -100 is not scored.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    measured: tuple[torch.Tensor, ...]
+    targets: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(mask.sum()) for mask in self.measured)
+
+    def measured_in(self, layer: int, encoder_layers: int) -> torch.Tensor:
+        """`[tokens]` bool: the measured tokens of a layer's stack."""
+        return self.measured[0 if layer < encoder_layers else -1].flatten()
+
+    def to(self, device: torch.device) -> "TextBatch":
+        inputs = {name: value.to(device) for name, value in self.inputs.items()}
+        return TextBatch(inputs, tuple(mask.to(device) for mask in self.measured), self.targets.to(device))
+
+
+def text_batches(
+    model: Any, tokenizer: Any, texts: Mapping[str, Iterable[Any]], tokens: int, block_size: int, batch_size: int
+) -> dict[str, list[TextBatch]]:
+    """Batches with exactly `tokens` tokens of each language, in each stack.
+
+    Raises:
+        InputError: see `token_blocks` and `side_batches`.
+    """
+    if model.config.is_encoder_decoder:
+        return {code: side_batches(code, pairs, tokenizer, tokens, batch_size, model) for code, pairs in texts.items()}
+    block_size = min(block_size, longest_block(model.config) or block_size)
+    blocks = {code: token_blocks(code, documents, tokenizer, tokens, block_size) for code, documents in texts.items()}
+    return {code: padded_batches(of_language, batch_size) for code, of_language in blocks.items()}
+
+
+def progress(model: Any, languages: int, tokens: int) -> tqdm:
+    """A bar over the measured tokens of all languages."""
+    return tqdm(total=len(stack_sizes(model.config)) * tokens * languages, unit="token", unit_scale=True)
+
+
+@contextmanager
+def ffn_inputs(model: nn.Module, receive: Callable[[int, torch.Tensor], Any]) -> Iterator[None]:
+    """Inside, every FFN, expanded or dense, passes its input to `receive(layer, hidden_states)`."""
+
+    def hook(layer: int) -> Any:
+        return lambda module, args: receive(layer, args[0])
+
+    handles = [
+        model.get_submodule(ffn.place).register_forward_pre_hook(hook(i)) for i, ffn in enumerate(decoder_ffns(model))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def read_inputs(
+    model: Any, batches: Iterable[TextBatch], receive: Callable[[int, torch.Tensor], None], bar: tqdm | None = None
+) -> None:
+    """Passes each layer's FFN inputs at the measured tokens, `[tokens, h]`, to `receive`, batch after batch."""
+    base = getattr(model, "base_model", model)
+    encoder_layers = stack_sizes(model.config).get("encoder", 0)
+
+    def measured(layer: int, states: torch.Tensor) -> None:
+        receive(layer, states.flatten(0, -2)[batch.measured_in(layer, encoder_layers)])
+
+    with ffn_inputs(model, measured):
+        for batch in batches:
+            batch = batch.to(model.device)
+            base(**batch.inputs, use_cache=False)
+            if bar is not None:
+                bar.update(batch.tokens)
+
+
+def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
+    """Exactly the first `tokens` tokens of the texts, each text cut into blocks.
+
+    Raises:
+        InputError: the texts have fewer than `tokens` tokens.
+    """
+    return [block for blocks in document_blocks(language, texts, tokenizer, tokens, block_size) for block in blocks]
+
+
+def document_blocks(
+    language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int
+) -> list[list[list[int]]]:
+    """The blocks of `token_blocks`, document by document; documents without tokens are left out.
+
+    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token.
+
+    Raises:
+        InputError: the texts have fewer than `tokens` tokens.
+    """
+    documents: list[list[list[int]]] = []
+    begin, left = begin_token(tokenizer), tokens
+    first = [] if begin is None else [begin]
+    for text in texts:
+        ids = tokenizer(text, verbose=False).input_ids[:left]
+        left -= len(ids)
+        if ids:
+            documents.append(
+                [[*first, *ids[start : start + block_size][len(first) :]] for start in range(0, len(ids), block_size)]
+            )
+        if left == 0:
+            return documents
+    raise InputError(
+        f"Language {language!r} has {tokens - left:,} tokens, but {tokens:,} were asked for: give more text or a "
+        "smaller --tokens (`analysis: {tokens: ...}` in a recipe)."
+    )
+
+
+def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBatch]:
+    """Batches of blocks, padded; all tokens but padding are measured, and all but a block's first are targets."""
+    batches = []
+    for start in range(0, len(blocks), batch_size):
+        rows = blocks[start : start + batch_size]
+        ids, mask = padded(rows, 0), padded([[1] * len(row) for row in rows], 0)
+        targets = ids.masked_fill(mask == 0, IGNORED)[:, 1:]
+        batches.append(TextBatch({"input_ids": ids, "attention_mask": mask}, (mask.bool(),), targets))
+    return batches
+
+
+def side_batches(
+    language: str, pairs: Iterable[SentencePair], tokenizer: Any, tokens: int, batch_size: int, model: Any
+) -> list[TextBatch]:
+    """Batches with exactly `tokens` tokens of the language on each side: sentences from it, and translations into it.
+
+    Raises:
+        InputError: a side has fewer tokens, the model reads the language and does not write it or the other way round,
+            or the tokenizer has no code for a language.
+    """
+    encoder, all_pairs = PairEncoder(tokenizer), list(pairs)
+    translatable = [pair for pair in all_pairs if encoder.translates(pair.direction)]
+    batches: list[TextBatch] = []
+    for side, name in enumerate(("source", "target")):
+        rows = [pair for pair in translatable if names_language(pair.direction[side], language)]
+        if not rows and len(translatable) < len(all_pairs):
+            raise InputError(
+                f"Language {language!r} has no sentence as a {name}, and both sides are measured: {encoder.one_way()}. "
+                "`plan moe-lpr` needs no analysis."
+            )
+        inputs, labels = _first_pairs(language, rows, side, encoder, tokens, longest_block(model.config))
+        stream, left = PairStream(inputs, labels, [None] * len(inputs), 0, 0), tokens
+        for first in range(0, len(inputs), batch_size):
+            batch = pair_batch(model, stream, range(first, min(first + batch_size, len(inputs))))
+            targets_BT = batch.pop("labels")
+            measured = [batch["attention_mask"].bool(), targets_BT.ne(IGNORED)]
+            measured[1 - side] = torch.zeros_like(measured[1 - side])
+            # The last tokens beyond the wanted number are not measured.
+            measured[side] &= (measured[side].flatten().cumsum(0) <= left).view(measured[side].shape)
+            left -= int(measured[side].sum())
+            batches.append(TextBatch(batch, tuple(measured), targets_BT.masked_fill(~measured[1], IGNORED)))
+    return batches
+
+
+def _first_pairs(
+    language: str, rows: Sequence[SentencePair], side: int, encoder: PairEncoder, tokens: int, longest: int | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The sources and targets of the first pairs that the model's positions hold, with `tokens` tokens of a side."""
+    inputs: list[list[int]] = []
+    labels: list[list[int]] = []
+    left = tokens
+    for first in range(0, len(rows), _AT_ONCE):
+        for source, target in zip(*encoder.encode(rows[first : first + _AT_ONCE]), strict=True):
+            if left and (longest is None or max(len(source), len(target)) <= longest):
+                inputs.append(source)
+                labels.append(target)
+                left -= min(left, len((source, target)[side]))
+    if left:
+        raise InputError(
+            f"Language {language!r} has {tokens - left:,} tokens {'as a target' if side else 'as a source'}, but "
+            f"{tokens:,} were asked for: give more sentence pairs or a smaller --tokens (`analysis: {{tokens: ...}}` "
+            "in a recipe)."
+        )
+    return inputs, labels
