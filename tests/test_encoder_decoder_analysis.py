@@ -19,9 +19,8 @@ from hf_moe_expand.card import make_card
 from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import scoring
-from hf_moe_expand.evaluation.pair_translation import translate_pairs
 from hf_moe_expand.evaluation.pairs import evaluate_pairs
-from hf_moe_expand.evaluation.translation import evaluate_translation
+from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import RoutingResult, SimilarityResult
