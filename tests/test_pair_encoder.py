@@ -20,7 +20,7 @@ from hf_moe_expand.analysis.encoder_decoder import side_batches
 from hf_moe_expand.data.pair_encoder import PairEncoder, SentencePair
 from hf_moe_expand.data.pairs import pairs_of, sentence_pairs
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.pairs import pair_stream
+from hf_moe_expand.evaluation.perplexity import pair_stream
 from hf_moe_expand.steps import base as steps_base
 
 

@@ -15,7 +15,7 @@ from ..data.pair_encoder import PairEncoder, SentencePair
 from ..data.pairs import IGNORED
 from ..data.sources import names_language
 from ..errors import InputError
-from ..evaluation.pairs import PairStream, pair_batch
+from ..evaluation.perplexity import pair_batch
 from ..models import longest_block
 
 _AT_ONCE = 256  # pairs tokenised at once
@@ -87,9 +87,10 @@ def _batches_of_side(
             f"{tokens:,} were asked for: give more sentence pairs or a smaller --tokens (`analysis: {{tokens: ...}}` "
             "in a recipe)."
         )
-    stream, left = PairStream(inputs, labels, [None] * len(inputs), 0, 0), tokens
+    left = tokens
     for first in range(0, len(inputs), batch_size):
-        batch = pair_batch(model, stream, range(first, min(first + batch_size, len(inputs))))
+        last = first + batch_size
+        batch = pair_batch(model, inputs[first:last], labels[first:last])
         labels_BT = batch.pop("labels")
         counted = [batch["attention_mask"].bool(), labels_BT.ne(IGNORED)]
         counted[1 - side] = torch.zeros_like(counted[1 - side])
