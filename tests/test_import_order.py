@@ -30,7 +30,7 @@ ROOMS = (
     ("inspection", "recipe"),
     ("forecast", "steps"),
     ("pipeline", "recommended"),
-    ("hub_base", "hub_files", "load_check"),
+    ("hub_base", "hub_files"),
     ("card", "report"),
     ("backbones", "demo", "hub", "settings_page"),
     ("cli", "model_cards"),

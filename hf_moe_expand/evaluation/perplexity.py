@@ -76,7 +76,7 @@ class TextStream:
 
         Windows overlap by one token, so that each token is a target once.
         """
-        starts = iter(self._starts(block_size))
+        starts = self._starts(block_size)
         while batch := list(islice(starts, batch_size)):
             inputs, targets = [], []
             for start, lead in batch:
@@ -99,7 +99,7 @@ class TextStream:
         """Each window's first token, and what comes before it."""
         start = 0
         while start < len(self.ids) - 1:
-            leads = self.begin is not None and self.ids[start] != self.begin and block_size > 1
+            leads = self.ids[start] != self.begin and block_size > 1
             lead = [self.begin] if leads and self.begin is not None else []
             yield start, lead
             start += block_size - len(lead)
@@ -191,14 +191,11 @@ def target_nats(model: Any, stream: TextStream, block_size: int, batch_size: int
     for inputs, targets in stream.windows(block_size, batch_size):
         # Padding is at the end, where causal attention keeps it from every scored token.
         logits_BSV = model(input_ids=inputs.to(model.device), use_cache=False).logits
-        yield _nats_in_pieces(logits_BSV.flatten(0, 1), targets.to(model.device).flatten()).view(targets.shape)
-
-
-def _nats_in_pieces(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-    """`[T]` float64, on the CPU. In float32, and as a log-softmax, the logits of some tokens at a time take memory."""
-    pieces = zip(logits_TV.split(_TOKENS), targets_T.split(_TOKENS), strict=True)
-    nats = [F.cross_entropy(piece.float(), targets, reduction="none") for piece, targets in pieces]
-    return torch.cat(nats).cpu().double()
+        targets_T = targets.to(model.device).flatten()
+        # In float32, and as a log-softmax, the logits of some tokens at a time take memory.
+        pieces = zip(logits_BSV.flatten(0, 1).split(_TOKENS), targets_T.split(_TOKENS), strict=True)
+        nats = [F.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
+        yield torch.cat(nats).cpu().double().view(targets.shape)
 
 
 @dataclass(frozen=True)
@@ -227,9 +224,6 @@ def pair_stream(
 
     Args:
         longest: number of positions that the model takes; longer pairs are left out.
-
-    Raises:
-        InputError: no pair is short enough, or the tokenizer has no code for a language.
     """
     encoder = PairEncoder(tokenizer)
     place_of_code = cache(encoder.place_of_code)

@@ -151,9 +151,6 @@ def translate(
     `max_new_tokens`.
 
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens.
-
-    Raises:
-        InputError: a prompt and its continuation do not fit the model's positions.
     """
     encoded = [tokenizer(prompt).input_ids for prompt in prompts]
     positions, longest = longest_block(model.config), max(map(len, encoded))
@@ -188,9 +185,6 @@ def translate_pairs(
     target's language, where the tokenizer has codes.
 
     Of the checkpoint's own generation settings, only its special tokens count.
-
-    Raises:
-        InputError: the tokenizer has no code for a language, or a sentence does not fit the model's positions.
     """
     _check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
     encoder, own, ends = PairEncoder(tokenizer), model.generation_config, _end_tokens(model, tokenizer)
