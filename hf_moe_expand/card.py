@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -14,13 +13,14 @@ import langcodes
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download, metadata_load
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from markupsafe import Markup
 
 from . import __version__
 from .checkpoint.expansion_only import BaseModel, base_of
 from .checkpoint.local import name_in_results, own_name
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
-from .evaluation.report import Evaluation
+from .evaluation.report import Evaluation, markdown_table
 from .hub_access import hub_problem
 from .hub_base import base_on_hub
 from .hub_files import CARD, refuse_private
@@ -32,8 +32,7 @@ from .records import ExpansionRecord, History, StageRecord, without_folders
 from .yamlfile import to_yaml
 
 THIS = "this model"
-# Facts that are Markdown, YAML or code already.
-_READY = ("metadata", "location", "results", "tasks")
+_MEASURES = ("bits_per_byte", "perplexity")
 _MARKDOWN = str.maketrans({
     "&": "&amp;", "<": "&lt;", "[": "&#91;", "]": "&#93;", "|": "&#124;", "`": "&#96;", "*": "&#42;"
 })  # fmt: skip
@@ -67,11 +66,12 @@ def make_card(
     folder = resolve_checkpoint(model, weights=False)
     config = load_expanded_config(folder)
     location = repo_id or own_name(model)
+    name = location.rpartition("/")[2]
     origin = base_on_hub(config, base) if isinstance(base, str) else base or base_of(config)
     inspection = inspect_checkpoint(folder)
     history = History.of(config)
-    last = history.last
     template = _method(config, history)
+    method = METHODS.get(history.last.method)
     old, new = _languages(history)
     scores = None
     if evaluation is not None:
@@ -87,51 +87,38 @@ def make_card(
         tags=["mixture-of-experts", template.tag, "multilingual", "hf-moe-expand"],
         base_model=origin.hub_id,
         base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
-        model_name=location.rpartition("/")[2],
+        model_name=name,
         eval_results=None if scores is None else _eval_results(scores),
     )
     if scores is None:
         data.model_name = None  # the name belongs to the results, which are missing
-    shown = scores and _escaped_names(scores)
-    facts = {
-        "metadata": data.to_yaml(),
-        "name": location.rpartition("/")[2],
-        "location": json.dumps(location),
-        "expansion_only": expansion_only,
-        "method": last.method,
-        "words": method.words if (method := METHODS.get(last.method)) else "",
-        "grafted": any(stage.stage == "graft" for stage in history.stages),
-        "regularised": config.conditional_routing or any(map(_is_regularised, history.stages)),
-        "groups": getattr(config, "language_groups", None),
-        "base": origin.name,
-        "base_on_hub": origin.hub_id is not None and _is_hub_id(origin.hub_id),
-        "base_revision": origin.revision,
-        "unpacked": ", ".join(inspection.unpacked),
-        "old": in_words(old),
-        "new": new,
-        "total": inspection.total,
-        "active": inspection.active,
-        "base_parameters": inspection.base,
-        "top_k": inspection.top_k,
-        "added_bytes": item_size and readable_size(item_size * (inspection.total - inspection.base)),
-        "judges": _judges(config),
-        "gates_reach_later": (config.prefix_gate or {}).get("reach") == "later",
-        "plan": _plan_rows(inspection.layers, inspection.encoder_layers),
-        "is_encoder_decoder": config.is_encoder_decoder,
-        "history": _history_rows(history, inspection.encoder_layers),
-        "packs": [
-            {**vars(pack), "experts": pack.experts, "on_hub": "/" in pack.name and _is_hub_id(pack.name)}
-            for pack in inspection.packs
-        ],
-        "expansions": list(_trainings(history, inspection.after_join)),
-        "results": shown and shown.rows()[1] and {n: shown.markdown(n) for n in ("bits_per_byte", "perplexity")},
-        "tasks": shown and shown.tasks.get(THIS) and shown.task_markdown(),
-        "untested_languages": in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
-        "version": (last.versions or {}).get("hf_moe_expand", __version__),
-    }
-    text = (
-        _render(template.card, {name: fact if name in _READY else _escaped(fact) for name, fact in facts.items()})
-        + "\n"
+    text = _render(
+        template.card,
+        metadata=Markup(data.to_yaml()),
+        name=name,
+        location=Markup(json.dumps(location)),
+        expansion_only=expansion_only,
+        config=config,
+        history=history,
+        inspection=inspection,
+        words=method.words if method else "",
+        grafted=any(stage.stage == "graft" for stage in history.stages),
+        regularised=config.conditional_routing or any(map(_is_regularised, history.stages)),
+        groups=getattr(config, "language_groups", None),
+        base=origin,
+        base_on_hub=origin.hub_id is not None and _is_hub_id(origin.hub_id),
+        old=in_words(old),
+        new=new,
+        added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
+        judges=_judges(config),
+        gates_reach_later=(config.prefix_gate or {}).get("reach") == "later",
+        plan=_plan_rows(inspection.layers, inspection.encoder_layers),
+        expansions=_history_rows(history, inspection.encoder_layers),
+        trainings=list(_trainings(history, inspection.after_join)),
+        results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
+        tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
+        untested_languages=in_words(c for c in [*old, *new] if scores is None or c not in scores.models[THIS]),
+        version=(history.last.versions or {}).get("hf_moe_expand", __version__),
     )
     refuse_private({CARD: text.encode()})
     return ModelCard(text)
@@ -176,9 +163,26 @@ def _read(name: str) -> str:
     return (files("hf_moe_expand.model_cards") / name).read_text(encoding="utf-8")
 
 
-def _render(template: str, facts: dict[str, Any]) -> str:
-    environment = jinja2.Environment(loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined)
-    return environment.get_template(f"{template}.md").render(facts, bibtex=lambda name: _read(f"{name}.bib").rstrip())
+def _render(template: str, **facts: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
+    )
+    environment.filters |= {"count": "{:,}".format, "is_hub_id": _is_hub_id, "table": _table}
+    facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
+    return environment.get_template(f"{template}.md").render(facts) + "\n"
+
+
+def _escaped(value: Any) -> Any:
+    """A fact escaped for Markdown, so that names from config.json cannot add HTML, links or lines; Markdown, YAML and
+    code that are ready stay as they are."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "".join(c if c.isprintable() else " " for c in value).translate(_MARKDOWN)
+
+
+def _table(table: tuple[list[str], list[list[str]]], words: int = 1) -> Markup:
+    header, rows = table
+    return Markup(markdown_table([*map(_escaped, header)], [[*map(_escaped, row)] for row in rows], words))
 
 
 def _is_regularised(stage: StageRecord) -> bool:
@@ -283,28 +287,6 @@ def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
     return f"copies of experts {' '.join(str(origin.get(i, 0)) if count else '-' for i, count in enumerate(added))}"
 
 
-def _escaped(value: Any) -> Any:
-    """Facts escaped for Markdown, so that names from config.json cannot add HTML, links or lines."""
-    if isinstance(value, str):
-        return "".join(c if c.isprintable() else " " for c in value).translate(_MARKDOWN)
-    if isinstance(value, dict):
-        # Settings stand in a block of code, where nothing is markup.
-        return {_escaped(name): item if name == "settings" else _escaped(item) for name, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _escaped_names(scores: Evaluation) -> Evaluation:
-    """An evaluation whose names are escaped for the tables."""
-    models = {
-        _escaped(name): {_escaped(code): score for code, score in of.items()} for name, of in scores.models.items()
-    }
-    tasks = {_escaped(name): {_escaped(task): score for task, score in of.items()} for name, of in scores.tasks.items()}
-    return replace(
-        scores, old=_escaped(scores.old), new=_escaped(scores.new), expansions=_escaped(scores.expansions),
-        models=models, tasks=tasks,
-    )  # fmt: skip
-
-
 def _is_hub_id(name: str) -> bool:
     try:
         validate_repo_id(name)
@@ -331,7 +313,7 @@ def _stage(stage: StageRecord) -> dict[str, Any]:
         "written": stage.self_written,
         "distillation": settings.get("distillation_coef"),
         **stage.to_dict(),
-        "settings": text.replace("```", "'''"),
+        "settings": Markup(text.replace("```", "'''")),
     }
 
 
@@ -355,7 +337,7 @@ def _eval_results(scores: Evaluation) -> list[EvalResult]:
             metric_value=round(getattr(score, kind), 4),
         )
         for language, score in scores.models[THIS].items()
-        for kind in ("bits_per_byte", "perplexity")
+        for kind in _MEASURES
     ]
     of_tasks = [
         EvalResult(

@@ -21,9 +21,17 @@ from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError, first_line
 from .evaluation.report import Evaluation
 from .hub_base import base_on_hub, config_with_base
-from .hub_files import CARD, EVALUATION, RECIPE, is_weights, published_files, refuse_private
+from .hub_files import (
+    CARD,
+    EVALUATION,
+    RECIPE,
+    check_code,
+    check_loads_alone,
+    is_weights,
+    published_files,
+    refuse_private,
+)
 from .jsonfile import read_json
-from .load_check import check_code, check_loads_alone
 from .local_paths import without_paths
 from .modeling import MODEL_CLASSES
 from .stages import RECIPE_STAGES, stage_of
@@ -109,7 +117,13 @@ def push_to_hub(
         if base is not None and origin.revision is None:
             say(f"base: {base} was not compared with the checkpoint: the hub is out of reach, or gives no access to it")
         if origin.hub_id is None:
-            _check_local_base(folder, origin.name, expansion_only, say)
+            if expansion_only:
+                raise InputError(
+                    f"{folder}: was expanded from {origin.name}, a local folder, but loading the added tensors alone "
+                    "fetches the base from the hub: name its published copy with --base HUB_ID, or leave out "
+                    "--expansion-only."
+                )
+            say(f"base: {origin.name}, a local folder; if it is published too, name it with --base HUB_ID")
         files: dict[str, Path | bytes] = {**published_files(folder, include)}
         files.pop(EVALUATION, None)
         chosen, called = _evaluation(folder, evaluation, evaluated_as, repo_id)
@@ -148,15 +162,6 @@ def push_to_hub(
         commit, changed = _upload(api, repo_id, branch, private, files)
         say(f"{repo_id}: {f'pushed {len(files)} files' if changed else 'unchanged'}, commit {commit}")
     return Push(repo_id, branch, commit, changed, sizes, card)
-
-
-def _check_local_base(folder: Path, name: str, expansion_only: bool, say: Callable[[str], None]) -> None:
-    if expansion_only:
-        raise InputError(
-            f"{folder}: was expanded from {name}, a local folder, but loading the added tensors alone fetches the base "
-            "from the hub: name its published copy with --base HUB_ID, or leave out --expansion-only."
-        )
-    say(f"base: {name}, a local folder; if it is published too, name it with --base HUB_ID")
 
 
 def _made_by_a_trainer(card: Path) -> bool:

@@ -1,7 +1,12 @@
-"""Chooses the published files of a checkpoint folder, and refuses access tokens and local paths in them."""
+"""Chooses the published files of a checkpoint folder, refuses secrets, local paths and foreign code in them, and checks
+that they load in a fresh process."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +15,13 @@ from huggingface_hub import get_token
 from safetensors import safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from . import modeling
 from .checkpoint.local import run_of
 from .checkpoint.reader import CheckpointReader
-from .checkpoint.source import COMPANIONS, lies_inside
+from .checkpoint.source import CODE, COMPANIONS, lies_inside
 from .errors import InputError
 from .jsonfile import parse_json, read_json
+from .modeling import MODEL_CLASSES
 from .modeling.expansion_only import RECORD
 from .yamlfile import parse_yaml
 
@@ -37,6 +44,33 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
 _PASSWORD = re.compile(r"\b[a-z][a-z0-9+.-]*://[^/\s:@\"'<>,$]*:([^/\s:@\"'<>,$]+)@", re.IGNORECASE)
 _HOME = re.compile(r"(?<![\w.:/-])(?:/(?:home|Users|root|mnt|media|scratch|tmp|var|workspace)|~)/[\w./-]+")
 _ABSOLUTE = re.compile(r"/[^/\s]+/\S*|file://.*|[A-Za-z]:[\\/].*|\\\\\w+\\.*")
+
+_PROGRAM = """
+import sys
+sys.modules["hf_moe_expand"] = None  # importing it fails, as if it were not installed
+import torch
+from pathlib import Path
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+folder = sys.argv[1]
+try:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if (Path(folder) / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model, info = auto_class.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise ValueError(kind.replace("_", " ") + ": " + ", ".join(map(str, sorted(info[kind])[:5])))
+    with torch.no_grad():
+        token = torch.zeros(1, 1, dtype=torch.long)
+        logits = model(token, **({"decoder_input_ids": token} if config.is_encoder_decoder else {})).logits
+    if not logits.isfinite().all():
+        raise ValueError("its logits are not finite")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+    sys.exit(1)
+"""
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY", re.IGNORECASE)
 
 
 def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path]:
@@ -155,3 +189,58 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _strings(item)
+
+
+def check_loads_alone(folder: Path) -> None:
+    """Loads the checkpoint with transformers alone, offline, and runs one token through it. Runs only this package's
+    code, and without access tokens.
+
+    Raises:
+        InputError: see `check_code`; or the checkpoint does not load (the message gives the reason).
+    """
+    check_code(folder)
+    with tempfile.TemporaryDirectory() as empty:
+        environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+        environment |= {
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": empty,  # reads the code from the folder, not from a cache of an earlier version
+            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+            "HF_TOKEN_PATH": str(Path(empty) / "token"),  # this file does not exist
+        }
+        command = [sys.executable, "-c", _PROGRAM, str(folder.resolve())]
+        done = subprocess.run(
+            command, env=environment, cwd=empty, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        lines = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+        reason = lines[0] if done.stdout.strip() else lines[-1]
+        raise InputError(
+            f"{folder}: does not load in a fresh process with transformers alone, so it is not published: {reason}"
+        )
+
+
+def check_code(folder: Path) -> None:
+    """Checks that a checkpoint folder holds and names only this package's code, byte for byte.
+
+    Raises:
+        InputError: a file differs; the message names it, and says how to rewrite the checkpoint.
+    """
+    again = (
+        "Write it again with this package's code: python -c \"from hf_moe_expand.models import load_for_inference; "
+        f"load_for_inference('{folder}')[0].save_pretrained('{folder}')\"."
+    )
+    own = Path(modeling.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        name = str(file.relative_to(folder))
+        if name not in CODE:
+            raise InputError(f"{folder}: {name} is not code of this package, so it is not run; move it away.")
+        if file.read_bytes() != (own / name).read_bytes():
+            raise InputError(f"{folder}: {name} differs from this package's, so it is not run. {again}")
+    for file in sorted(folder.glob("*.json")):
+        if b'"auto_map"' not in file.read_bytes():
+            continue
+        named = read_json(file, "a JSON file").get("auto_map")
+        ours = [model_class._auto_map for _, model_class, _ in MODEL_CLASSES.values()]
+        known = isinstance(named, dict) and any(named.items() <= auto_map.items() for auto_map in ours)
+        if not (file.name == "config.json" and known):
+            raise InputError(f"{folder}: {file.name} names code that is not this package's (auto_map). {again}")

@@ -153,20 +153,12 @@ class History:
 
     @property
     def first(self) -> ExpansionRecord:
-        """The first expansion.
-
-        Raises:
-            InputError: there is none.
-        """
+        """The first expansion; an InputError says that there is none."""
         return self._known()[0]
 
     @property
     def last(self) -> ExpansionRecord:
-        """The last expansion.
-
-        Raises:
-            InputError: there is none.
-        """
+        """The last expansion; an InputError says that there is none."""
         return self._known()[-1]
 
     def _known(self) -> Sequence[ExpansionRecord]:

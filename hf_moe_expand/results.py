@@ -78,12 +78,11 @@ class SimilarityResult(Result):
         new_old = mean([f"{a}-{b}" for a in new for b in old])
         new_new = mean([f"{a}-{b}" for a, b in combinations(new, 2)]) if len(new) > 1 else None
         both = new_old if new_new is None else [(a + b) / 2 for a, b in zip(new_old, new_new, strict=True)]
-        by_pair = {k: list(v) for k, v in pairs.items()}
         return cls(
             old=list(old),
             new=list(new),
             tokens=tokens,
-            pairs=by_pair,
+            pairs={name: list(values) for name, values in pairs.items()},
             new_new=new_new,
             new_old=new_old,
             similarity=both,

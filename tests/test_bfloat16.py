@@ -1,12 +1,14 @@
 """bfloat16 where the device computes in it: the demo takes it there alone, a stage that asks for it elsewhere warns."""
 
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
+from datasets import Dataset
 
 from hf_moe_expand import PostPretrainConfig
-from hf_moe_expand.demo.base import small_run_arguments
+from hf_moe_expand.demo import base
 from hf_moe_expand.memory import has_bfloat16
 from hf_moe_expand.stages import config
 
@@ -22,9 +24,13 @@ def test_a_cpu_has_it_by_its_instructions(monkeypatch):
 
 
 @pytest.mark.parametrize("able", [True, False])
-def test_a_small_run_takes_it_where_the_device_has_it(able, monkeypatch, tmp_path):
-    monkeypatch.setattr("hf_moe_expand.demo.base.has_bfloat16", lambda: able)
-    assert small_run_arguments(tmp_path, 0, {}).bf16 is able
+def test_a_small_base_takes_it_where_the_device_has_it(able, monkeypatch, tmp_path):
+    taken = []
+    monkeypatch.setattr(base, "has_bfloat16", lambda: able)
+    monkeypatch.setattr(base, "Trainer", lambda model, arguments, **_: taken.append(arguments) or Mock())
+    texts = {"en": Dataset.from_dict({"text": ["a few words"] * 40})}
+    base.make_base(tmp_path / "base", texts, {"en": 1.0}, base.BaseSettings(hidden_size=8, num_layers=1, block_size=8))
+    assert [arguments.bf16 for arguments in taken] == [able]
 
 
 def test_a_stage_on_a_cpu_without_it_warns(monkeypatch, tmp_path):

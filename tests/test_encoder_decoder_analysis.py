@@ -19,10 +19,9 @@ from hf_moe_expand.analysis.similarity import measure_similarity
 from hf_moe_expand.card import make_card
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation import scoring
-from hf_moe_expand.evaluation.pair_translation import translate_pairs
-from hf_moe_expand.evaluation.pairs import evaluate_pairs
-from hf_moe_expand.evaluation.translation import evaluate_translation
+from hf_moe_expand.evaluation import report
+from hf_moe_expand.evaluation.perplexity import evaluate_model
+from hf_moe_expand.evaluation.translation import evaluate_translation, translate_pairs
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import RoutingResult, SimilarityResult
@@ -151,7 +150,7 @@ def test_no_colocation_is_measured_between_the_stacks_alone(loaded):
 
 def test_perplexity_is_of_the_translations_without_the_given_code(loaded):
     model, tokenizer = loaded("base")
-    score = evaluate_pairs(model, tokenizer, {"el": pairs()["el"]}, batch_size=3)["el"]
+    score = evaluate_model(model, tokenizer, {"el": pairs()["el"]}, batch_size=3)["el"]
     encoder, nats, tokens = PairEncoder(tokenizer), 0.0, 0
     for pair in pairs()["el"]:
         ((source,), (target,)) = encoder.encode([pair])
@@ -169,7 +168,7 @@ def test_the_code_that_ends_a_target_is_not_scored():
     """The first mBART's, with which the decoder starts: after the end of the sentence there is nothing to predict."""
     tokenizer, pair = mbart_tokenizer(), SentencePair("the sea", "el mar", "en", "es")
     model = tiny("mbart", vocabulary=len(tokenizer))
-    score = evaluate_pairs(model, tokenizer, {"es": [pair, pair._replace(target="el mar es azul")]}, batch_size=2)["es"]
+    score = evaluate_model(model, tokenizer, {"es": [pair, pair._replace(target="el mar es azul")]}, batch_size=2)["es"]
     nats, tokens = 0.0, 0
     for target in ("el mar", "el mar es azul"):
         ((source,), (labels,)) = PairEncoder(tokenizer).encode([pair._replace(target=target)])
@@ -193,7 +192,7 @@ def test_pairs_longer_than_the_model_s_positions_are_left_out(loaded, side):
     )
     short = pairs()["es"]
     assert max(map(len, PairEncoder(tokenizer).encode([long])[side])) > model.config.max_position_embeddings
-    assert evaluate_pairs(model, tokenizer, {"es": [long, *short]}) == evaluate_pairs(model, tokenizer, {"es": short})
+    assert evaluate_model(model, tokenizer, {"es": [long, *short]}) == evaluate_model(model, tokenizer, {"es": short})
     texts = pairs()
     plain = measure_similarity(model, tokenizer, texts, ["en", "es"], ["el"], tokens=TOKENS)
     more = {**texts, "es": [long, *texts["es"]]}
@@ -204,7 +203,7 @@ def test_scored_tokens_are_at_most_those_asked_for(loaded):
     model, tokenizer = loaded("base")
     sizes = [len(labels) - 1 for labels in PairEncoder(tokenizer).encode(pairs()["el"])[1]]
     for most, count in ((sum(sizes[:3]), 3), (sum(sizes[:3]) - 1, 2), (2, 1)):
-        found = evaluate_pairs(model, tokenizer, {"el": pairs()["el"]}, max_tokens=most)["el"]
+        found = evaluate_model(model, tokenizer, {"el": pairs()["el"]}, max_tokens=most)["el"]
         assert found.tokens == sum(sizes[:count])
 
 
@@ -308,12 +307,12 @@ def test_a_recipe_of_a_calibrated_join_is_refused(folder, tmp_path):
 
 
 def test_what_is_for_decoders_is_refused_before_any_score(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(scoring, "load_for_inference", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(report, "load_for_inference", lambda *_: pytest.fail("a model was loaded"))
     data = ["--data", f"el={folder / 'el.jsonl'}", "--new", "el"]
     with pytest.raises(InputError, match="base: is an encoder-decoder, but ensembles are for decoders"):
         invoke("evaluate", folder / "base", *data, "--ensemble", 1, "--out", tmp_path / "evaluation.json")
     with pytest.raises(InputError, match="base: is an encoder-decoder, but tasks of lm-evaluation-harness are"):
-        scoring.score_models({"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], tasks=object())
+        report.score_models({"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], tasks=object())
 
 
 def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):

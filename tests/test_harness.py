@@ -11,7 +11,7 @@ from conftest import byte_tokenizer, invoke, save_dense, write_texts
 from hf_moe_expand import Plan, expand_checkpoint, extra, models
 from hf_moe_expand.card import make_card
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation import scoring
+from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.report import Evaluation
 
 pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
@@ -134,7 +134,7 @@ def test_a_group_and_its_parts(root):
 def test_the_command_loads_each_checkpoint_once_and_the_card_says_what_came_out(root, monkeypatch):
     loaded = []
     load = models.load_for_inference
-    monkeypatch.setattr(scoring, "load_for_inference", lambda *name: (loaded.append(str(name[0])), load(*name))[1])
+    monkeypatch.setattr(report, "load_for_inference", lambda *name: (loaded.append(str(name[0])), load(*name))[1])
     for code in ("en", "el", "hu"):
         write_texts(root / f"{code}.text.jsonl", ["one two three", "ένα δύο τρία"])
     data = [word for code in ("en", "el", "hu") for word in ("--data", f"{code}={root / code}.text.jsonl")]
@@ -211,7 +211,7 @@ def test_bad_input(root, tmp_path, monkeypatch):
 
 
 def test_what_is_wrong_shows_before_a_model_is_loaded(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(scoring, "load_for_inference", lambda *name: pytest.fail("loaded"))
+    monkeypatch.setattr(report, "load_for_inference", lambda *name: pytest.fail("loaded"))
     with pytest.raises(InputError, match="is not a task"):
         invoke("evaluate", root / "moe", "--tasks", "nothing", "--out", tmp_path / "out.json")
 

@@ -16,8 +16,7 @@ from hf_moe_expand.card import make_card
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.hub import push_to_hub
-from hf_moe_expand.hub_files import published_files, refuse_private
-from hf_moe_expand.load_check import check_code, check_loads_alone
+from hf_moe_expand.hub_files import check_code, check_loads_alone, published_files, refuse_private
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 

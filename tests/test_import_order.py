@@ -30,7 +30,7 @@ ROOMS = (
     ("inspection", "recipe"),
     ("forecast", "steps"),
     ("pipeline", "recommended"),
-    ("hub_base", "hub_files", "load_check"),
+    ("hub_base", "hub_files"),
     ("card", "report"),
     ("backbones", "demo", "hub", "settings_page"),
     ("cli", "model_cards"),
@@ -111,5 +111,5 @@ def test_the_checks_see_what_is_imported():
 def test_what_loads_configurations_registers_the_checkpoints():
     known = modules()
     loads = {name for name, (path, _) in known.items() if "AutoConfig.from_pretrained" in path.read_text("utf-8")}
-    assert loads == {"checkpoint.source", "load_check"}
+    assert loads == {"checkpoint.source", "hub_files"}
     assert all("modeling" in imported(name, known) for name in loads)

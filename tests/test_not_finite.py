@@ -12,7 +12,7 @@ from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpo
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation import scoring
+from hf_moe_expand.evaluation import report
 from hf_moe_expand.evaluation.harness import _metrics
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.jsonfile import write_json
@@ -72,10 +72,10 @@ def test_a_score_that_is_not_finite_names_model_and_language(monkeypatch, root):
     with pytest.raises(InputError, match="NaN or infinite"):
         LanguageScore.from_nats(math.nan, 3, 10)
     model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
-    monkeypatch.setattr(scoring, "load_for_inference", lambda *_: (model, None))
-    monkeypatch.setattr(scoring, "evaluate_model", lambda *_: LanguageScore.from_nats(math.inf, 3, 10))
+    monkeypatch.setattr(report, "load_for_inference", lambda *_: (model, None))
+    monkeypatch.setattr(report, "evaluate_model", lambda *_: LanguageScore.from_nats(math.inf, 3, 10))
     with pytest.raises(InputError, match=r"^tuned: the log-likelihood of the text is -inf"):
-        scoring.score_models({"tuned": ("x", None)}, {}, [["en"]])
+        report.score_models({"tuned": ("x", None)}, {}, [["en"]])
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

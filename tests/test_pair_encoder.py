@@ -19,7 +19,7 @@ from hf_moe_expand import LanguageText, pack_pairs
 from hf_moe_expand.analysis.reading import side_batches
 from hf_moe_expand.data.pairs import PairEncoder, SentencePair, pairs_of, sentence_pairs
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.pairs import pair_stream
+from hf_moe_expand.evaluation.perplexity import pair_stream
 from hf_moe_expand.steps import base as steps_base
 
 

@@ -19,7 +19,7 @@ from ..data.packing import begin_token
 from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..data.sources import names_language
 from ..errors import InputError
-from ..evaluation.pairs import PairStream, pair_batch
+from ..evaluation.perplexity import pair_batch
 from ..modeling import decoder_ffns, stack_sizes
 from ..models import longest_block
 
@@ -176,9 +176,10 @@ def side_batches(
                 "`plan moe-lpr` needs no analysis."
             )
         inputs, labels = _first_pairs(language, rows, side, encoder, tokens, longest_block(model.config))
-        stream, left = PairStream(inputs, labels, [None] * len(inputs), 0, 0), tokens
+        left = tokens
         for first in range(0, len(inputs), batch_size):
-            batch = pair_batch(model, stream, range(first, min(first + batch_size, len(inputs))))
+            last = first + batch_size
+            batch = pair_batch(model, inputs[first:last], labels[first:last])
             targets_BT = batch.pop("labels")
             measured = [batch["attention_mask"].bool(), targets_BT.ne(IGNORED)]
             measured[1 - side] = torch.zeros_like(measured[1 - side])

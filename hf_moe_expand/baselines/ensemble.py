@@ -86,5 +86,5 @@ def evaluate_ensemble(
     for language, stream in streams.items():
         nats = -mix_models(torch.stack(log_probs[language]), top_m).sum().item()
         with errors_at(f"ensemble: language {language!r}"):
-            scores[language] = stream.score(nats)
+            scores[language] = LanguageScore.from_nats(nats, stream.tokens, stream.size)
     return scores

@@ -64,7 +64,7 @@ def evaluate_models(
         languages: the old languages, then the languages of each expansion.
         tasks: tasks of lm-evaluation-harness to run as well.
     """
-    from ..evaluation.scoring import check_decoders, score_models
+    from ..evaluation.report import check_decoders, score_models
 
     labels: dict[str, tuple[str, str | None]] = {}
     for name in models:

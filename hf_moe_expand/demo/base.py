@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from datasets import Dataset, interleave_datasets
@@ -89,21 +88,26 @@ def make_base(
     blocks = [pack_texts({code: texts[code]}, tokenizer, settings.block_size, seed).dataset for code in shares]
     total = sum(shares.values())
     dataset = interleave_datasets(
-        blocks,
-        probabilities=[share / total for share in shares.values()],
-        seed=seed,
-        stopping_strategy="all_exhausted",
+        blocks, [share / total for share in shares.values()], seed, stopping_strategy="all_exhausted"
     )
     config = _configuration(settings, tokenizer)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(out) as partial, TemporaryDirectory() as scratch:
-        training = {
-            "max_steps": settings.steps,
-            "per_device_train_batch_size": settings.blocks_per_step,
-            "learning_rate": settings.learning_rate,
-            "logging_steps": settings.logging_steps,
-        }
-        arguments = small_run_arguments(scratch, seed, training)
+        arguments = TrainingArguments(
+            output_dir=scratch,
+            seed=seed,
+            max_steps=settings.steps,
+            learning_rate=settings.learning_rate,
+            per_device_train_batch_size=settings.blocks_per_step,
+            logging_steps=settings.logging_steps,
+            lr_scheduler_type="cosine",
+            warmup_steps=20,
+            weight_decay=0.01,
+            bf16=has_bfloat16(),
+            use_cpu=not torch.accelerator.is_available(),
+            save_strategy="no",
+            report_to="none",
+        )
         Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages).train()
         if settings.num_experts:
             model.config.output_router_logits = False  # with them comes the loss that balances the experts
@@ -134,22 +138,3 @@ def _configuration(settings: BaseSettings, tokenizer: PreTrainedTokenizerFast) -
         **fields, num_experts=settings.num_experts, num_experts_per_tok=taken, norm_topk_prob=True,
         output_router_logits=True,
     )  # fmt: skip
-
-
-def small_run_arguments(folder: str, seed: int, training: Mapping[str, Any]) -> TrainingArguments:
-    """Training arguments for a small model on any machine: bfloat16 autocast where the device has it, cosine, no
-    checkpoints."""
-    return TrainingArguments(
-        **{
-            "output_dir": folder,
-            "seed": seed,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 20,
-            "weight_decay": 0.01,
-            "bf16": has_bfloat16(),
-            "use_cpu": not torch.accelerator.is_available(),
-            "save_strategy": "no",
-            "report_to": "none",
-            **training,
-        }
-    )

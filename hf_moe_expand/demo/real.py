@@ -4,12 +4,11 @@ import json
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
+from ..asking import Answering, Asked
 from ..errors import InputError
 from ..evaluation.report import Evaluation
 from ..jsonfile import write_text
-from ..models import load_for_inference
 from ..pipeline import run_recipe
 from ..recipe import Recipe
 from ..report.page import make_page
@@ -48,9 +47,6 @@ evaluation: {{block_size: 512, batch_size: 2, max_tokens: 3000}}
 def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> None:
     """Fetches the model, unless `base` names another checkpoint; writes text and a recipe under `out`; runs the recipe;
     makes its page; and prints what the model writes before and after.
-
-    Raises:
-        InputError: the model cannot be fetched or expanded, or `out` holds a run of another base.
     """
     started = time.time()
     out = Path(out)
@@ -98,14 +94,5 @@ def write_text_files(folder: Path) -> dict[str, Path]:
 
 def continuations(model_name: str | Path) -> dict[str, str]:
     """What a model writes after each prompt, most probable token by token."""
-    model: Any
-    model, tokenizer = load_for_inference(model_name)
-    written = {}
-    for prompt in PROMPTS:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-        output = model.generate(
-            **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id
-        )
-        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        written[prompt] = " ".join(text.split())
-    return written
+    model, how = Asked.load(model_name), Answering(max_new_tokens=NEW_TOKENS)
+    return {prompt: " ".join(model.answer(prompt, how).text.split()) for prompt in PROMPTS}

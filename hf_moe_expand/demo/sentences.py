@@ -140,23 +140,18 @@ _SENTENCES = {
 def documents(language: str, count: int, seed: int) -> list[str]:
     """`count` documents of six sentences, drawn with `seed`."""
     draw = random.Random(f"{language}-{seed}")
-    return [_document(language, draw) for _ in range(count)]
-
-
-def _document(language: str, draw: random.Random) -> str:
-    sentences = [draw.choice(_WEATHER[language])]
-    name, name2 = draw.sample(_NAMES[language], 2)
-    for template in draw.sample(_SENTENCES[language], 5):
-        good, good2 = draw.sample(_GOODS[language], 2)
-        time = draw.choice(_TIMES[language])
-        sentence = template.format(
-            name=name,
-            name2=name2,
-            good=good,
-            good2=good2,
-            time=time,
-            time_cap=time[0].upper() + time[1:],
-            place=draw.choice(_PLACES[language]),
-        )
-        sentences.append(sentence)
-    return " ".join(sentences)
+    texts = []
+    for _ in range(count):
+        sentences = [draw.choice(_WEATHER[language])]
+        name, name2 = draw.sample(_NAMES[language], 2)
+        for template in draw.sample(_SENTENCES[language], 5):
+            good, good2 = draw.sample(_GOODS[language], 2)
+            time = draw.choice(_TIMES[language])
+            time_cap, place = time[0].upper() + time[1:], draw.choice(_PLACES[language])
+            sentences.append(
+                template.format(
+                    name=name, name2=name2, good=good, good2=good2, time=time, time_cap=time_cap, place=place
+                )
+            )
+        texts.append(" ".join(sentences))
+    return texts

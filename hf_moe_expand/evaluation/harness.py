@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,12 @@ class HarnessTasks:
         for argument in tasks:
             name, shots = _parse(argument, num_fewshot)
             self.by_shots.setdefault(shots, []).extend(self._load(name))
-        if twice := [name for name, count in Counter(self._leaves()).items() if count > 1]:
+        leaves = [
+            task.task_name
+            for item in chain(*self.by_shots.values())
+            for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])
+        ]
+        if twice := [name for name, count in Counter(leaves).items() if count > 1]:
             raise InputError(f"{', '.join(twice[:3])}: given twice; name each task once.")
 
     def _load(self, pattern: str) -> list[Any]:
@@ -101,10 +107,6 @@ class HarnessTasks:
             matches += [groups[name]] if name in groups else list(loaded["tasks"].values())
         return matches
 
-    def _leaves(self) -> list[str]:
-        items = [item for items in self.by_shots.values() for item in items]
-        return [task.task_name for item in items for task in (item.get_all_tasks() if _is_group(item) else [item])]
-
     def evaluate(self, model: Any, tokenizer: Any, batch_size: int = 8) -> dict[str, TaskScore]:
         """Runs the tasks: lm_eval's `simple_evaluate`, once for each number of examples."""
         wrapped = import_extra("lm_eval.models.huggingface").HFLM(
@@ -113,12 +115,7 @@ class HarnessTasks:
         scores: dict[str, TaskScore] = {}
         for shots, items in self.by_shots.items():
             results = import_extra("lm_eval").simple_evaluate(
-                model=wrapped,
-                tasks=items,
-                num_fewshot=shots,
-                limit=self.limit,
-                task_manager=self.manager,
-                log_samples=False,
+                wrapped, tasks=items, num_fewshot=shots, limit=self.limit, task_manager=self.manager, log_samples=False
             )
             scores |= task_scores(results, self.harness)
         return scores
@@ -131,10 +128,6 @@ def _parse(argument: str, num_fewshot: int | None) -> tuple[str, int | None]:
     if not (name and shots.isdecimal()):
         raise InputError(f"{argument!r} is not TASK@EXAMPLES, e.g. arc_hu@25.")
     return name, int(shots)
-
-
-def _is_group(item: Any) -> bool:
-    return hasattr(item, "get_all_tasks")
 
 
 def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore]:
@@ -170,9 +163,8 @@ def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> di
     metrics = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
-        if not comma or metric.endswith("_stderr"):
-            continue
-        if not math.isfinite(value):  # no document had it; JSON has no such number
+        # Where no document had a metric, it is not finite; JSON has no such number.
+        if not comma or metric.endswith("_stderr") or not math.isfinite(value):
             continue
         stderr = values.get(f"{metric}_stderr,{kind}")
         error = float(stderr) if isinstance(stderr, (int, float)) and math.isfinite(stderr) else None

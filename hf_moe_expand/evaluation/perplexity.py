@@ -1,9 +1,10 @@
-"""Computes perplexity and bits per byte of a model on the text of each language."""
+"""Computes perplexity and bits per byte of a model on each language: of documents or, by an encoder-decoder, of given
+translations."""
 
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -15,14 +16,16 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..data.packing import begin_token
+from ..data.pairs import IGNORED, PairEncoder, SentencePair, padded
 from ..errors import InputError, errors_at
 from ..models import longest_block
 from ..settings import EvaluationSettings
+from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 
 # The most logits of a forward pass: 1.1 GB in float32. Tokens whose logits are turned into float32 at a time.
 _LOGITS = 1 << 28
 _TOKENS = 256
-_DOCUMENTS = 512  # documents tokenised at once
+_AT_ONCE = 512  # documents or pairs tokenised at once
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class TextStream:
 
         Windows overlap by one token, so that each token is a target once.
         """
-        starts = iter(self._starts(block_size))
+        starts = self._starts(block_size)
         while batch := list(islice(starts, batch_size)):
             inputs, targets = [], []
             for start, lead in batch:
@@ -86,19 +89,16 @@ class TextStream:
                 targets.append(wanted[1:] + [-100] * padding)
             yield torch.tensor(inputs), torch.tensor(targets)
 
-    def score(self, nats: float) -> LanguageScore:
-        """The score of this text.
-
-        Raises:
-            InputError: `nats` is not finite.
-        """
-        return LanguageScore.from_nats(nats, sum(self.scored), self.size)
+    @property
+    def tokens(self) -> int:
+        """Number of scored tokens."""
+        return sum(self.scored)
 
     def _starts(self, block_size: int) -> Iterator[tuple[int, list[int]]]:
         """Each window's first token, and what comes before it."""
         start = 0
         while start < len(self.ids) - 1:
-            leads = self.begin is not None and self.ids[start] != self.begin and block_size > 1
+            leads = self.ids[start] != self.begin and block_size > 1
             lead = [self.begin] if leads and self.begin is not None else []
             yield start, lead
             start += block_size - len(lead)
@@ -143,7 +143,7 @@ def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[
     documents, size = iter(texts), 1
     while batch := list(islice(documents, size)):
         yield from zip(batch, tokenizer(batch, add_special_tokens=False, verbose=False).input_ids, strict=True)
-        size = min(2 * size, _DOCUMENTS)
+        size = min(2 * size, _AT_ONCE)
 
 
 def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
@@ -190,45 +190,139 @@ def target_nats(model: Any, stream: TextStream, block_size: int, batch_size: int
     for inputs, targets in stream.windows(block_size, batch_size):
         # Padding is at the end, where causal attention keeps it from every scored token.
         logits_BSV = model(input_ids=inputs.to(model.device), use_cache=False).logits
-        yield _nats_in_pieces(logits_BSV.flatten(0, 1), targets.to(model.device).flatten()).view(targets.shape)
+        targets_T = targets.to(model.device).flatten()
+        # In float32, and as a log-softmax, the logits of some tokens at a time take memory.
+        pieces = zip(logits_BSV.flatten(0, 1).split(_TOKENS), targets_T.split(_TOKENS), strict=True)
+        nats = [F.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
+        yield torch.cat(nats).cpu().double().view(targets.shape)
 
 
-def _nats_in_pieces(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
-    """`[T]` float64, on the CPU. In float32, and as a log-softmax, the logits of some tokens at a time take memory."""
-    pieces = zip(logits_TV.split(_TOKENS), targets_T.split(_TOKENS), strict=True)
-    nats = [F.cross_entropy(piece.float(), targets, reduction="none") for piece, targets in pieces]
-    return torch.cat(nats).cpu().double()
+@dataclass(frozen=True)
+class PairStream:
+    """Sentence pairs to score.
+
+    Attributes:
+        inputs: the encoder's tokens of each sentence.
+        labels: tokens of each translation.
+        codes: place of the token that names the target's language, which is given and not scored; None without one.
+        tokens, size: scored tokens, and UTF-8 bytes of the translations.
+    """
+
+    inputs: list[list[int]]
+    labels: list[list[int]]
+    codes: list[int | None]
+    tokens: int
+    size: int
 
 
-def score_stream(model: Any, stream: TextStream, block_size: int, batch_size: int) -> LanguageScore:
-    """The score of a model on a text, in windows of `block_size` tokens.
+def pair_stream(
+    language: str, pairs: Iterable[SentencePair], tokenizer: Any, max_tokens: int | None, longest: int | None = None
+) -> PairStream:
+    """The first pairs to and from a language, in directions that the model translates, whose translations have at most
+    `max_tokens` tokens; at least one.
+
+    Args:
+        longest: number of positions that the model takes; longer pairs are left out.
+    """
+    encoder = PairEncoder(tokenizer)
+    place_of_code = cache(encoder.place_of_code)
+    rows = [pair for pair in pairs if encoder.translates(pair.direction)]
+    inputs: list[list[int]] = []
+    labels: list[list[int]] = []
+    codes: list[int | None] = []
+    tokens = size = 0
+    for first in range(0, len(rows), _AT_ONCE):
+        some = rows[first : first + _AT_ONCE]
+        for row, source, target in zip(some, *encoder.encode(some), strict=True):
+            if longest is not None and max(len(source), len(target)) > longest:
+                continue
+            code = place_of_code(row.direction)
+            count = len(target) - (code is not None)
+            if max_tokens is not None and inputs and tokens + count > max_tokens:
+                return PairStream(inputs, labels, codes, tokens, size)
+            inputs.append(source)
+            labels.append(target)
+            codes.append(code)
+            tokens, size = tokens + count, size + len(row.target.encode())
+    if not tokens:
+        raise InputError(
+            f"Language {language!r}: no sentence pair to score, or none that the model translates and whose tokens its "
+            "positions hold."
+        )
+    return PairStream(inputs, labels, codes, tokens, size)
+
+
+@torch.no_grad()
+def _pair_nats(model: Any, stream: PairStream, batch_size: int) -> Iterator[float]:
+    """The negative log-likelihood of each batch's translations, in nats. Pairs of like length share a batch."""
+    order = sorted(range(len(stream.inputs)), key=lambda place: -len(stream.inputs[place]))
+    for first in range(0, len(order), batch_size):
+        places = order[first : first + batch_size]
+        inputs, targets = ([side[place] for place in places] for side in (stream.inputs, stream.labels))
+        batch = {name: value.to(model.device) for name, value in pair_batch(model, inputs, targets).items()}
+        labels = batch.pop("labels")
+        for row, place in zip(labels, places, strict=True):
+            if (code := stream.codes[place]) is not None:
+                row[code % len(stream.labels[place])] = IGNORED
+        yield target_loss(model(**batch, use_cache=False), labels, 1).item()
+
+
+def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[int]]) -> dict[str, torch.Tensor]:
+    """The inputs of an encoder-decoder for some pairs of token ids, padded, and `labels`."""
+    batch = {
+        "input_ids": padded(inputs, model.config.pad_token_id or 0),
+        "attention_mask": padded([[1] * len(row) for row in inputs], 0),
+        "labels": padded(labels, IGNORED),
+    }
+    return with_decoder_inputs(model, batch)
+
+
+def stream_for(
+    config: Any, language: str, texts: Mapping[str, Iterable[Any]], tokenizer: Any, max_tokens: int | None
+) -> TextStream | PairStream:
+    """What a model with this configuration is scored on: `pair_stream`, if it is an encoder-decoder, else
+    `language_stream`."""
+    if config.is_encoder_decoder:
+        return pair_stream(language, texts[language], tokenizer, max_tokens, longest_block(config))
+    return language_stream(language, texts, tokenizer, max_tokens)
+
+
+def score_stream(model: Any, stream: TextStream | PairStream, block_size: int, batch_size: int) -> LanguageScore:
+    """The score of a model on a text, in windows of `block_size` tokens, or fewer if it takes fewer.
 
     Raises:
         InputError: the model computes NaN or infinite values.
     """
-    return stream.score(sum(part.sum().item() for part in target_nats(model, stream, block_size, batch_size)))
+    if isinstance(stream, PairStream):
+        nats = sum(_pair_nats(model, stream, batch_size))
+    else:
+        block_size = min(block_size, longest_block(model.config) or block_size)
+        nats = sum(part.sum().item() for part in target_nats(model, stream, block_size, batch_size))
+    return LanguageScore.from_nats(nats, stream.tokens, stream.size)
 
 
 def evaluate_model(
     model: nn.Module,
     tokenizer: Any,
-    texts: Mapping[str, Iterable[str]],
+    texts: Mapping[str, Iterable[Any]],
     block_size: int = 1024,
     batch_size: int = 8,
     max_tokens: int | None = None,
 ) -> dict[str, LanguageScore]:
-    """Scores each language's documents, in windows of `block_size` tokens.
+    """Scores each language's documents, in windows of `block_size` tokens; of an encoder-decoder, the translations to
+    and from each language.
+
+    Args:
+        texts: documents of each language, or for an encoder-decoder its sentence pairs.
 
     Raises:
         InputError: a language has no text to score, its score is not finite, or a number is out of range.
     """
-    # Refuses numbers out of range.
-    EvaluationSettings(block_size=block_size, batch_size=batch_size, max_tokens=max_tokens)
+    EvaluationSettings(block_size=block_size, batch_size=batch_size, max_tokens=max_tokens)  # refuses others
     model.eval()
-    block_size = min(block_size, longest_block(model.config) or block_size)
     scores = {}
     for language in tqdm(list(texts), desc="evaluate", unit="language"):
-        stream = language_stream(language, texts, tokenizer, max_tokens)
+        stream = stream_for(model.config, language, texts, tokenizer, max_tokens)
         with errors_at(f"language {language!r}"):
             scores[language] = score_stream(model, stream, block_size, batch_size)
     return scores

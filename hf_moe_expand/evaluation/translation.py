@@ -1,6 +1,6 @@
-"""Scores a model's greedy translations of parallel text by chrF++."""
+"""Translates parallel text with a decoder, by prompts, or with an encoder-decoder, and scores it by chrF++."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,12 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from ..data.pairs import PairEncoder, padded
 from ..data.sources import LanguageText, Pair, translation_line, translation_start
 from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json
 from ..models import longest_block
-from .pair_translation import check_directions, end_tokens, generation_config, translate_pairs
 
 
 @dataclass(frozen=True)
@@ -149,48 +149,104 @@ def translate(
     `max_new_tokens`.
 
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens.
-
-    Raises:
-        InputError: a prompt and its continuation do not fit the model's positions.
     """
-    model.eval()
     encoded = [tokenizer(prompt).input_ids for prompt in prompts]
-    positions = longest_block(model.config)
-    longest = max(map(len, encoded))
+    positions, longest = longest_block(model.config), max(map(len, encoded))
     if positions is not None and longest + max_new_tokens > positions:
         raise InputError(
             f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
             "give fewer examples or new tokens."
         )
-    ends = end_tokens(model, tokenizer)
-    filler = ends[0] if ends else 0
-    continuations = [""] * len(prompts)
-    cut = 0
-    # Batches of similar length need little padding; the longest come first, since they need the most memory.
-    order = sorted(range(len(prompts)), key=lambda index: -len(encoded[index]))
+    ends = _end_tokens(model, tokenizer)
     greedy = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=filler
+        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
     )
-    with generation_config(model, greedy), tqdm(total=len(prompts), desc="translate", unit="sentence") as progress:
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
-            width = max(len(encoded[index]) for index in batch)
-            missing = [width - len(encoded[index]) for index in batch]
-            ids_BS = [[filler] * gap + encoded[index] for gap, index in zip(missing, batch, strict=True)]
-            mask_BS = [[0] * gap + [1] * (width - gap) for gap in missing]
-            written_BS = model.generate(
-                input_ids=torch.tensor(ids_BS, device=model.device),
-                attention_mask=torch.tensor(mask_BS, device=model.device),
-                stop_strings=["\n"],
-                tokenizer=tokenizer,
-            )
-            for index, row in zip(batch, written_BS[:, width:].tolist(), strict=True):
-                end = next((place for place, token in enumerate(row) if token in ends), None)
-                line, newline, _ = tokenizer.decode(row[:end], skip_special_tokens=True).partition("\n")
-                continuations[index] = line.strip()
-                cut += end is None and not newline
-            progress.update(len(batch))
+    continuations, cut = [""] * len(prompts), 0
+    for place, row in _generated(model, encoded, greedy, batch_size, stop_strings=["\n"], tokenizer=tokenizer):
+        end = next((place for place, token in enumerate(row) if token in ends), None)
+        line, newline, _ = tokenizer.decode(row[:end], skip_special_tokens=True).partition("\n")
+        continuations[place] = line.strip()
+        cut += end is None and not newline
     return continuations, cut
+
+
+def translate_pairs(
+    model: Any,
+    tokenizer: Any,
+    sentences: Sequence[str],
+    direction: Pair,
+    batch_size: int = 8,
+    max_new_tokens: int = 256,
+    beams: int = 1,
+) -> tuple[list[str], int]:
+    """An encoder-decoder's translations, and the number of those cut off at `max_new_tokens`. The first token names the
+    target's language, where the tokenizer has codes.
+
+    Of the checkpoint's own generation settings, only its special tokens count.
+    """
+    _check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
+    encoder, own, ends = PairEncoder(tokenizer), model.generation_config, _end_tokens(model, tokenizer)
+    start = own.decoder_start_token_id
+    options = GenerationConfig(
+        do_sample=False, num_beams=beams, max_new_tokens=max_new_tokens, eos_token_id=ends or None,
+        pad_token_id=model.config.pad_token_id or 0, bad_words_ids=own.bad_words_ids,
+        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None) if start is None else start,
+    )  # fmt: skip
+    options.update(**encoder.start(direction))
+    translations, cut = [""] * len(sentences), 0
+    for place, row in _generated(model, encoder.sources(list(sentences), direction), options, batch_size):
+        cut += not set(row) & set(ends)
+        translations[place] = " ".join(tokenizer.decode(row, skip_special_tokens=True).split())
+    return translations, cut
+
+
+def _check_directions(model: Any, tokenizer: Any, sentences: Mapping[Pair, Sequence[str]], max_new_tokens: int) -> None:
+    """Refuses sentences of each direction that `translate_pairs` would refuse."""
+    encoder, positions = PairEncoder(tokenizer), longest_block(model.config)
+    encoder.check(sentences)
+    for direction, texts in sentences.items():
+        longest = max(map(len, encoder.sources(list(texts), direction)))
+        if positions is not None and max(longest, max_new_tokens + 2) > positions:
+            raise InputError(
+                f"A sentence of {longest} tokens and a translation of {max_new_tokens} do not fit the model's "
+                f"{positions} positions: give shorter sentences or fewer new tokens."
+            )
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    own = model.generation_config.eos_token_id
+    ends = own if isinstance(own, list) else [own]
+    return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
+
+
+def _generated(
+    model: Any, encoded: Sequence[list[int]], config: GenerationConfig, batch_size: int, **options: Any
+) -> Iterator[tuple[int, list[int]]]:
+    """Yields the place of each input, and the tokens that the model writes after it, under `config` in place of the
+    model's own settings, which `generate` would use for omitted arguments."""
+
+    def stacked(rows: list[list[int]], filler: int) -> torch.Tensor:
+        """`[batch, longest]`, padded on the right for an encoder, on the left for a decoder."""
+        if model.config.is_encoder_decoder:
+            return padded(rows, filler).to(model.device)
+        return padded([row[::-1] for row in rows], filler).flip(1).to(model.device)
+
+    # Batches of similar length need little padding; the longest come first, since they need the most memory.
+    order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
+    own, model.generation_config = model.generation_config, config
+    model.eval()
+    try:
+        with tqdm(total=len(order), desc="translate", unit="sentence") as progress:
+            for first in range(0, len(order), batch_size):
+                batch = order[first : first + batch_size]
+                rows = [encoded[place] for place in batch]
+                ids_BS, mask_BS = stacked(rows, config.pad_token_id), stacked([[1] * len(row) for row in rows], 0)
+                written_BT = model.generate(input_ids=ids_BS, attention_mask=mask_BS, **options)
+                given = 1 if model.config.is_encoder_decoder else ids_BS.shape[1]
+                yield from zip(batch, written_BT[:, given:].tolist(), strict=True)
+                progress.update(len(batch))
+    finally:
+        model.generation_config = own
 
 
 def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
@@ -244,23 +300,18 @@ def evaluate_translation(
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
     if is_encoder_decoder:  # before the first direction is translated
-        check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, max_new_tokens)
+        _check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, max_new_tokens)
     scores = {}
-    for source, target in pairs:
+    for pair in pairs:
+        given, wanted = (list(texts[code][scored]) for code in pair)
         if is_encoder_decoder:
-            sentences_of_source = list(texts[source][scored])
-            translations, cut = translate_pairs(
-                model, tokenizer, sentences_of_source, (source, target), batch_size, max_new_tokens, beams
-            )
-            scores[pair_name((source, target))] = _score(metric, translations, cut, texts[target][scored])
-            continue
-        examples = list(zip(texts[source][:shots], texts[target][:shots], strict=True))
-        prompts = [translation_prompt((source, target), sentence, examples) for sentence in texts[source][scored]]
-        translations, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
-        scores[pair_name((source, target))] = _score(metric, translations, cut, texts[target][scored])
+            translations, cut = translate_pairs(model, tokenizer, given, pair, batch_size, max_new_tokens, beams)
+        else:
+            examples = list(zip(*(texts[code][:shots] for code in pair), strict=True))
+            prompts = [translation_prompt(pair, sentence, examples) for sentence in given]
+            translations, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
+        chrf = metric.corpus_score(translations, [wanted]).score
+        scores[pair_name(pair)] = TranslationScore(
+            chrf, str(metric.get_signature()), len(translations), cut, translations
+        )
     return scores
-
-
-def _score(metric: Any, translations: list[str], cut: int, wanted: Sequence[str]) -> TranslationScore:
-    chrf = metric.corpus_score(translations, [list(wanted)]).score
-    return TranslationScore(chrf, str(metric.get_signature()), len(translations), cut, translations)

@@ -14,10 +14,8 @@ from ..data.pairs import texts_for
 from ..data.sources import LanguageText
 from ..errors import InputError, errors_at
 from ..jsonfile import read_json, write_json
-from ..models import longest_block
 from ..schema import read
-from .pairs import PairStream, pair_nats, pair_stream
-from .perplexity import LanguageScore, TextStream, language_stream, score_stream
+from .perplexity import LanguageScore, PairStream, TextStream, score_stream, stream_for
 
 VALIDATION = "validation.json"
 
@@ -107,7 +105,7 @@ class ValidationCallback(TrainerCallback):
     All ranks score the same text (the model may be split over them); the first rank writes.
 
     Args:
-        streams: the stream of each language, from `language_stream`, or from `pair_stream` for an encoder-decoder.
+        streams: the stream of each language, from `stream_for`.
         path: file to write; a resumed training keeps its earlier scores.
         block_size: tokens in a window.
         trained: the languages that train.
@@ -137,16 +135,11 @@ class ValidationCallback(TrainerCallback):
             self._score(args, state, model)
 
     def _score(self, args: Any, state: Any, model: Any) -> None:
-        block_size = min(self.block_size, longest_block(model.config) or self.block_size)
         scores = {}
         with _untouched(model):
             for language, stream in self.streams.items():
                 with errors_at(f"validation at step {state.global_step}: language {language!r}"):
-                    if isinstance(stream, PairStream):
-                        nats = sum(pair_nats(model, stream, args.per_device_train_batch_size))
-                        scores[language] = LanguageScore.from_nats(nats, stream.tokens, stream.size)
-                    else:
-                        scores[language] = score_stream(model, stream, block_size, args.per_device_train_batch_size)
+                    scores[language] = score_stream(model, stream, self.block_size, args.per_device_train_batch_size)
         self.curves.add(state.global_step, scores)
         if state.is_world_process_zero:
             self.curves.save(self.path)
@@ -174,12 +167,7 @@ def validation_callback(
         InputError: a language has no text to score.
     """
     texts = texts_for(model_config, validation_sources(settings))
-    streams: dict[str, Any] = {}
-    for code in texts:
-        if model_config.is_encoder_decoder:
-            streams[code] = pair_stream(code, texts[code], tokenizer, settings.max_tokens, longest_block(model_config))
-        else:
-            streams[code] = language_stream(code, texts, tokenizer, settings.max_tokens)
+    streams = {code: stream_for(model_config, code, texts, tokenizer, settings.max_tokens) for code in texts}
     return ValidationCallback(streams, path, settings.every, block_size, trained)
 
 

@@ -78,12 +78,7 @@ def drawing(width: float, height: float, layout: str | None = "constrained") -> 
         yield Figure(figsize=(width / 72, height / 72), layout=layout)  # type: ignore[arg-type]
 
 
-def draw_lines(
-    axes: "Axes",
-    lines: Sequence[Line],
-    x_label: str,
-    y_range: tuple[float, float] | None = None,
-) -> None:
+def draw_lines(axes: "Axes", lines: Sequence[Line], x_label: str, y_range: tuple[float, float] | None = None) -> None:
     """Lines over integers; 2 to 12 lines are labelled at their ends. Without any finite point, draws a message."""
     drawn = [(line, points) for line in lines if (points := line.points)]
     if not drawn:

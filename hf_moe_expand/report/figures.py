@@ -1,6 +1,7 @@
 """Writes pictures of results to files; the path's suffix gives the format."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from ..layer_names import axis_label
 from .drawing import Line, cell_size, draw_allocation, draw_cells, draw_deviation, draw_lines, drawing, with_means
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from ..results import RoutingResult, SeparabilityResult
@@ -21,31 +23,22 @@ def plot_allocation(
     title: str = "",
 ) -> None:
     """Draws similarity and experts per layer in one picture, as in LayerMoE's figures."""
-    with drawing(max(360, 20 * len(experts_per_layer)), 245) as figure:
-        label = "experts (filled: with a classifier)" if classifier_layers else "experts"
-        axes = figure.subplots()
+    label = "experts (filled: with a classifier)" if classifier_layers else "experts"
+    with _picture(path, 20 * len(experts_per_layer), label) as axes:
         draw_allocation(axes, experts_per_layer, similarity, "similarity of languages", classifier_layers)
-        axes.set_title(label, loc="left")
-        figure.suptitle(title)
-        _save(figure, path)
+        axes.figure.suptitle(title)
 
 
 def plot_separability(path: str | Path, result: "SeparabilityResult") -> None:
     """Draws how well each layer tells old text from new, by one token (dashed) and by 32 together (solid)."""
-    with drawing(max(360, 20 * len(result.token) + 86), 245) as figure:
-        axes = figure.subplots()
+    with _picture(path, 20 * len(result.token) + 86, "old text told from new: balanced accuracy") as axes:
         draw_lines(axes, separability_lines(result), "layer", separability_range(result))
-        axes.set_title("old text told from new: balanced accuracy", loc="left")
-        _save(figure, path)
 
 
 def separability_lines(result: "SeparabilityResult", least: float | None = None) -> list[Line]:
     """Balanced accuracy by layer on one token and on the longest stretch; a thin line at `least`."""
     layers = range(len(result.token))
-    lines = [
-        Line("1 token", layers, result.token, "old"),
-        Line(f"{result.length} tokens", layers, result.separability),
-    ]
+    lines = [Line("1 token", layers, result.token, "old"), Line(f"{result.length} tokens", layers, result.separability)]
     return lines if least is None else [*lines, Line("least", layers, [least] * len(layers), "old", thin=True)]
 
 
@@ -124,11 +117,8 @@ def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int =
 
 def plot_expert_0_scores(path: str | Path, result: "RoutingResult") -> None:
     """Draws the router's score of expert 0 by layer, one line for each language; many languages get thick means."""
-    with drawing(max(360, 20 * len(result.layers) + 86), 245) as figure:
-        axes = figure.subplots()
+    with _picture(path, 20 * len(result.layers) + 86, "router's score of expert 0 (dashed: old languages)") as axes:
         draw_lines(axes, with_means(expert_0_lines(result)), axis_label(result.encoder_layers), (0, 1))
-        axes.set_title("router's score of expert 0 (dashed: old languages)", loc="left")
-        _save(figure, path)
 
 
 def expert_0_lines(result: "RoutingResult") -> list[Line]:
@@ -138,6 +128,16 @@ def expert_0_lines(result: "RoutingResult") -> list[Line]:
         for old in (True, False)
         for code in result.of_kind(old)
     ]
+
+
+@contextmanager
+def _picture(path: str | Path, width: float, title: str) -> Iterator["Axes"]:
+    """The axes of a picture with one chart, which is written at the end."""
+    with drawing(max(360, width), 245) as figure:
+        axes = figure.subplots()
+        yield axes
+        axes.set_title(title, loc="left")
+        _save(figure, path)
 
 
 def _save(figure: "Figure", path: str | Path) -> None:

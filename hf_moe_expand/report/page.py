@@ -152,18 +152,18 @@ def _plan(part: Part) -> dict[str, Any] | None:
     description = f"Experts per layer, from layer {plan.name_of(0)}: {counts}."
     if measure:
         description += f" {label.capitalize()}: {', '.join(f'{value:.3g}' for value in measure)}."
-    rows = [
-        [plan.name_of(layer), str(count), "yes" if layer in plan.classifier_layers else "", f"{measure[layer]:.4g}"]
-        if measure
-        else [plan.name_of(layer), str(count), "yes" if layer in plan.classifier_layers else ""]
-        for layer, count in enumerate(plan.experts_per_layer)
-    ]
     judge = "prefix gate" if plan.prefix_gate else "classifier"
-    header = ["layer", "experts", judge, *([label] if measure else [])]
+    layers = range(len(plan.experts_per_layer))
+    columns: dict[str, Sequence[Any]] = {
+        "layer": [plan.name_of(layer) for layer in layers],
+        "experts": plan.experts_per_layer,
+        judge: ["yes" if layer in plan.classifier_layers else "" for layer in layers],
+    }
+    if measure:
+        columns[label] = [f"{measure[layer]:.4g}" for layer in layers]
     apart = _separability(part.folder, plan)
     if apart:
-        header += apart["header"]
-        rows = [[*row, *accuracies] for row, accuracies in zip(rows, apart["rows"], strict=True)]
+        columns |= apart["columns"]
     return {
         "title": part.title,
         "method": method_title(plan.method),
@@ -182,8 +182,8 @@ def _plan(part: Part) -> dict[str, Any] | None:
             )
         ),
         "apart": apart,
-        "header": header,
-        "rows": rows,
+        "header": list(columns),
+        "rows": list(zip(*columns.values(), strict=True)),
         "alike": _language_similarity(deviation, plan.groups) if deviation else None,
     }
 
@@ -210,8 +210,9 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
         "figure": Markup(line_chart(description, lines, "layer", separability_range(result))),
         "length": result.length,
         "least": least,
-        "header": [f"accuracy, {name}" for name in header[1:]],
-        "rows": [row[1:] for row in rows],
+        "columns": dict(
+            zip([f"accuracy, {name}" for name in header[1:]], list(zip(*rows, strict=True))[1:], strict=True)
+        ),
     }
 
 
@@ -249,7 +250,8 @@ def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]
     settings = (entry and entry.settings) or {}
     tokens, documents = (entry and entry.tokens) or {}, (entry and entry.documents) or {}
     seen = (entry and entry.tokens_seen_by_language) or {}
-    old = _old_languages(folder)
+    history = history_of(folder)
+    old = history.last.old_languages if len(history) else []
     figures = list(_training_figures(logs, settings, part.title_of(name)))
     if curves is not None and curves.steps:
         figures.append(_validation_figure(curves, old))
@@ -284,11 +286,6 @@ def _entry(folder: Path) -> StageRecord | None:
     return history.last.stages[-1] if len(history) and history.last.stages else None
 
 
-def _old_languages(folder: Path) -> list[str]:
-    history = history_of(folder)
-    return list(history.last.old_languages) if len(history) else []
-
-
 def _training_figures(
     logs: Sequence[Mapping[str, float]], settings: Mapping[str, Any], stage: str
 ) -> Iterator[dict[str, Any]]:
@@ -299,16 +296,18 @@ def _training_figures(
         points = [(log["step"], log[key]) for log in logs if key in log]
         return Line(label, [step for step, _ in points], [value for _, value in points], kind)
 
+    def by_kind(key: str) -> list[Line]:
+        """The curves of old and of new languages, those of them that the log has."""
+        return [curve(key.format(kind), kind, kind) for kind in ("old", "new") if key.format(kind) in known]
+
     def figure(caption: str, lines: list[Line], **options: Any) -> dict[str, Any]:
         ends = [f"{line.label} {line.points[0][1]:.3f} to {line.points[-1][1]:.3f}" for line in lines if line.points]
         description = f"{stage}, {caption} by step: {'; '.join(ends)}."
         return {"caption": caption, "svg": Markup(line_chart(description, lines, "step", **options))}
 
-    main = [(key, label) for key, label in (("loss", "all"), ("next_token_loss", "text")) if key in known]
-    if main:
-        kinds = {"loss": "old", "next_token_loss": "new"}
-        lines = [curve(key, label, kinds[key]) for key, label in main]
-        yield figure("loss: of the text (next token), and all parts" if len(main) > 1 else "loss", lines)
+    losses = (("loss", "all", "old"), ("next_token_loss", "text", "new"))
+    if main := [curve(*loss) for loss in losses if loss[0] in known]:
+        yield figure("loss: of the text (next token), and all parts" if len(main) > 1 else "loss", main)
     for key in sorted(key for key in known if key.endswith("_loss") and key not in ("next_token_loss", "train_loss")):
         part = key.removesuffix("_loss")
         weight = settings.get(f"{part}_coef", settings.get(part))
@@ -316,18 +315,15 @@ def _training_figures(
             continue
         words = part.replace("_", "-" if part == "language_prior" else " ")
         yield figure(f"{words} loss" + (f", weight {weight:g}" if weight else ""), [curve(key, words)])
-    sides = [kind for kind in ("old", "new") if f"{kind}_tokens_right" in known]
-    if sides:
-        lines = [curve(f"{kind}_tokens_right", kind, kind) for kind in sides]
-        yield figure("tokens that classifiers put on their side", lines, y_range=(0, 1))
+    if sides := by_kind("{}_tokens_right"):
+        yield figure("tokens that classifiers put on their side", sides, y_range=(0, 1))
     for key in ("group_accuracy", "gate"):
         if key in known:
             words = key.replace("_", " ")
             yield figure(words if key != "gate" else "gate: mean weight of the routed experts", [curve(key, words)])
-    kinds_scored = [kind for kind in ("old", "new") if f"expert_0_score_{kind}" in known]
-    homes = [curve(f"expert_0_score_{kind}", kind, kind) for kind in kinds_scored]
-    if homes:
-        yield figure(f"router's score of expert 0, {' and '.join(kinds_scored)} languages", homes, y_range=(0, 1))
+    if homes := by_kind("expert_0_score_{}"):
+        kinds = " and ".join(line.kind for line in homes)
+        yield figure(f"router's score of expert 0, {kinds} languages", homes, y_range=(0, 1))
     shares = sorted((int(key.split("_")[1]), key) for key in known if re.fullmatch(r"expert_\d+_share", key))
     if shares:
         lines = [curve(key, str(expert), "old" if expert == 0 else "new") for expert, key in shares]
@@ -364,12 +360,8 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
         maps.append(Markup(heat_map(description, old + new, experts, values, f"layer {layer}", True, 1.0, rule)))
     lines = expert_0_lines(result)
     ends = "; ".join(f"{line.label} {sum(line.y) / len(line.y):.2f}" for line in lines)
-    svg = line_chart(
-        f"Router's score of expert 0, mean over layers: {ends}.",
-        with_means(lines),
-        axis_label(result.encoder_layers),
-        (0, 1),
-    )
+    description = f"Router's score of expert 0, mean over layers: {ends}."
+    svg = line_chart(description, with_means(lines), axis_label(result.encoder_layers), (0, 1))
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
         "choice": result.has_choice,
@@ -391,9 +383,7 @@ def _frozen(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
     trained = trained_parts(entry.stage) if entry else None
     report = None
     if entry is not None and trained is not None:
-        config = load_expanded_config(folder)
-        network = network_of(config)
-        report = freeze(network, trained, entry.stage)
+        report = freeze(network_of(load_expanded_config(folder)), trained, entry.stage)
     checked = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
     return {"title": part.title_of(name), "report": report, "checked": checked}
 

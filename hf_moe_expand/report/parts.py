@@ -79,9 +79,6 @@ def history_of(folder: Path) -> History:
 def records_and_checkpoints(folders: Sequence[str | Path]) -> list[Path]:
     """The folder with a run's JSON files, then the checkpoints among `folders`, if there are any. Checkpoints alone
     have none: the first stands for it.
-
-    Raises:
-        InputError: one is no folder, several are no checkpoints, or a checkpoint is dense.
     """
     resolved = [run_folder(folder) for folder in folders]
     checkpoints = [folder for folder in resolved if (folder / "config.json").is_file()]

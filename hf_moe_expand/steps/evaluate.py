@@ -10,7 +10,7 @@ from ..data.sources import LanguageText
 from ..errors import errors_at
 from ..evaluation.chat import QUESTIONS, check_chat
 from ..evaluation.perplexity import language_stream
-from ..evaluation.scoring import score_models
+from ..evaluation.report import score_models
 from ..languages import UNDETERMINED
 from ..models import load_tokenizer
 from ..recipe import Recipe
