@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.plain_ffn import plain_form
+from ..modeling.grouped_experts import plain_form
 from .new_weights import place_generator
 from .stored import StoredModel
 
