@@ -17,7 +17,7 @@ logging.getLogger("DeepSpeed").addFilter(
 )
 
 # The first argument is the console script, or `-m` while Python looks for the module of `python -m hf_moe_expand`.
-if Path(sys.argv[0]).name.removesuffix(".exe") not in ("hf-moe-expand", "-m"):
+if Path("".join(sys.argv[:1])).name.removesuffix(".exe") not in ("hf-moe-expand", "-m"):
     from . import modeling  # noqa: F401  # registers
 
 __version__ = "0.1.0"

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from .grouped_experts import Experts, can_group, fused, has_kernel, run_grouped
-from .plain_ffn import PlainFFN
+from .grouped_experts import Experts, PlainFFN, can_group, fused, has_kernel, run_grouped
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 _FEW_TOKENS, _FEW_EXPERTS = 64, 8

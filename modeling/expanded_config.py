@@ -97,12 +97,6 @@ class ExpandedConfig(PreTrainedConfig):
                     + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
                     + ": a classifier needs a layer with a router."
                 )
-        self._check_prefix_gate()
-        if self.conditional_routing and max(counts) < 2:
-            raise ValueError("conditional_routing needs experts beside expert 0, but num_experts_per_layer is all 1.")
-        self._check_expert_kind()
-
-    def _check_prefix_gate(self) -> None:
         rule = PrefixRule.of(self)
         if rule is not None and self.is_encoder_decoder:
             raise ValueError(
@@ -111,8 +105,8 @@ class ExpandedConfig(PreTrainedConfig):
             )
         if rule is not None and not self.classifier_layers:
             raise ValueError("prefix_gate says how classifiers judge, but classifier_layers names no layer.")
-
-    def _check_expert_kind(self) -> None:
+        if self.conditional_routing and max(counts) < 2:
+            raise ValueError("conditional_routing needs experts beside expert 0, but num_experts_per_layer is all 1.")
         if self.expert_kind not in KINDS:
             raise ValueError(f"expert_kind is {self.expert_kind!r}; known: {', '.join(KINDS)}.")
         if problem := KINDS[self.expert_kind].of(self).problem():

@@ -10,7 +10,7 @@ from torch import nn
 
 from .dispatch import dispatch, is_traced, run_added, run_alone
 from .experts import AddedExpert, activation_of, copy_ffn, lora_expert
-from .plain_ffn import plain_form
+from .grouped_experts import plain_form
 from .prefix_gate import PrefixRule, RunningText, TextMarks
 from .routing import (
     Choice,

@@ -21,7 +21,7 @@ from .backbone import SeparateFFN, decoder_ffns, put_in_place
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
-from .expansion_only import carry_packs, index_weights, load_assembled
+from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assembled
 from .experts import AddedExpert, LoraLinear
 from .prefix_gate import SERVERS, PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
@@ -57,8 +57,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         Raises:
             ValueError: the checkpoint is a dense model's, or the base model is not the one that was expanded.
         """
-        hub_options = ("cache_dir", "revision", "token", "subfolder", "local_files_only", "force_download")
-        passed = {name: kwargs[name] for name in hub_options if name in kwargs}
+        passed = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         if config is None:
             config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **passed)  # type: ignore[attr-defined]
         cls = _expanded_class(cls, config)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
+from operator import attrgetter
 from typing import Any
 
 Languages = str | Sequence[str | None]
@@ -72,9 +73,6 @@ def with_languages(forward: Callable) -> Callable:
     del forward_with_languages.__wrapped__  # type: ignore[attr-defined]
     signature = inspect.signature(forward)
     added = inspect.Parameter("languages", inspect.Parameter.KEYWORD_ONLY, default=None)
-    parameters = list(signature.parameters.values())
-    place = len(parameters) - (bool(parameters) and parameters[-1].kind == inspect.Parameter.VAR_KEYWORD)
-    forward_with_languages.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*parameters[:place], added, *parameters[place:]]
-    )
+    parameters = sorted([*signature.parameters.values(), added], key=attrgetter("kind"))
+    forward_with_languages.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward_with_languages

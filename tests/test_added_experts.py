@@ -618,7 +618,7 @@ def test_added_experts_compile_into_one_graph():
 
 
 def test_an_added_expert_is_plain():
-    from hf_moe_expand.modeling.plain_ffn import PlainFFN, plain_form
+    from hf_moe_expand.modeling.grouped_experts import PlainFFN, plain_form
 
     form = PlainFFN(torch.nn.Linear, ("gate_proj", "up_proj"), "down_proj", "act_fn", True)
     assert plain_form(AddedExpert(8, 16, "gelu")) == form

@@ -14,8 +14,7 @@ from torch.autograd import forward_ad
 from hf_moe_expand.modeling import dispatch as dispatch_module
 from hf_moe_expand.modeling import grouped_experts
 from hf_moe_expand.modeling.dispatch import dispatch, run_all, run_in_turn
-from hf_moe_expand.modeling.grouped_experts import can_group, run_grouped
-from hf_moe_expand.modeling.plain_ffn import plain_form
+from hf_moe_expand.modeling.grouped_experts import can_group, plain_form, run_grouped
 
 
 class Inline(nn.Module):

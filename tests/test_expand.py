@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import byte_tokenizer, run_fresh, save_dense, tiny_config, tiny_dense
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
@@ -308,3 +309,10 @@ def test_the_tokenizer_loads_as_the_bases_does(tmp_path, backbone):
     fresh = "import sys; from transformers import AutoTokenizer; a = AutoTokenizer.from_pretrained(sys.argv[1], "
     fresh += "trust_remote_code=False); print(type(a).__name__)"
     assert run_fresh(fresh, str(tmp_path / "out")).strip() == type(theirs).__name__
+
+
+def test_an_ffn_that_the_backbone_does_not_initialise_is_not_written_at_random(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", lambda self, module: None)
+    with pytest.raises(InputError, match="has no random first weights of 'weight': take `copy` instead"):
+        expand_checkpoint(base, tmp_path / "out", PLAN, expert_init="random")
+    assert not (tmp_path / "out").exists()

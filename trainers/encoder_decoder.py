@@ -3,7 +3,7 @@
 Shape suffixes: B pairs of a batch, S tokens of a source, T tokens of a target, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,8 +61,3 @@ def by_stack(config: Any, layers: Mapping[int, LayerRouting]) -> list[list[Layer
         stacks.append([layers[layer] for layer in sorted(layers) if first <= layer < first + size])
         first += size
     return stacks
-
-
-def others(stacks: Sequence[Sequence[LayerRouting]], stack: int) -> list[LayerRouting]:
-    """The routing of the other stacks' layers."""
-    return [layer for number, layers in enumerate(stacks) if number != stack for layer in layers]

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from ..modeling import LayerRouting
-from .encoder_decoder import LANGUAGE_COLUMNS, by_stack, counted_tokens, others, target_loss, with_decoder_inputs
+from .encoder_decoder import LANGUAGE_COLUMNS, by_stack, counted_tokens, target_loss, with_decoder_inputs
 from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
 from .metrics import Metrics, record_routing
 from .routing_capture import FirstPass, judged_by_text, without_virtual_tokens
@@ -165,10 +164,7 @@ class RouterLossMixin:
         total = loss
         for stack, routing in enumerate(stacks):
             if routing:
-                batch = self._loss_batch(
-                    mode, routing, tokens[stack], stack, others(stacks, stack), in_step=scale is not None,
-                    **of_the_model,
-                )  # fmt: skip
+                batch = self._loss_batch(mode, stacks, stack, tokens[stack], scale is not None, **of_the_model)
                 total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
 
@@ -240,15 +236,10 @@ class RouterLossMixin:
         return not scaled
 
     def _loss_batch(
-        self,
-        mode: str,
-        routing: list,
-        tokens: TokenMasks,
-        stack: int,
-        others: Sequence[LayerRouting],
-        in_step: bool,
-        **of_the_model: Any,
+        self, mode: str, stacks: list, stack: int, tokens: TokenMasks, in_step: bool, **of_the_model: Any
     ) -> LossBatch:
+        routing = stacks[stack]
+        others = [layer for number, layers in enumerate(stacks) if number != stack for layer in layers]
         record = partial(self._router_metrics.record, mode)
         selections = [expert_selections(r.routed_logits, r.top_k, tokens.counted_T) for r in routing]
         counts = tokens.counts().float()

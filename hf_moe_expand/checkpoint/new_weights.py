@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import InputError
 from ..modeling import DecoderFFN
 from ..modeling.experts import init_kaiming
-from ..modeling.plain_ffn import plain_form
+from ..modeling.grouped_experts import plain_form
 from ..modeling.routing import init_router
 from .reader import TORCH_DTYPES
 from .stored import Place, StoredModel
@@ -170,14 +171,23 @@ def first_weight(
 
 
 def _random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
-    """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it."""
+    """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it.
+
+    Raises:
+        InputError: the backbone's initialisation leaves the tensor alone.
+    """
     if network.config.is_encoder_decoder:  # T5 initialises its FFN as a whole, others do so layer by layer
         drawn = _drawn(network, ffn, rest, _place_seed(*place))
         if not drawn.isnan().any():
             return drawn
     module_name, _, parameter_name = rest.rpartition(".")
     seed = _place_seed(*place, *module_name.encode())
-    return _drawn(network, ffn.get_submodule(module_name), parameter_name, seed)
+    drawn = _drawn(network, ffn.get_submodule(module_name), parameter_name, seed)
+    if drawn.isnan().any():
+        raise InputError(
+            f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy` instead."
+        )
+    return drawn
 
 
 def _drawn(network: Any, module: nn.Module, name: str, seed: int) -> torch.Tensor:

@@ -9,8 +9,6 @@ from math import comb, inf, isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import InputError
 from ..jsonfile import read_json
 
@@ -40,6 +38,8 @@ def group_languages(
         InputError: the matrix does not fit the languages, a language is named twice, or `num_groups` exceeds the number
             of languages.
     """
+    import numpy as np  # --help of `plan` need not wait for it
+
     _check_number(languages, num_groups)
     matrix = np.asarray(similarity, dtype=np.float64)
     if matrix.shape != (len(languages), len(languages)):
@@ -82,6 +82,8 @@ def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[f
         InputError: the file cannot be read, lacks a language, or holds vectors of several lengths, a value that is not
             a number, or a vector of zeros.
     """
+    import numpy as np
+
     vectors = _read_vectors(Path(path))
     if missing := [language for language in languages if language not in vectors]:
         raise InputError(f"{path}: has no vector for {', '.join(missing)}; add one for each language.")
