@@ -3,6 +3,7 @@
 Shape suffixes as in `routing.py`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,48 +91,48 @@ class ExpandedFFN(nn.Module):
         alone = self.control.only_expert
         if alone is not None and alone >= len(self.experts):
             raise ValueError(f"Layer {self.layer_index} has no expert {alone}; give one of 0..{len(self.experts) - 1}.")
-        text, capture = self._text(hidden_states), self.control.capture
-        if alone is not None and capture is None and not self.training:
+        text = self._text(hidden_states)
+        if alone is not None and self.control.capture is None and not self.training:
             # Not in training: a recomputation, which nothing captures, must save the tensors that the first pass saved.
             if self.classifier is not None and text is not None:
                 text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
-            return run_alone(self.experts, alone, hidden_states, residual, False, self.is_added)
-        told_T = self._told(x_Th)
-        logits_TC, class_T = self._classes(x_Th, text, told_T)
-        alone = 0 if self._is_all_home(class_T) else alone
-        if alone is None or capture is not None or self.training:
-            routing = self.route(x_Th, logits_TC, class_T)
-            if capture is not None:
-                capture.layers[self.layer_index] = routing
+            return self._run_alone(alone, hidden_states, residual, self.training)
+        classes = self._classes(x_Th, text)
+        if classes.all_home and self.control.capture is None:
+            return self._run_alone(0, hidden_states, residual, training=False)
+        routing = self.route(x_Th, classes)
+        if self.control.capture is not None:
+            self.control.capture.layers[self.layer_index] = routing
+        alone = 0 if classes.all_home else alone
         if alone is not None:
-            return run_alone(self.experts, alone, hidden_states, residual, self.training, self.is_added)
+            return self._run_alone(alone, hidden_states, residual, self.training)
         if self.is_added:
             return run_added(
                 self.experts, hidden_states, residual, routing.weights, routing.experts, self.training, self.form
             )
-        implementation = self.model_config._experts_implementation
-        # Where all experts run on all tokens, expert 0 has the dense layer's shapes already.
-        all_run = len(self.experts) <= self.top_k and implementation != "grouped_mm"
-        index_TK, home_T = routing.experts, None
-        if told_T is not None and 0 in self.control.classes and not all_run:  # type: ignore[operator]
-            home_T = told_T == 0
+        index_TK, home_T = routing.experts, classes.told_home
+        if home_T is not None:
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
         y_Th = dispatch(
             self.experts, hidden_states, routing.weights, index_TK, residual is not None, self.training, self.form,
-            implementation,
+            self.model_config._experts_implementation,
         )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
         y = y if residual is None else y + residual
         if home_T is None:
             return y
         # On all tokens, as in the dense layer: on a part of them a matrix product may round in another way.
-        base = run_alone(self.experts, 0, hidden_states, residual, False)
+        base = self._run_alone(0, hidden_states, residual, training=False)
         return torch.where(home_T.view(hidden_states.shape[:-1]).unsqueeze(-1), base, y)
 
-    def route(
-        self, x_Th: torch.Tensor, logits_TC: torch.Tensor | None = None, class_T: torch.Tensor | None = None
-    ) -> LayerRouting:
-        """The routing of each token, from its hidden states `[T, h]`, the classifier's logits and its class."""
+    def _run_alone(
+        self, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
+    ) -> Any:
+        return run_alone(self.experts, number, hidden_states, residual, training, self.is_added)
+
+    def route(self, x_Th: torch.Tensor, classes: "_Classes | None" = None) -> LayerRouting:
+        """The routing of each token, from its hidden states `[T, h]` and what is known of its language."""
+        classes = self._classes(x_Th, None) if classes is None else classes
         logits_TN = self.router(x_Th)
         conditional = self.conditional_gate is not None
         if self.control.change_logits is not None:
@@ -144,10 +145,10 @@ class ExpandedFFN(nn.Module):
             allowed_TN, weights_TK = None, ones_T1
             index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
         else:
-            allowed_TN = self._allowed(logits_TN, class_T)
+            allowed_TN = self._allowed(logits_TN, classes.of_tokens)
             weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
         rule = self.prefix_rule if self.training and self.classifier is not None else None
-        return LayerRouting(logits_TN, logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule)
+        return LayerRouting(logits_TN, classes.logits, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule)
 
     def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
         """The texts that prefix gates judge; without the model's own, each sequence is a text."""
@@ -158,19 +159,9 @@ class ExpandedFFN(nn.Module):
         B, S = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, hidden_states.shape[0])
         return RunningText(self.prefix_rule, TextMarks.of((B, S), hidden_states.device))
 
-    def _told(self, x_Th: torch.Tensor) -> torch.Tensor | None:
-        """`[T]`, the class that the user gives each token's sequence, -1 where it is not known; None without any."""
-        if (told := self.control.classes) is None:
-            return None
-        told_B = torch.tensor([-1 if number is None else number for number in told], device=x_Th.device)
-        return told_B.repeat_interleave(x_Th.shape[0] // len(told))  # beams of a sequence follow one another
-
-    def _classes(
-        self, x_Th: torch.Tensor, text: RunningText | None, told_T: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The logits `[T, C]` of the layer's classifier, None without one; and the class of each token, `[T]`: the one
-        that the user gives its sequence, or else, but in training, the one of the layer's classifier, or else the one
-        of an earlier layer's gate; None if nothing tells classes apart."""
+    def _classes(self, x_Th: torch.Tensor, text: RunningText | None) -> "_Classes":
+        """The class of each token: the one that the user gives its sequence, or else, but in training, the one of the
+        layer's classifier, or else the one of an earlier layer's gate."""
         logits_TC = None if self.classifier is None else self.classifier(x_Th)
         if logits_TC is not None and text is not None:
             logits_TC = text.judge(self.layer_index, logits_TC)
@@ -180,10 +171,19 @@ class ExpandedFFN(nn.Module):
         if self.control.change_logits is not None:
             logits_TC = judged_TC = None
         class_T = None if self.training or judged_TC is None else token_classes(judged_TC)
-        if told_T is not None:
-            class_T = torch.full_like(told_T, len(self.experts_of_class) - 1) if class_T is None else class_T
+        home_T = None
+        if (told := self.control.classes) is not None:
+            last = len(self.experts_of_class) - 1
+            class_T = torch.full_like(x_Th[:, 0], last, dtype=torch.long) if class_T is None else class_T
+            # Beams of a sequence follow one another.
+            each = x_Th.shape[0] // len(told)
+            told_B = torch.tensor([-1 if number is None else number for number in told], device=x_Th.device)
+            told_T = told_B.repeat_interleave(each)
             class_T = torch.where(told_T < 0, class_T, told_T)
-        return logits_TC, class_T
+            # Where all experts run on all tokens, expert 0 has the dense layer's shapes already.
+            all_run = len(self.experts) <= self.top_k and self.model_config._experts_implementation != "grouped_mm"
+            home_T = None if all_run or 0 not in told else told_T == 0
+        return _Classes(class_T, logits_TC, self._is_all_home(class_T), home_T)
 
     def _is_all_home(self, class_T: torch.Tensor | None) -> bool:
         """Whether expert 0 alone runs for all tokens, as far as the host knows without waiting for a device."""
@@ -219,6 +219,24 @@ class ExpandedFFN(nn.Module):
         if not conditional:
             return choice.weights, choice.experts
         return beside_shared(logits_TN, choice.weights, choice.experts, choice.closed)
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """What is known of the tokens' languages before they are routed.
+
+    Attributes:
+        of_tokens: `[T]`, each token's class; None if nothing tells classes apart.
+        logits: `[T, C]` of the layer's classifier; None without one.
+        all_home: whether the host knows that expert 0 alone runs.
+        told_home: `[T]` bool, the tokens that the user sends to expert 0; None if there are none, or expert 0 has the
+            dense layer's shapes anyway.
+    """
+
+    of_tokens: torch.Tensor | None
+    logits: torch.Tensor | None
+    all_home: bool
+    told_home: torch.Tensor | None
 
 
 def _new_expert(ffn: nn.Module, config: Any, layer: int, number: int) -> nn.Module:
