@@ -313,6 +313,6 @@ def test_the_tokenizer_loads_as_the_bases_does(tmp_path, backbone):
 
 def test_an_ffn_that_the_backbone_does_not_initialise_is_not_written_at_random(base, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.PreTrainedModel, "_init_weights", lambda self, module: None)
-    with pytest.raises(InputError, match="has no random first weights of 'down_proj.weight': take `copy` instead"):
+    with pytest.raises(InputError, match=r"has no random first weights of 'down_proj\.weight': take `copy` instead"):
         expand_checkpoint(base, tmp_path / "out", PLAN, expert_init="random")
     assert not (tmp_path / "out").exists()
