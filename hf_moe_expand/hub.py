@@ -32,8 +32,8 @@ from .hub_files import (
     refuse_private,
 )
 from .jsonfile import read_json
-from .local_paths import without_paths
 from .modeling import MODEL_CLASSES
+from .recipe_paths import without_paths
 from .stages import RECIPE_STAGES, stage_of
 
 

@@ -18,11 +18,10 @@ from .distributed import launched
 from .errors import InputError, errors_at
 from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
-from .local_paths import without_paths
 from .lock import FolderLock
 from .modeling import stack_sizes
 from .recipe import Recipe
-from .recipe_paths import unset_variable
+from .recipe_paths import unset_variable, without_paths
 from .run_record import BEGUN, read_steps
 from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
@@ -117,7 +116,7 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
             continue
         with errors_at(key):
             if config is not None and config.is_encoder_decoder:
-                check_pairs(source, recipe, offline)
+                check_pairs(source, checks)
             else:
                 source.check()
         files = source.files()

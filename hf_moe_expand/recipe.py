@@ -11,7 +11,7 @@ from .data.sources import LanguageText, check_languages
 from .errors import InputError, errors_at
 from .languages import UNDETERMINED, check_language_code, check_old_and_new
 from .planning.methods import AnyPlan, PlanSettings
-from .recipe_paths import fill_packs, fill_sources, fill_stages, filled_in
+from .recipe_paths import fill_in
 from .schema import Declared, Text, Whole, json_schema, read
 from .self_written import SelfWrittenSettings, SelfWrittenText
 from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, JoinSettings
@@ -20,6 +20,15 @@ from .stages.base import Stage
 from .yamlfile import parse_mapping, read_text
 
 Sources = dict[Text, Text]
+# Where an expansion, and a recipe, hold paths, in the form of `fill_in`.
+_OF_EXPANSION = (
+    "new.*",
+    *(f"{key}.{name}" for key in RECIPE_STAGES for name in ("instruct", "curriculum", "validation.texts.*")),
+)
+_PATHS = (
+    "base", "output", "old.*", "test.*", "anchors.*", "join.packs.*", "evaluation.questions.*",
+    *_OF_EXPANSION, *(f"expansions.*.{place}" for place in _OF_EXPANSION),
+)  # fmt: skip
 # Keys beside which `join` has no meaning: it makes no new experts.
 _NOT_WITH_JOIN = (
     "plan",
@@ -262,17 +271,10 @@ class Recipe(Expansion):
             InputError: see `load`.
         """
         mapping = parse_mapping(text, path)
-        for key in ("base", "output"):
-            if isinstance(mapping.get(key), str):
-                mapping[key] = filled_in(mapping[key], f"{path}: {key}", unset_ok)
-        for kind in ("old", "new", "test", "anchors"):
-            fill_sources(mapping, kind, str(path), unset_ok)
-        fill_stages(mapping, RECIPE_STAGES, str(path), unset_ok)
-        fill_packs(mapping, str(path), unset_ok)
-        if isinstance(mapping.get("evaluation"), dict):
-            fill_sources(mapping["evaluation"], "questions", f"{path}: evaluation", unset_ok)
+        for place in _PATHS:
+            mapping = fill_in(mapping, place.split("."), str(path), unset_ok)
         if isinstance(mapping.get("expansions"), list):
-            _share(mapping, str(path), unset_ok)
+            _share(mapping)
         recipe = read(cls, mapping, str(path))
         recipe._text = text
         return recipe
@@ -329,15 +331,12 @@ def recipe_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **json_schema(Recipe), "title": "Recipe"}
 
 
-def _share(mapping: dict[str, Any], path: str, unset_ok: bool) -> None:
+def _share(mapping: dict[str, Any]) -> None:
     """Copies the recipe's own settings to each expansion that lacks them; `graft` only to the last."""
     own = set(Expansion.model_fields) - {"new"}
     shared = {key: mapping[key] for key in own if key in mapping}
     graft = {"graft": shared.pop("graft")} if "graft" in shared else {}
     for number, expansion in enumerate(mapping["expansions"], start=1):
         if isinstance(expansion, dict):
-            where = f"{path}: expansions[{number - 1}]"
-            fill_sources(expansion, "new", where, unset_ok)
-            fill_stages(expansion, RECIPE_STAGES, where, unset_ok)
             last = graft if number == len(mapping["expansions"]) else {}
             mapping["expansions"][number - 1] = {**shared, **last, **expansion}

@@ -1,11 +1,16 @@
-"""Fills environment variables into a recipe's paths."""
+"""Paths in a recipe: environment variables are filled in, and paths of this machine are shortened for publication."""
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import PureWindowsPath
 from typing import Any
 
 from .errors import InputError
+from .yamlfile import scalars
+
+_SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
+_PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
 
 
 def unset_variable(text: str) -> str | None:
@@ -27,34 +32,37 @@ def filled_in(source: Any, where: str, unset_ok: bool) -> str:
     return os.path.expandvars(source)
 
 
-def fill_sources(mapping: dict[str, Any], kind: str, where: str, unset_ok: bool) -> None:
-    """Fills in variables in the texts of languages under the key `kind`."""
-    if isinstance(mapping.get(kind), Mapping):
-        for code in mapping[kind]:
-            if not isinstance(code, str):
-                raise InputError(f"{where}: {kind}: {code!r} is no language code.")
-        mapping[kind] = {
-            code: filled_in(source, f"{where}: {kind}.{code}", unset_ok) for code, source in mapping[kind].items()
-        }
+def fill_in(value: Any, place: Sequence[str], where: str, unset_ok: bool) -> Any:
+    """A recipe's value with variables filled in at one place, if it has that place.
+
+    Args:
+        place: keys, from the outermost; `*` stands for each entry of a list, or for each language of a mapping.
+        where: prefix of the messages: the file, and the keys so far.
+
+    Raises:
+        InputError: see `filled_in`; or a language's code is not a text.
+    """
+    if not place:
+        return filled_in(value, where, unset_ok)
+    key, *rest = place
+    if isinstance(value, list) and key == "*":
+        return [fill_in(entry, rest, f"{where}[{number}]", unset_ok) for number, entry in enumerate(value)]
+    if not isinstance(value, Mapping) or (key != "*" and key not in value):
+        return value
+    if wrong := [code for code in value if key == "*" and not isinstance(code, str)]:
+        raise InputError(f"{where}: {wrong[0]!r} is no language code.")
+    if not rest and key != "*" and not isinstance(value[key], str):
+        return value  # the check of the recipe says what is wrong
+    glue = "." if ": " in where else ": "
+    names = value if key == "*" else [key]
+    return {**value, **{name: fill_in(value[name], rest, f"{where}{glue}{name}", unset_ok) for name in names}}
 
 
-def fill_packs(mapping: dict[str, Any], where: str, unset_ok: bool) -> None:
-    """Fills in variables in the names of a join's packs."""
-    join = mapping.get("join")
-    if isinstance(join, dict) and isinstance(join.get("packs"), list):
-        join["packs"] = [
-            filled_in(pack, f"{where}: join.packs[{number}]", unset_ok) for number, pack in enumerate(join["packs"])
-        ]
-
-
-def fill_stages(mapping: dict[str, Any], stages: Iterable[str], where: str, unset_ok: bool) -> None:
-    """Fills in variables in the files that stages name: a graft's model, curricula and held-out text."""
-    for key in stages:
-        stage = mapping.get(key)
-        if not isinstance(stage, dict):
-            continue
-        for name in ("instruct", "curriculum"):
-            if isinstance(stage.get(name), str):
-                stage[name] = filled_in(stage[name], f"{where}: {key}.{name}", unset_ok)
-        if isinstance(stage.get("validation"), dict):
-            fill_sources(stage["validation"], "texts", f"{where}: {key}.validation", unset_ok)
+def without_paths(text: str) -> str:
+    """Reduces each absolute path in a YAML text to its last part, in values (with spaces too) and comments."""
+    for node in sorted(scalars(text), key=lambda node: -node.start_mark.index):
+        begin, end = node.start_mark.index, node.end_mark.index
+        written = text[begin:end]
+        if node.style in (None, "'", '"') and _PATH.match(node.value):
+            text = text[:begin] + written.replace(node.value, PureWindowsPath(node.value).name) + text[end:]
+    return _PATH.sub(lambda match: PureWindowsPath(match.group()).name or match.group(), text)

@@ -14,7 +14,7 @@ BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at 
 ROOMS = (
     ("errors",),
     ("auto_class", "disk", "extra", "hub_access", "layer_names", "lock", "memory", "scratch", "yamlfile"),
-    ("jsonfile", "languages", "local_paths", "recipe_paths", "schema"),
+    ("jsonfile", "languages", "recipe_paths", "schema"),
     ("anchors", "recipes", "records", "results", "run_record", "settings"),
     ("modeling",),
     ("",),

@@ -21,8 +21,8 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
-from hf_moe_expand.local_paths import without_paths
 from hf_moe_expand.modeling.prefix_gate import PrefixRule
+from hf_moe_expand.recipe_paths import without_paths
 from hf_moe_expand.report import page as page_module
 from hf_moe_expand.report.charts import allocation_chart, change_chart, heat_map, line_chart
 from hf_moe_expand.report.drawing import COLOURS, Change, Line, with_means

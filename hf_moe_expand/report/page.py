@@ -19,9 +19,9 @@ from ..hub_files import refuse_private
 from ..jsonfile import read_json
 from ..languages import in_words
 from ..layer_names import axis_label
-from ..local_paths import without_paths
 from ..planning.methods import method_title
 from ..planning.plan import Plan
+from ..recipe_paths import without_paths
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 from ..run_record import BEGUN, read_steps

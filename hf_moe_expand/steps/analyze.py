@@ -2,28 +2,42 @@
 (DMoE)."""
 
 import shutil
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 from ..analysis.deviation import measure_deviation
 from ..analysis.reading import document_blocks, token_blocks
 from ..analysis.separability import measure_separability, split
 from ..analysis.similarity import measure_similarity
-from ..checkpoint.source import resolve_checkpoint
 from ..errors import InputError
-from ..models import load_for_inference, load_tokenizer
+from ..models import load_for_inference
+from ..results import DeviationResult, SimilarityResult
 from ..self_written import SelfWrittenText
-from .base import Checks, ExpansionRun, Step, StepResult
+from .base import Checks, ExpansionRun, RunStep, StepResult
 
 
-@dataclass
-class AnalyzeSimilarity(Step):
+class _Analysis(RunStep):
+    """Measures the base, or the checkpoint before, on text, and writes the result as JSON."""
+
+    def work(self) -> StepResult:
+        result = self._measured(*load_for_inference(self.run.start, self.run.revision))
+        result.to_json(self.output)
+        return StepResult(self._summary(result))
+
+    @abstractmethod
+    def _measured(self, model: Any, tokenizer: Any) -> Any:
+        """The result."""
+
+    @abstractmethod
+    def _summary(self, result: Any) -> str:
+        """The result in a line."""
+
+
+class AnalyzeSimilarity(_Analysis):
     """Measures the similarity of languages in each layer."""
 
-    run: ExpansionRun
-
-    def __post_init__(self) -> None:
-        self.name, self.output = f"{self.run.prefix}analyze", self.run.folder / "analysis.json"
+    title, writes = "analyze", "analysis.json"
 
     def inputs(self) -> dict[str, Any]:
         codes = self.run.expansion.analyzed_languages(self.run.old, self.run.number > 1)
@@ -35,68 +49,49 @@ class AnalyzeSimilarity(Step):
     def check(self, checks: Checks) -> None:
         check_tokens(self.run, checks)
 
-    def work(self) -> StepResult:
-        run, settings = self.run, self.run.expansion.analysis
-        model, tokenizer = load_for_inference(run.start, run.revision)
-        result = measure_similarity(
-            model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new,
-            tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
-        )  # fmt: skip
-        result.to_json(self.output)
-        low, high = min(result.similarity), max(result.similarity)
-        return StepResult(f"similarity {low:.3f} to {high:.3f} over {len(result.similarity)} layers")
+    def _measured(self, model: Any, tokenizer: Any) -> SimilarityResult:
+        return measure_similarity(*self._text(model, tokenizer), **self.run.expansion.analysis.model_dump())
+
+    def _text(self, model: Any, tokenizer: Any) -> tuple[Any, ...]:
+        """The model, and the text that it reads."""
+        run = self.run
+        return model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new
+
+    def _summary(self, result: SimilarityResult) -> str:
+        return f"similarity {_range(result.similarity)} over {len(result.similarity)} layers"
 
 
-@dataclass
-class AnalyzeSeparability(Step):
+class AnalyzeSeparability(AnalyzeSimilarity):
     """Measures how well each layer tells old text from new, with the settings of the similarity."""
 
-    stands_for_earlier: ClassVar[bool] = False  # the plan needs the similarity too
-    run: ExpansionRun
-
-    def __post_init__(self) -> None:
-        self.name = f"{self.run.prefix}analyze separability"
-        self.output = self.run.folder / "separability.json"
-
-    def inputs(self) -> dict[str, Any]:
-        return AnalyzeSimilarity(self.run).inputs()
+    stands_for_earlier = False  # the plan needs the similarity too
+    title, writes = "analyze separability", "separability.json"
 
     def check(self, checks: Checks) -> None:
         """Refuses local text of which nothing can be held out, as far as its order in the files shows."""
         check_tokens(self.run, checks)
         if checks.offline:
             return
-        settings, recipe = self.run.expansion.analysis, checks.recipe
-        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+        settings = self.run.expansion.analysis
         for code in (*self.run.old, *self.run.new):
             source = self.run.sources[code]
             if source.files():
-                sizes = (tokenizer, settings.tokens, settings.block_size)
-                split(code, document_blocks(code, source.documents(), *sizes), recipe.seed)
+                sizes = (checks.tokenizer, settings.tokens, settings.block_size)
+                split(code, document_blocks(code, source.documents(), *sizes), checks.recipe.seed)
 
-    def work(self) -> StepResult:
-        run, settings = self.run, self.run.expansion.analysis
-        model, tokenizer = load_for_inference(run.start, run.revision)
-        result = measure_separability(
-            model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new,
-            tokens=settings.tokens, block_size=settings.block_size, batch_size=settings.batch_size,
-            seed=run.recipe.seed,
-        )  # fmt: skip
-        result.to_json(self.output)
-        low, high = min(result.separability), max(result.separability)
-        return StepResult(
-            f"accuracy after {result.length} tokens {low:.3f} to {high:.3f} over {len(result.token)} layers"
-        )
+    def _measured(self, model: Any, tokenizer: Any) -> Any:
+        settings = self.run.expansion.analysis.model_dump()
+        return measure_separability(*self._text(model, tokenizer), **settings, seed=self.run.recipe.seed)
+
+    def _summary(self, result: Any) -> str:
+        accuracy = _range(result.separability)
+        return f"accuracy after {result.length} tokens {accuracy} over {len(result.token)} layers"
 
 
-@dataclass
-class AnalyzeDeviation(Step):
+class AnalyzeDeviation(_Analysis):
     """Measures how far training on each language moves each layer, and how similar these changes are."""
 
-    run: ExpansionRun
-
-    def __post_init__(self) -> None:
-        self.name, self.output = f"{self.run.prefix}analyze", self.run.folder / "analysis.json"
+    title, writes = "analyze", "analysis.json"
 
     def inputs(self) -> dict[str, Any]:
         new = self.run.new
@@ -124,26 +119,28 @@ class AnalyzeDeviation(Step):
                     "batch_size: ...}`."
                 )
 
-    def work(self) -> StepResult:
-        run = self.run
-        model, tokenizer = load_for_inference(run.start, run.revision)
-        work = run.folder / "deviation.work"
+    def _measured(self, model: Any, tokenizer: Any) -> DeviationResult:
+        run, work = self.run, self.run.folder / "deviation.work"
         result = measure_deviation(
             model, tokenizer, run.texts(run.new, model.config), work_dir=work, seed=run.recipe.seed,
             **run.expansion.deviation.model_dump(),
         )  # fmt: skip
-        result.to_json(self.output)
         shutil.rmtree(work)
-        low, high = min(result.deviation), max(result.deviation)
-        return StepResult(f"deviation {low:.4g} to {high:.4g} over {len(result.deviation)} layers")
+        return result
+
+    def _summary(self, result: DeviationResult) -> str:
+        return f"deviation {_range(result.deviation, '.4g')} over {len(result.deviation)} layers"
+
+
+def _range(values: Sequence[float], digits: str = ".3f") -> str:
+    return f"{min(values):{digits}} to {max(values):{digits}}"
 
 
 def check_tokens(run: ExpansionRun, checks: Checks) -> None:
     """Refuses local text with fewer tokens than the similarity or the search for the nearest experts needs."""
     if checks.offline or checks.config.is_encoder_decoder:  # the analysis itself counts sentence pairs at its start
         return
-    settings, recipe = run.expansion.analysis, checks.recipe
-    tokenizer: Any = None
+    settings = run.expansion.analysis
     for code in run.expansion.analyzed_languages(run.old, further=run.number > 1):
         source = run.sources[code]
         if isinstance(source, SelfWrittenText):
@@ -154,6 +151,5 @@ def check_tokens(run: ExpansionRun, checks: Checks) -> None:
                     "`analysis: {tokens: ...}`."
                 )
         elif source.files() and checks.counted.get(code, 0) < settings.tokens:
-            tokenizer = tokenizer or load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
-            token_blocks(code, source.documents(), tokenizer, settings.tokens, settings.block_size)
+            token_blocks(code, source.documents(), checks.tokenizer, settings.tokens, settings.block_size)
             checks.counted[code] = settings.tokens

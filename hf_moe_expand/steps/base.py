@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,11 @@ class Checks:
     plan: Plan | None = None
     network: Any = None
     written: list[StepOutput] = field(default_factory=list)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer; asked for where `offline` is false."""
+        return load_tokenizer(resolve_checkpoint(self.recipe.base, self.recipe.revision), self.recipe.base)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -147,7 +153,24 @@ class Step(ABC):
         return None
 
 
-def check_pairs(source: LanguageText, recipe: Recipe, offline: bool) -> None:
+@dataclass
+class RunStep(Step):
+    """A step of one expansion.
+
+    Attributes:
+        title: its name, without the expansion's number.
+        writes: the file or folder that it writes in the expansion's folder.
+    """
+
+    title: ClassVar[str]
+    writes: ClassVar[str]
+    run: ExpansionRun
+
+    def __post_init__(self) -> None:
+        self.name, self.output = f"{self.run.prefix}{self.title}", self.run.folder / self.writes
+
+
+def check_pairs(source: LanguageText, checks: Checks) -> None:
     """Refuses an encoder-decoder's text, as far as its first row shows, without translations or in a language that the
     base's tokenizer has no code for.
 
@@ -155,9 +178,8 @@ def check_pairs(source: LanguageText, recipe: Recipe, offline: bool) -> None:
         InputError: the text is refused.
     """
     pair = source.first_pair()
-    if pair is not None and not offline:
-        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
-        encoder, direction = PairEncoder(tokenizer), SentencePair(**pair).direction
+    if pair is not None and not checks.offline:
+        encoder, direction = PairEncoder(checks.tokenizer), SentencePair(**pair).direction
         encoder.check(filter(encoder.translates, (direction, direction[::-1])))
 
 

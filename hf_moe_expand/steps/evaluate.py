@@ -5,14 +5,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.source import languages_by_expansion, load_config, resolve_checkpoint
+from ..checkpoint.source import languages_by_expansion, load_config
 from ..data.sources import LanguageText
 from ..errors import errors_at
 from ..evaluation.chat import QUESTIONS, check_chat
 from ..evaluation.perplexity import language_stream
 from ..evaluation.report import score_models
 from ..languages import UNDETERMINED
-from ..models import load_tokenizer
 from ..recipe import Recipe
 from ..recipe_paths import unset_variable
 from .base import Checks, Step, StepResult, contents
@@ -71,11 +70,10 @@ class Evaluate(Step):
                     file.check()
         if checks.offline or most is None or checks.config.is_encoder_decoder:
             return
-        tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
         for code, source in recipe.test_sources.items():
             if source.files():
                 with errors_at(f"test.{code}"):
-                    language_stream(code, {code: list(islice(source.documents(), 1))}, tokenizer, most)
+                    language_stream(code, {code: list(islice(source.documents(), 1))}, checks.tokenizer, most)
 
     def _languages(self) -> list[list[str]]:
         """The base's languages, then those of each expansion: of a join, those that its packs name."""

@@ -1,6 +1,5 @@
 """The step that expands a dense checkpoint, or grows an expanded one."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..analysis.routing import nearest_experts
@@ -15,17 +14,13 @@ from ..models import load_for_inference
 from ..planning.plan import Plan
 from ..settings import ExpandSettings
 from .analyze import check_tokens
-from .base import Checks, ExpansionRun, Step, StepResult
+from .base import Checks, RunStep, StepResult
 
 
-@dataclass
-class Expand(Step):
+class Expand(RunStep):
     """Writes the checkpoint with new experts."""
 
-    run: ExpansionRun
-
-    def __post_init__(self) -> None:
-        self.name, self.output = f"{self.run.prefix}expand", self.run.folder / "expanded"
+    title, writes = "expand", "expanded"
 
     @property
     def _copies_nearest(self) -> bool:

@@ -1,7 +1,6 @@
 """The step that joins language packs, in place of a plan, an expansion and stage 1."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,13 @@ from ..models import check_decoder, load_tokenizer
 from ..self_written import SelfWrittenText
 from ..settings import JoinSettings
 from ..stages.base import languages_of
-from .base import Checks, ExpansionRun, Step, StepResult
+from .base import Checks, RunStep, StepResult
 
 
-@dataclass
-class JoinPacks(Step):
+class JoinPacks(RunStep):
     """Writes the model that joins the packs."""
 
-    name = "join"
-
-    run: ExpansionRun
-
-    def __post_init__(self) -> None:
-        self.output = self.run.folder / "joined"
+    title, writes = "join", "joined"
 
     @property
     def _settings(self) -> JoinSettings:

@@ -1,6 +1,5 @@
 """The step that makes the plan."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.source import load_config, resolve_checkpoint
@@ -8,17 +7,13 @@ from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
 from ..planning.methods import PlanSettings
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
-from .base import Checks, ExpansionRun, Step, StepResult
+from .base import Checks, RunStep, StepResult
 
 
-@dataclass
-class MakePlan(Step):
+class MakePlan(RunStep):
     """Decides how many experts each layer gets."""
 
-    run: ExpansionRun
-
-    def __post_init__(self) -> None:
-        self.name, self.output = f"{self.run.prefix}plan", self.run.folder / "plan.json"
+    title, writes = "plan", "plan.json"
 
     def inputs(self) -> dict[str, Any]:
         return {"plan": self.run.expansion.planned.model_dump(), "old": self.run.old, "new": self.run.new}

@@ -1,6 +1,5 @@
 """The steps that work on an expanded checkpoint: a training stage, or a graft."""
 
-from abc import ABC
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from accelerate import PartialState
 
 from ..checkpoint.graft import check_fine_tune, graft_delta
-from ..checkpoint.source import load_config, resolve_checkpoint
+from ..checkpoint.source import load_config
 from ..costs import (
     activation_bytes,
     tokens_at_hand,
@@ -24,7 +23,7 @@ from ..disk import StepOutput, saved_at_once, training_checkpoint
 from ..errors import InputError, errors_at
 from ..evaluation.validation import validation_sources
 from ..memory import device_memory, gigabytes
-from ..models import load_tokenizer, longest_block
+from ..models import longest_block
 from ..recipe_paths import unset_variable
 from ..records import History
 from ..self_written import SelfWrittenText
@@ -34,7 +33,7 @@ from ..stages.resume import remove_training
 from ..stages.run import check_frozen, train_stage
 from ..trainers.freezing import freeze
 from ..trainers.router_losses import CHECKPOINTING
-from .base import Checks, ExpansionRun, Step, StepResult, check_pairs, contents
+from .base import Checks, RunStep, StepResult, check_pairs, contents
 
 # The training arguments on which the size of the training checkpoints depends.
 _OF_SAVING = (
@@ -50,16 +49,16 @@ _OF_COSTS = (
 
 
 @dataclass
-class StageStep(Step, ABC):
+class StageStep(RunStep):
     """A step that runs a stage on the checkpoint `before`."""
 
-    run: ExpansionRun
     stage: type[Stage]
     settings: Any
     before: Path
 
     def __post_init__(self) -> None:
-        self.name, self.output = f"{self.run.prefix}{self.stage.key}", self.run.folder / self.stage.key
+        self.title = self.writes = self.stage.key  # type: ignore[misc]
+        super().__post_init__()
 
     def inputs(self) -> dict[str, Any]:
         return {self.stage.key: self.settings.model_dump()}
@@ -143,14 +142,11 @@ class TrainStep(StageStep):
         of_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.block_size
         tokens: dict[str, int | None] = {}
         if not checks.offline:
-            tokenizer = load_tokenizer(
-                resolve_checkpoint(checks.recipe.base, checks.recipe.revision), checks.recipe.base
-            )
             for code, source in self._data().items():
                 if isinstance(source, SelfWrittenText):
                     tokens[code] = source.tokens_to_come
                 else:
-                    tokens[code] = tokens_at_hand(source, tokenizer)
+                    tokens[code] = tokens_at_hand(source, checks.tokenizer)
         if self.settings.training.get("save_strategy") == "no" and not 0 < config.max_steps <= _FEW_STEPS:
             checks.lines.append(f'{self.name}: save_strategy is "no": after an interruption the stage starts anew')
         known = [count for count in tokens.values() if count is not None]
@@ -178,7 +174,7 @@ class TrainStep(StageStep):
         for code, source in validation_sources(validation).items():
             if not (checks.offline and unset_variable(source.source)):
                 with errors_at(f"{self.stage.key}.validation.texts.{code}"):
-                    check_pairs(source, checks.recipe, checks.offline)
+                    check_pairs(source, checks)
 
     def _working(self, checks: Checks) -> int:
         relevant = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}

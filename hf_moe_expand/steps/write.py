@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.source import resolve_checkpoint
 from ..disk import StepOutput
 from ..errors import errors_at
-from ..models import check_decoder, load_tokenizer
+from ..models import check_decoder
 from ..recipe import Recipe
 from ..self_written import check_positions, write_texts
 from .base import Checks, Step, StepResult
@@ -38,9 +37,7 @@ class WriteOldText(Step):
         assert chosen is not None
         if checks.config is not None:
             check_decoder(checks.config, recipe.base, "texts that the base writes itself (self_written)")
-            tokenizer: Any = None
-            if not checks.offline:
-                tokenizer = load_tokenizer(resolve_checkpoint(recipe.base, recipe.revision), recipe.base)
+            tokenizer = None if checks.offline else checks.tokenizer
             with errors_at("self_written"):
                 for sample in chosen.samples(recipe.seed).values():
                     check_positions(sample, checks.config, tokenizer)
