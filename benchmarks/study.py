@@ -298,8 +298,11 @@ def main(arguments: list[str] | None = None) -> None:
     row.add_argument("name")
     row.add_argument("--seed", type=int, default=0)
     verb("speed", lambda o: studies(o)[-1].speed(), "measures generation; on an idle machine")
-    taken_up = verb("restore", lambda o: restore(studies(o), o.json), "takes up the finished rows of a report's JSON")
+    taken_up = verb(
+        "restore", lambda o: restore(studies(o), o.json, o.retrained), "takes up the finished rows of a report's JSON"
+    )
     taken_up.add_argument("--json", type=Path, required=True, help="JSON of `report`")
+    taken_up.add_argument("--retrained", action="store_true", help="the base here may be another training of its base")
     report = verb("report", lambda o: write_report(o), "writes the tables, the JSON and the figures")
     report.add_argument("--json", type=Path)
     report.add_argument("--table", type=Path)

@@ -64,8 +64,9 @@ def groups(settings: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def change(one: Mapping[str, Any], base: Mapping[str, Any], domain: str, codes: Sequence[str]) -> float:
-    """Change of the mean bits per byte against the base, in percent."""
-    now, then = (mean(found["scores"][domain][code] for code in codes) for found in (one, base))
+    """Change of the mean bits per byte against the base, in percent; a row of another training of the base keeps that
+    one's scores under `base`."""
+    now, then = (mean(found["scores"][domain][code] for code in codes) for found in (one, one.get("base", base)))
     return 100 * (now / then - 1)
 
 

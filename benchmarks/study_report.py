@@ -45,7 +45,8 @@ def write_report(options: argparse.Namespace) -> None:
     for tokens, rows in results.items():
         longest = tokens == max(results)
         parts += [f"### {tokens:,} tokens"] * (len(lengths) > 1)
-        parts += [quality_table(settings, rows), cost_table(settings, rows, speeds if longest else {})]
+        parts += [quality_table(settings, rows), _of_other_bases(rows)]
+        parts += [cost_table(settings, rows, speeds if longest else {})]
     claims, turned = claims_table(settings, results), turned_table(settings, results)
     tables = "\n\n".join(filter(None, [*parts, claims, turned]))
     print(tables)
@@ -112,6 +113,15 @@ def quality_table(settings: Mapping[str, Any], results: Results) -> str:
         cells += [_right(found, code) for code in pairs]
         rows.append(cells)
     return markdown_table(head, rows)
+
+
+def _of_other_bases(results: Results) -> str:
+    """Says which rows were restored from another training of the base; empty if none."""
+    named = [name for name, found in results.items() if any("base" in one for one in found)]
+    if not named:
+        return ""
+    whose = "All rows but the base" if len(named) == len(results) - 1 else ", ".join(named)
+    return f"{whose}: with seeds of another training of the base, whose own scores their changes are against."
 
 
 def _right(found: Sequence[Mapping[str, Any]], code: str) -> str:

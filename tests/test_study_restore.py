@@ -51,11 +51,33 @@ def test_rows_of_the_same_settings_are_written_and_what_is_there_stays(tmp_path)
     restore, said = importlib.import_module("study_restore").restore, []
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "LoRA.5.json").write_text('{"mine": 1}')
-    restore([study(tmp_path)], report(tmp_path), said.append)
+    restore([study(tmp_path)], report(tmp_path), write=said.append)
     assert json.loads((tmp_path / "results" / "LoRA.2.json").read_text())["rate"] == 0.1
     assert json.loads((tmp_path / "results" / "LoRA.5.json").read_text()) == {"mine": 1}
     assert sorted(path.name for path in tmp_path.glob("*/*.json")) == ["LoRA.2.json", "LoRA.5.json", "LoRA.json"]
     assert said == ["LoRA, None tokens: 2 seeds", "other, None tokens: was made with other settings; left out"]
+
+
+def test_rows_of_another_training_of_the_base_keep_its_scores(tmp_path):
+    restore = importlib.import_module("study_restore").restore
+    change = importlib.import_module("study_changes").change
+    with pytest.raises(InputError, match="--retrained takes rows of another training"):
+        restore([study(tmp_path, 1.51)], report(tmp_path))
+    restore([study(tmp_path, 1.51)], report(tmp_path), retrained=True)
+    one = json.loads((tmp_path / "results" / "LoRA.2.json").read_text())
+    assert one["base"]["scores"] == base_scores(1.5)["scores"]
+    scored = {**one, "scores": {"help": {"en": 1.47}}}
+    assert change(scored, base_scores(1.51), "help", ["en"]) == pytest.approx(-2)
+    again = report(tmp_path, LoRA={"sweep": {}, "seeds": [{**one, "base": base_scores(1.4)}]})
+    restore([study(tmp_path / "further", 1.51)], again, retrained=True)
+    assert json.loads((tmp_path / "further" / "results" / "LoRA.2.json").read_text())["base"] == base_scores(1.4)
+    with pytest.raises(InputError, match=r"rows of different bases are not mixed\.$"):
+        restore([study(tmp_path / "other", 1.6)], report(tmp_path), retrained=True)
+
+
+def test_the_same_base_leaves_rows_as_they_are(tmp_path):
+    importlib.import_module("study_restore").restore([study(tmp_path)], report(tmp_path), retrained=True)
+    assert "base" not in json.loads((tmp_path / "results" / "LoRA.2.json").read_text())
 
 
 def test_another_base_and_another_file_are_refused(tmp_path):
