@@ -13,7 +13,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from .auto_class import auto_class
 from .checkpoint.export import NATIVE_FORMS
 from .checkpoint.promises import PROMISES, broken_promise, in_refusal, tiny_twin
 from .checkpoint.proven import (
@@ -26,7 +25,7 @@ from .checkpoint.proven import (
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .errors import InputError, first_line
-from .modeling import LayerMoEConfig, decoder_ffns, layer_names
+from .modeling import LayerMoEConfig, auto_class, decoder_ffns, layer_names
 from .modeling.backbone import SeparateFFN
 
 _HEAD = """\

@@ -12,13 +12,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from .auto_class import auto_class
 from .checkpoint.proven import is_proven
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
 from .checkpoint.source import load_config, resolve_checkpoint
 from .checkpoint.stored import check_complete, check_size
 from .errors import InputError, first_line
-from .modeling import ExpandedConfig
+from .modeling import ExpandedConfig, auto_class
 
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[\\/]snapshots[\\/]")  # in a path of the hub's cache
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field

@@ -1,9 +1,13 @@
-"""The code inside every checkpoint, except this file, which registers the installed package with the Auto classes."""
+"""The code inside every checkpoint, except this file, which registers the installed package with the Auto classes, and
+chooses among them."""
 
 from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from .backbone import DecoderFFN, decoder_ffns
 from .configuration_dmoe import DMoEConfig
@@ -29,8 +33,10 @@ __all__ = [
     "LayerMoEModel",
     "LayerRouting",
     "Routing",
+    "auto_class",
     "count_layers",
     "decoder_ffns",
+    "language_models",
     "layer_names",
     "model_class",
     "stack_sizes",
@@ -42,6 +48,16 @@ MODEL_CLASSES: dict[Any, tuple[Any, Any, Any]] = {
     LayerMoEConfig: (LayerMoEModel, LayerMoEForCausalLM, LayerMoEForSeq2SeqLM),
     DMoEConfig: (DMoEModel, DMoEForCausalLM, None),
 }
+
+
+def auto_class(config: Any) -> Any:
+    """`AutoModelForSeq2SeqLM` for an encoder-decoder, else `AutoModelForCausalLM`."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def language_models(config: Any) -> Any:
+    """transformers' mapping from configuration classes to the classes of such language models."""
+    return MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def model_class(config: Any) -> Any:
