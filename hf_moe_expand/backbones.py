@@ -15,13 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from .checkpoint.export import NATIVE_FORMS
 from .checkpoint.promises import PROMISES, broken_promise, in_refusal, tiny_twin
-from .checkpoint.proven import (
-    LEFT_OUT,
-    LEFT_OUT_ENCODER_DECODERS,
-    PROVEN,
-    PROVEN_ENCODER_DECODERS,
-    PROVEN_MIXTURES,
-)
+from .checkpoint.proven import LEFT_OUT, LEFT_OUT_ENCODER_DECODERS, PROVEN, PROVEN_ENCODER_DECODERS, PROVEN_MIXTURES
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .errors import InputError, first_line

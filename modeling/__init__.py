@@ -4,43 +4,25 @@ chooses among them."""
 from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-from .backbone import DecoderFFN, decoder_ffns
-from .configuration_dmoe import DMoEConfig
-from .configuration_layer_moe import LayerMoEConfig
-from .expanded_config import LISTENERS, ExpandedConfig, count_layers, layer_names, stack_sizes, static_class
-from .expanded_ffn import ExpandedFFN
-from .modeling_dmoe import DMoEForCausalLM, DMoEModel
-from .modeling_layer_moe import LayerMoEForCausalLM, LayerMoEForSeq2SeqLM, LayerMoEModel
-from .routing import LayerRouting
-from .routing_control import Routing
-
-__all__ = [
-    "MODEL_CLASSES",
-    "DMoEConfig",
-    "DMoEForCausalLM",
-    "DMoEModel",
-    "DecoderFFN",
-    "ExpandedConfig",
-    "ExpandedFFN",
-    "LayerMoEConfig",
-    "LayerMoEForCausalLM",
-    "LayerMoEForSeq2SeqLM",
-    "LayerMoEModel",
-    "LayerRouting",
-    "Routing",
-    "auto_class",
-    "count_layers",
-    "decoder_ffns",
-    "language_models",
-    "layer_names",
-    "model_class",
-    "stack_sizes",
-]
+from .backbone import DecoderFFN as DecoderFFN
+from .backbone import decoder_ffns as decoder_ffns
+from .configuration_dmoe import DMoEConfig as DMoEConfig
+from .configuration_layer_moe import LayerMoEConfig as LayerMoEConfig
+from .expanded_config import LISTENERS, static_class
+from .expanded_config import ExpandedConfig as ExpandedConfig
+from .expanded_config import count_layers as count_layers
+from .expanded_config import layer_names as layer_names
+from .expanded_config import stack_sizes as stack_sizes
+from .expanded_ffn import ExpandedFFN as ExpandedFFN
+from .modeling_dmoe import DMoEForCausalLM as DMoEForCausalLM
+from .modeling_dmoe import DMoEModel as DMoEModel
+from .modeling_layer_moe import LayerMoEForCausalLM as LayerMoEForCausalLM
+from .modeling_layer_moe import LayerMoEForSeq2SeqLM as LayerMoEForSeq2SeqLM
+from .modeling_layer_moe import LayerMoEModel as LayerMoEModel
+from .routing import LayerRouting as LayerRouting
+from .routing_control import Routing as Routing
 
 # Each configuration class with its model classes: without a language-model head, with one on a decoder, and with one on
 # an encoder-decoder. DMoE, whose groups train every expert on one language, is for decoders.

@@ -18,7 +18,7 @@ from transformers.integrations import deepspeed
 
 from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
-from ..modeling.stored_layout import mixture_rules
+from ..modeling.backbone import mixture_rules
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, tensor_bytes

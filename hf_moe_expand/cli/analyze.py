@@ -12,13 +12,10 @@ from .common import check_checkpoints, check_figure, check_file, codes, print_ta
 
 def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The texts of `--old` and of `--new`, whose files are there."""
-    sources = text_sources(old), text_sources(new)
+    sources = text_sources(old, look=True), text_sources(new, look=True)
     from ..data.sources import check_languages
 
     check_languages(*sources)
-    for texts in sources:
-        for source in texts.values():
-            source.files()
     return sources
 
 

@@ -128,13 +128,11 @@ def _nearest_experts(
     model: str, new: list[str], data: list[str], seed: int, tokens: int, block_size: int, batch_size: int
 ) -> dict[int, int]:
     """Finds and prints, for each layer, the expert to which the new languages' text is routed most."""
-    sources = text_sources(data)
+    sources = text_sources(data, look=True)
     if unknown := [code for code in sources if code not in new]:
         raise InputError(f"--data: {', '.join(unknown)}: not a new language of the plan ({', '.join(new)}).")
     if missing := [f"--data {code}=FILE" for code in new if code not in sources]:
         raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {' '.join(missing)}.")
-    for source in sources.values():
-        source.files()
     from ..analysis.routing import nearest_experts
     from ..data.pairs import texts_for
     from ..modeling import layer_names
