@@ -11,7 +11,7 @@ import torch
 from .checkpoint.local import name_in_results
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig
-from .modeling.spoken_language import classes_of
+from .modeling.routing_control import classes_of
 from .models import check_decoder, load_for_inference, longest_block
 from .records import History
 

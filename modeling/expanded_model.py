@@ -25,8 +25,7 @@ from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assemb
 from .experts import AddedExpert, LoraLinear
 from .prefix_gate import SERVERS, PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
-from .routing_control import Routing, RoutingControl
-from .spoken_language import check_count, classes_of, with_languages
+from .routing_control import Routing, RoutingControl, check_count, classes_of, with_languages
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
