@@ -11,7 +11,7 @@ import torch
 from .checkpoint.local import name_in_results
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig
-from .modeling.spoken_language import classes_of
+from .modeling.routing_control import classes_of
 from .models import check_decoder, load_for_inference, longest_block
 from .records import History
 
@@ -155,7 +155,9 @@ class Asked:
         torch.manual_seed(how.seed)
         with torch.no_grad(), self._as_asked(language):
             written = self.model.generate(**inputs, **options)[0, length:].tolist()
-        ended = bool(written) and written[-1] in self._ends()
+        ends = self.model.generation_config.eos_token_id
+        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
+        ended = bool(written) and written[-1] in ends
         return Answer(self.tokenizer.decode(written, skip_special_tokens=True), len(written), ended)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:
@@ -169,11 +171,6 @@ class Asked:
         except ValueError as error:
             raise InputError(f"{self.name}: {error}") from None
         return self.model.use_languages(language)
-
-    def _ends(self) -> list[int]:
-        ends = self.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        return [end for end in [*ends, self.tokenizer.eos_token_id] if end is not None]
 
 
 def ask(

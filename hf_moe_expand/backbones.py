@@ -13,20 +13,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from .auto_class import auto_class
 from .checkpoint.export import NATIVE_FORMS
 from .checkpoint.promises import PROMISES, broken_promise, in_refusal, tiny_twin
-from .checkpoint.proven import (
-    LEFT_OUT,
-    LEFT_OUT_ENCODER_DECODERS,
-    PROVEN,
-    PROVEN_ENCODER_DECODERS,
-    PROVEN_MIXTURES,
-)
+from .checkpoint.proven import LEFT_OUT, LEFT_OUT_ENCODER_DECODERS, PROVEN, PROVEN_ENCODER_DECODERS, PROVEN_MIXTURES
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .errors import InputError, first_line
-from .modeling import LayerMoEConfig, decoder_ffns, layer_names
+from .modeling import LayerMoEConfig, auto_class, decoder_ffns, layer_names
 from .modeling.backbone import SeparateFFN
 
 _HEAD = """\

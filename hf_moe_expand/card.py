@@ -22,8 +22,7 @@ from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError
 from .evaluation.report import Evaluation, markdown_table
 from .hub_access import hub_problem
-from .hub_base import base_on_hub
-from .hub_files import CARD, refuse_private
+from .hub_files import CARD, base_on_hub, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import in_words, is_language_code
 from .layer_names import layer_name

@@ -1,6 +1,7 @@
 """What a training costs: memory of its activations and logits, arithmetic, and the tokens of a text; estimates."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,12 @@ def activation_bytes(network: Any, tokens: int, half: bool = False, checkpointin
     for ffn in decoder_ffns(network):
         block: Any = ffn.module
         expanded = isinstance(block, ExpandedFFN)
-        one = _size(block.experts[0] if expanded else block)
+        one = size_of(block.experts[0] if expanded else block)
         one -= idle_in_mixture(block, network.config) if ffn.is_mixture else 0
         # Expert 0 and K added ones, or K of a size.
         active = [one] * (block.top_k if expanded else 1)
         if expanded and block.is_added:
-            active = [one, *[_size(block.experts[1])] * min(block.top_k, len(block.experts) - 1)]
+            active = [one, *[size_of(block.experts[1])] * min(block.top_k, len(block.experts) - 1)]
         # Two thirds of the inner size for an FFN that is not gated, which keeps fewer tensors.
         inner = sum(active) / (3 * hidden)
         layers.append((_HIDDEN + len(active) * _HIDDEN_EXPERT) * hidden + _INNER * inner)
@@ -71,20 +72,34 @@ def training_flops(network: Any, one_expert_runs: bool = False) -> float:
     """Operations for a token, forward and backward, of the parameters that are set to train, without attention's share
     that grows with the sequence: 2 for each active weight in the forward pass, 2 for the gradient of the activations,
     and 2 for the gradient of each active weight that trains, under even routing."""
-    tied = bool(getattr(network.config, "tie_word_embeddings", False))
-    looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
-    met = float(sum(parameter.numel() for parameter in network.parameters()) - looked_up)
-    trained = float(sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad))
-    met -= sum(idle_in_mixture(ffn.module, network.config) for ffn in decoder_ffns(network) if ffn.is_mixture)
-    for ffn in network.expanded_ffns().values() if hasattr(network, "expanded_ffns") else ():
-        idle = 1 - (1 if one_expert_runs else min(ffn.top_k, len(ffn.experts))) / len(ffn.experts)
-        experts = [p for expert in list(ffn.experts)[int(ffn.is_added) :] for p in expert.parameters()]
-        met -= idle * sum(parameter.numel() for parameter in experts)
-        trained -= idle * sum(parameter.numel() for parameter in experts if parameter.requires_grad)
-    return 4.0 * met + 2.0 * max(trained, 0.0)
+    config, idle = network.config, 0
+    # The share of the tokens that meet a parameter, where it is not 1. Embeddings are looked up, which is no product.
+    tied = getattr(config, "tie_word_embeddings", False)
+    shares = {} if tied else {id(network.get_input_embeddings().weight): 0.0}
+    for ffn in decoder_ffns(network):
+        block: Any = ffn.module
+        if ffn.is_mixture:
+            idle += idle_in_mixture(block, config)
+        if isinstance(block, ExpandedFFN):
+            conditional = block.conditional_gate is not None
+            # Each token meets a shared expert 0, and one whose output the other experts change.
+            meets_expert_0 = conditional or not any(kind.has_ffn for kind in config.expert_kinds)
+            share = (1 if one_expert_runs else block.top_k) / (len(block.experts) - conditional)
+            chosen = list(block.experts)[int(meets_expert_0) :]
+            shares |= {id(parameter): share for expert in chosen for parameter in expert.parameters()}
+
+    def met(parameters: Iterable[Any]) -> float:
+        return sum(shares.get(id(parameter), 1.0) * parameter.numel() for parameter in parameters)
+
+    parameters = list(network.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    active = met(parameters) - idle
+    # Unless all parameters train, mixtures of the backbone's own are frozen.
+    return 4.0 * active + 2.0 * (active if len(trained) == len(parameters) else met(trained))
 
 
-def _size(module: Any) -> int:
+def size_of(module: Any) -> int:
+    """The number of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -13,10 +13,10 @@ from accelerate import PartialState
 from transformers.distributed import DistributedConfig
 from transformers.integrations import unset_hf_deepspeed_config
 
-from .auto_class import auto_class
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader
 from .checkpoint.stored import stored_names
 from .errors import InputError
+from .modeling import auto_class
 from .schema import unknown_key
 
 SHARDING = "distributed_config"  # the one key of a stage's `training` that goes to `from_pretrained`

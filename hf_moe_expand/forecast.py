@@ -11,11 +11,10 @@ from .checkpoint.expand import check_layers, planned_config
 from .checkpoint.kinds import check_kinds, chosen_kind
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .costs import activation_bytes, idle_in_mixture, weights_bytes
+from .costs import activation_bytes, size_of, training_flops, weights_bytes
 from .errors import InputError
 from .inspection import Inspection, inspect_config, separability_line
 from .memory import gigabytes
-from .modeling import decoder_ffns
 from .planning.plan import Plan
 from .settings import LORA_ALPHA, LORA_RANK
 from .stages import stages_for
@@ -131,50 +130,20 @@ def forecast(
     dense = load_base_config(resolve_checkpoint(base, revision, weights=False))
     check_layers(plan, dense, base)
     check_kinds("copy", expert_kind)
-    kind = chosen_kind(network_of(dense), plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width)
+    whole = network_of(dense)
+    kind = chosen_kind(whole, plan, "copy", expert_kind, lora_rank, lora_alpha, expert_width)
     config: Any = planned_config(dense, plan, kind)
-    inspection = inspect_config(config)
-    network = network_of(config)
-    tied = bool(config.tie_word_embeddings)
-    looked_up = 0 if tied else network.get_input_embeddings().weight.numel()
-    met = inspection.active - looked_up
-    stages = []
-    on_top = None if config.is_encoder_decoder else activation_bytes(network, AT_ONCE)
+    network, stages = network_of(config), []
     for stage in stages_for(config.model_type):
         if issubclass(stage, TrainingStage):
-            trainable = freeze(network, stage.trains).trainable
-            fewer = _other_experts(network) if stage.one_expert_runs else 0
-            both = _met_and_trained(network) if not stage.trains.everything else met - fewer
-            stages.append(_cost(stage.name, trainable, inspection.total, met - fewer, both, on_top))
-    on_top = None if config.is_encoder_decoder else activation_bytes(network_of(dense), AT_ONCE)
-    whole = inspection.base - looked_up - _idle_mixtures(network)
-    stages.append(_cost("full fine-tuning of the base", inspection.base, inspection.base, whole, whole, on_top))
-    return Forecast(inspection, stages, plan.separability)
+            freeze(network, stage.trains)
+            stages.append(_cost(stage.name, network, stage.one_expert_runs))
+    stages.append(_cost("full fine-tuning of the base", whole))
+    return Forecast(inspect_config(config), stages, plan.separability)
 
 
-def _idle_mixtures(network: Any) -> float:
-    """Parameters of mixtures of the backbone's own that are idle for a token."""
-    return sum(idle_in_mixture(ffn.module, network.config) for ffn in decoder_ffns(network) if ffn.is_mixture)
-
-
-def _met_and_trained(network: Any) -> float:
-    """Trained parameters active for one token under even routing: K of a layer's N experts."""
-    trained = float(sum(p.numel() for p in network.parameters() if p.requires_grad))
-    for ffn in network.expanded_ffns().values():
-        experts = sum(p.numel() for p in ffn.experts.parameters() if p.requires_grad)
-        trained -= experts * (1 - ffn.top_k / len(ffn.experts))
-    return trained
-
-
-def _other_experts(network: Any) -> int:
-    """Parameters that are idle for a token if only one expert runs."""
-    return sum(
-        (ffn.top_k - 1) * sum(p.numel() for p in ffn.experts[0].parameters())
-        for ffn in network.expanded_ffns().values()
-    )
-
-
-def _cost(
-    name: str, trained: int, total: int, met: float, met_and_trained: float, activations: int | None
-) -> StageCost:
-    return StageCost(name, trained, weights_bytes(total, trained), 4.0 * met + 2.0 * met_and_trained, activations)
+def _cost(name: str, network: Any, one_expert_runs: bool = False) -> StageCost:
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    memory = weights_bytes(size_of(network), trained)
+    activations = None if network.config.is_encoder_decoder else activation_bytes(network, AT_ONCE)
+    return StageCost(name, trained, memory, training_flops(network, one_expert_runs), activations)

@@ -20,13 +20,14 @@ from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .errors import InputError, first_line
 from .evaluation.report import Evaluation
-from .hub_base import base_on_hub, config_with_base
 from .hub_files import (
     CARD,
     EVALUATION,
     RECIPE,
+    base_on_hub,
     check_code,
     check_loads_alone,
+    config_with_base,
     is_weights,
     published_files,
     refuse_private,

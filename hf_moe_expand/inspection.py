@@ -7,14 +7,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from .checkpoint.local import check_expanded
 from .checkpoint.packs import stages_after_join
 from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
-from .costs import idle_in_mixture
+from .costs import idle_in_mixture, size_of
 from .languages import TEMPLATE, in_words
 from .layer_names import counts_in_words
 from .layer_names import in_words as layers_in_words
@@ -47,12 +45,6 @@ class InspectedPack:
         several = f", {self.expansions} expansions" if self.expansions > 1 else ""
         scale = f", router x {self.scale:g}" if self.scale != 1 else ""
         return f"{self.name}: {', '.join(in_words(self.languages))}; {self.experts}{several}{scale}"
-
-
-def unpacked_types(config: Any) -> list[str]:
-    """The quantised types of the GGUF file from which the weights of a model's base were unpacked."""
-    types = getattr(config, "unpacked_from_gguf", None)
-    return [str(kind) for kind in types] if isinstance(types, list) else []
 
 
 @dataclass(frozen=True)
@@ -145,9 +137,9 @@ class Inspection:
             # A pack was made apart: the other packs' languages were none of its old ones.
             own_old = [code for code in expansion.old_languages if not expansion.pack or code not in brought]
             old, new = (", ".join(in_words(codes)) or "-" for codes in (own_old, expansion.new_languages))
+            pack = f"pack {expansion.pack}: " if expansion.pack else ""
             lines.append(
-                f"expansion {number}         {_pack(expansion)}{expansion.method} on {expansion.base_model}: "
-                f"old {old}; new {new}"
+                f"expansion {number}         {pack}{expansion.method} on {expansion.base_model}: old {old}; new {new}"
             )
             if expansion.separability:
                 lines.append(f"  separability by layer {separability_line(expansion.separability)}")
@@ -180,24 +172,25 @@ def inspect_config(config: Any) -> Inspection:
     layers = [(1, False, 0)] * count_layers(config)
     idle = added = 0
     for index, ffn in network.expanded_ffns().items():
-        expert = _size(ffn.experts[0])
-        layers[index] = (len(ffn.experts), ffn.classifier is not None, _size(ffn))
-        sizes = sorted(map(_size, list(ffn.experts)[1:]), reverse=True)
+        expert = size_of(ffn.experts[0])
+        layers[index] = (len(ffn.experts), ffn.classifier is not None, size_of(ffn))
+        sizes = sorted(map(size_of, list(ffn.experts)[1:]), reverse=True)
         if any(kind.has_ffn for kind in kinds):
             sizes = sorted([expert, *sizes], reverse=True)[int(ffn.conditional_gate is not None) :]
         idle += sum(sizes[ffn.top_k :])  # of other kinds a token uses expert 0's weights besides
-        added += _size(ffn) - expert
+        added += size_of(ffn) - expert
     idle += sum(idle_in_mixture(ffn.module, config) for ffn in decoder_ffns(network) if ffn.is_mixture)
-    total = _size(network)
+    total = size_of(network)
     stages = [stage for stage in training_stages() if config.model_type in stage.families]
     trainable = {stage.name: freeze(network, stage.trains).trainable for stage in stages}
+    unpacked = getattr(config, "unpacked_from_gguf", None)
     return Inspection(
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
         prefix_gate=config.prefix_gate, gate_languages=getattr(config, "gate_languages", None), packs=_packs(config),
         encoder_layers=stack_sizes(config).get("encoder", 0),
-        unpacked=unpacked_types(config),
+        unpacked=[*map(str, unpacked)] if isinstance(unpacked, list) else [],
     )  # fmt: skip
 
 
@@ -205,14 +198,10 @@ def _packs(config: Any) -> list[InspectedPack]:
     sizes = getattr(config, "packs", None) or []
     kinds = config.expert_kinds if len(config.expert_kinds) == len(sizes) else config.expert_kinds * len(sizes)
     records, packs = History.of(config).expansions, []
-    for number, end in enumerate(accumulate(sizes)):
-        own = records[end - sizes[number] : end]
-        packs.append(
-            InspectedPack(
-                own[0].pack or "", list(dict.fromkeys(code for record in own for code in record.new_languages)),
-                len(own), kinds[number].words, own[0].router_scale or 1.0,
-            )
-        )  # fmt: skip
+    for size, end, kind in zip(sizes, accumulate(sizes), kinds, strict=True):
+        own = records[end - size : end]
+        codes = list(dict.fromkeys(code for record in own for code in record.new_languages))
+        packs.append(InspectedPack(own[0].pack or "", codes, size, kind.words, own[0].router_scale or 1.0))
     return packs
 
 
@@ -229,10 +218,6 @@ def separability_line(values: Sequence[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
 
 
-def _pack(expansion: ExpansionRecord) -> str:
-    return f"pack {expansion.pack}: " if expansion.pack else ""
-
-
 def _in_words(stage: StageRecord) -> str:
     words = stage.stage
     if stage.steps is not None:
@@ -241,7 +226,3 @@ def _in_words(stage: StageRecord) -> str:
         words += f", {stage.tokens_seen:,} tokens seen"
         words += f" of {sum(stage.tokens.values()):,} at hand" if stage.tokens else ""
     return ", ".join([words, *stage.self_written])
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from .auto_class import auto_class
 from .checkpoint.proven import is_proven
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
 from .checkpoint.source import load_config, resolve_checkpoint
 from .checkpoint.stored import check_complete, check_size
 from .errors import InputError, first_line
-from .modeling import ExpandedConfig
+from .modeling import ExpandedConfig, auto_class
 
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[\\/]snapshots[\\/]")  # in a path of the hub's cache
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
@@ -55,10 +51,11 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
     else:
         check_size(config, reader)
     tokenizer = load_tokenizer(folder, name)
+    # Some models of images are none of `AutoModelForCausalLM`.
+    of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    loads: Any = AutoModelForImageTextToText if of_images else auto_class(config)
     try:
-        loaded: Any = _auto_class(config).from_pretrained(
-            folder, dtype="auto", trust_remote_code=False, output_loading_info=True
-        )
+        loaded: Any = loads.from_pretrained(folder, dtype="auto", trust_remote_code=False, output_loading_info=True)
     except Exception as error:  # the library raises many types for wrong values
         raise InputError(f"{name}: the model cannot be loaded ({first_line(error)}).") from error
     model, info = loaded
@@ -71,12 +68,6 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
         model = model.to("cuda")
     _check_runs(model, name)
     return model, tokenizer
-
-
-def _auto_class(config: Any) -> Any:
-    """The Auto class of a model; some models of images are none of `AutoModelForCausalLM`."""
-    of_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if of_images else auto_class(config)
 
 
 def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:

@@ -18,11 +18,11 @@ from .distributed import launched
 from .errors import InputError, errors_at
 from .evaluation.report import Evaluation
 from .jsonfile import write_json, write_text
-from .lock import FolderLock
 from .modeling import stack_sizes
 from .recipe import Recipe
 from .recipe_paths import unset_variable, without_paths
 from .run_record import BEGUN, read_steps
+from .scratch import FolderLock
 from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
 from .steps.base import Checks, ExpansionRun, Step, StepResult, check_pairs

@@ -14,13 +14,13 @@ from .checkpoint.local import own_name
 from .checkpoint.promises import check_architecture
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
-from .costs import activation_bytes, tokens_at_hand, weights_bytes
+from .costs import activation_bytes, size_of, tokens_at_hand, weights_bytes
 from .data.sources import LanguageText
 from .errors import InputError, errors_at
 from .forecast import PROCESS
 from .languages import UNDETERMINED, check_old_and_new
 from .memory import device_memory
-from .modeling import decoder_ffns
+from .modeling import count_layers
 from .models import load_tokenizer, longest_block
 from .planning.plan import Plan
 from .recipe import Recipe
@@ -111,8 +111,8 @@ def new_recipe(
     tokens = sum(known) if len(known) == len(counts) else None
     blocks = blocks_a_step(tokens)
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
-    device = _on_this_device(dense, old, new, blocks)
-    rates = rates_for(device.parameters)
+    at_once, extra = _on_this_device(dense, old, new, blocks)
+    rates = rates_for(size_of(network_of(dense)))
     review_steps = 50 if steps is None else max(steps // _REVIEW, 1)
     epoch = "one epoch" if steps is None else f"one epoch: about {steps:,} steps, of {tokens:,} tokens of new text"
     name = Path(own_name(base)).name
@@ -125,8 +125,8 @@ def new_recipe(
         "rate": rates.stage, "review_rate": rates.review, "rates": rates.source, "epoch": epoch, "blocks": blocks,
         "step": f"{blocks * BLOCK:,}", "review_steps": review_steps,
         "review_said": "as in the study: how much new text there is, is not known" if steps is None else "a third of "
-        "stage 1's", "at_once": device.blocks, "block": BLOCK,
-        "accumulated": blocks // device.blocks, "extra": device.extra,
+        "stage 1's", "at_once": at_once, "block": BLOCK,
+        "accumulated": blocks // at_once, "extra": extra,
         "save": 50 if steps is None else max(min(steps // 4, 500), 1),
         "review_save": max(min(review_steps // 2, 500), 1),
     }  # fmt: skip
@@ -135,34 +135,23 @@ def new_recipe(
     return text
 
 
-@dataclass(frozen=True)
-class _Device:
+def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> tuple[int, str]:
     """What fits this machine: blocks at a time, and further training arguments, lines of YAML."""
-
-    parameters: int
-    blocks: int
-    extra: str
-
-
-def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> _Device:
-    whole = network_of(dense)
-    plan = Plan("moe-lpr", [2] * len(decoder_ffns(whole)), old=list(old) or [UNDETERMINED], new=list(new))
+    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new))
     network = network_of(planned_config(dense, plan))
     trained = freeze(network, stage_of("post_pretrain").trains).trainable  # type: ignore[attr-defined]
-    total = sum(parameter.numel() for parameter in network.parameters())
-    parameters = sum(parameter.numel() for parameter in whole.parameters())
     half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     extra = "    bf16: true  # mixed precision\n" if half else ""
     memory = device_memory()
     if memory is None:
-        return _Device(parameters, 1, extra)
-    room = _ROOM * memory - weights_bytes(total, trained) - PROCESS
+        return 1, extra
+    room = _ROOM * memory - weights_bytes(size_of(network), trained) - PROCESS
     blocks = most
     while blocks > 1 and activation_bytes(network, blocks * BLOCK, half) > room:
         blocks //= 2
     if activation_bytes(network, blocks * BLOCK, half) > room:
         extra += f"    {CHECKPOINTING}: true  # keeps fewer activations, for about one more forward pass\n"
-    return _Device(parameters, blocks, extra)
+    return blocks, extra
 
 
 def _value(text: str | os.PathLike) -> str:

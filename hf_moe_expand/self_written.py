@@ -241,13 +241,9 @@ def _written(model: Any, tokenizer: Any, batch: list[list[int]], chosen: SampleS
             prompt, attention_mask=torch.ones_like(prompt), do_sample=True, temperature=chosen.temperature,
             top_p=chosen.top_p, top_k=0, max_new_tokens=chosen.tokens, pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
-        texts = tokenizer.batch_decode(ids[:, 1:], skip_special_tokens=True)
-        words = [text for text, row in zip(texts, ids, strict=True) if _has_words(row[prompt.shape[1] :], tokenizer)]
+        texts, new = (tokenizer.batch_decode(ids[:, at:], skip_special_tokens=True) for at in (1, prompt.shape[1]))
+        words = [text for text, own in zip(texts, new, strict=True) if own.strip()]
         empty = 0 if words else empty + 1
         if empty == _TRIES:
             raise InputError("The model writes nothing but ends of text: give other prompts, or a higher temperature.")
         yield from words
-
-
-def _has_words(ids: torch.Tensor, tokenizer: Any) -> bool:
-    return bool(tokenizer.decode(ids, skip_special_tokens=True).strip())

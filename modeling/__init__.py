@@ -1,40 +1,28 @@
-"""The code inside every checkpoint, except this file, which registers the installed package with the Auto classes."""
+"""The code inside every checkpoint, except this file, which registers the installed package with the Auto classes, and
+chooses among them."""
 
 from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-from .backbone import DecoderFFN, decoder_ffns
-from .configuration_dmoe import DMoEConfig
-from .configuration_layer_moe import LayerMoEConfig
-from .expanded_config import LISTENERS, ExpandedConfig, count_layers, layer_names, stack_sizes, static_class
-from .expanded_ffn import ExpandedFFN
-from .modeling_dmoe import DMoEForCausalLM, DMoEModel
-from .modeling_layer_moe import LayerMoEForCausalLM, LayerMoEForSeq2SeqLM, LayerMoEModel
-from .routing import LayerRouting
-from .routing_control import Routing
-
-__all__ = [
-    "MODEL_CLASSES",
-    "DMoEConfig",
-    "DMoEForCausalLM",
-    "DMoEModel",
-    "DecoderFFN",
-    "ExpandedConfig",
-    "ExpandedFFN",
-    "LayerMoEConfig",
-    "LayerMoEForCausalLM",
-    "LayerMoEForSeq2SeqLM",
-    "LayerMoEModel",
-    "LayerRouting",
-    "Routing",
-    "count_layers",
-    "decoder_ffns",
-    "layer_names",
-    "model_class",
-    "stack_sizes",
-]
+from .backbone import DecoderFFN as DecoderFFN
+from .backbone import decoder_ffns as decoder_ffns
+from .configuration_dmoe import DMoEConfig as DMoEConfig
+from .configuration_layer_moe import LayerMoEConfig as LayerMoEConfig
+from .expanded_config import LISTENERS, static_class
+from .expanded_config import ExpandedConfig as ExpandedConfig
+from .expanded_config import count_layers as count_layers
+from .expanded_config import layer_names as layer_names
+from .expanded_config import stack_sizes as stack_sizes
+from .expanded_ffn import ExpandedFFN as ExpandedFFN
+from .modeling_dmoe import DMoEForCausalLM as DMoEForCausalLM
+from .modeling_dmoe import DMoEModel as DMoEModel
+from .modeling_layer_moe import LayerMoEForCausalLM as LayerMoEForCausalLM
+from .modeling_layer_moe import LayerMoEForSeq2SeqLM as LayerMoEForSeq2SeqLM
+from .modeling_layer_moe import LayerMoEModel as LayerMoEModel
+from .routing import LayerRouting as LayerRouting
+from .routing_control import Routing as Routing
 
 # Each configuration class with its model classes: without a language-model head, with one on a decoder, and with one on
 # an encoder-decoder. DMoE, whose groups train every expert on one language, is for decoders.
@@ -42,6 +30,16 @@ MODEL_CLASSES: dict[Any, tuple[Any, Any, Any]] = {
     LayerMoEConfig: (LayerMoEModel, LayerMoEForCausalLM, LayerMoEForSeq2SeqLM),
     DMoEConfig: (DMoEModel, DMoEForCausalLM, None),
 }
+
+
+def auto_class(config: Any) -> Any:
+    """`AutoModelForSeq2SeqLM` for an encoder-decoder, else `AutoModelForCausalLM`."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def language_models(config: Any) -> Any:
+    """transformers' mapping from configuration classes to the classes of such language models."""
+    return MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def model_class(config: Any) -> Any:

@@ -4,8 +4,7 @@ from bisect import bisect_right
 from itertools import accumulate, pairwise
 from typing import Any
 
-from .expanded_config import ExpandedConfig
-from .expert_kinds import ExpertKind, kind_of_settings
+from .expanded_config import ExpandedConfig, ExpertKind, kind_of_settings
 
 
 class LayerMoEConfig(ExpandedConfig):

@@ -118,58 +118,6 @@ def run_in_turn(
     return torch.zeros_like(x_Th) if y_Th is None else y_Th.to(dtype)
 
 
-def run_added(
-    experts: nn.ModuleList,
-    hidden_states: torch.Tensor,
-    residual: torch.Tensor | None,
-    weights_TK: torch.Tensor,
-    index_TK: torch.Tensor,
-    training: bool,
-    form: PlainFFN | None,
-) -> Any:
-    """The output of a layer with added experts. A token's weights sum to 1, hence `y = E_0(x) + sum_e w_e D_e(x)`: the
-    block runs once for all tokens, called as the dense layer calls it, and a token that takes expert 0 alone gets its
-    bits. Whatever expert 0 returns beside its output is passed on."""
-    added = list(experts)[1:]
-    # In the list without expert 0 the others are one number lower, and "no expert", at its end, is expert 0 too.
-    others_TK = torch.where(index_TK == 0, len(added), index_TK - 1)
-    y_Th = dispatch(added, hidden_states, weights_TK, others_TK, False, training, form)
-    return _plus(_run_whole(experts[0], hidden_states, residual), y_Th)
-
-
-def run_alone(
-    experts: nn.ModuleList,
-    number: int,
-    hidden_states: torch.Tensor,
-    residual: torch.Tensor | None,
-    training: bool,
-    is_added: bool = False,
-) -> Any:
-    """One expert on all tokens, called as the dense layer calls its FFN, so that the output is the same bit for bit.
-    The output includes the residual, if the FFN takes one."""
-    nothing_0h = hidden_states.flatten(0, -2)[:0]  # in training idle experts stay in the graph, as in `run_in_turn`
-    if is_added:
-        y = _run_whole(experts[0], hidden_states, residual)
-        y = _plus(y, experts[number](hidden_states)) if number else y
-        return _plus(y, sum(other(nothing_0h).sum() for other in list(experts)[1:])) if training else y
-    y = _run_whole(experts[number], hidden_states, residual)
-    if training:
-        idle = [run_expert(other, nothing_0h, residual is not None) for other in experts]
-        y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)
-    return y
-
-
-def _run_whole(expert: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
-    return expert(hidden_states, *(() if residual is None else (residual,)))
-
-
-def _plus(output: Any, change: Any) -> Any:
-    """Expert 0's output with a change of its hidden states, `[T, h]` or a number."""
-    if isinstance(output, tuple):
-        return _plus(output[0], change), *output[1:]
-    return output + (change.view(output.shape) if change.dim() else change).to(output.dtype)
-
-
 def run_expert(expert: nn.Module, x: torch.Tensor, takes_residual: bool) -> torch.Tensor:
     """One expert's output without a residual, `[..., h] -> [..., h]`."""
     return expert(x, torch.zeros_like(x)) if takes_residual else expert(x)

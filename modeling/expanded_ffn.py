@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dispatch import dispatch, is_traced, run_added, run_alone
+from .dispatch import dispatch, is_traced, run_expert
 from .experts import AddedExpert, activation_of, copy_ffn, lora_expert
 from .grouped_experts import plain_form
 from .prefix_gate import PrefixRule, RunningText, TextMarks
@@ -107,9 +107,7 @@ class ExpandedFFN(nn.Module):
         if alone is not None:
             return self._run_alone(alone, hidden_states, residual, self.training)
         if self.is_added:
-            return run_added(
-                self.experts, hidden_states, residual, routing.weights, routing.experts, self.training, self.form
-            )
+            return self._run_added(hidden_states, residual, routing)
         index_TK, home_T = routing.experts, classes.told_home
         if home_T is not None:
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
@@ -125,10 +123,30 @@ class ExpandedFFN(nn.Module):
         base = self._run_alone(0, hidden_states, residual, training=False)
         return torch.where(home_T.view(hidden_states.shape[:-1]).unsqueeze(-1), base, y)
 
+    def _run_added(self, hidden_states: torch.Tensor, residual: torch.Tensor | None, routing: LayerRouting) -> Any:
+        """The output of a layer with added experts. A token's weights sum to 1, hence `y = E_0(x) + sum_e w_e D_e(x)`:
+        the block runs once for all tokens, called as the dense layer calls it, and a token that takes expert 0 alone
+        gets its bits. Whatever expert 0 returns beside its output is passed on."""
+        added = list(self.experts)[1:]
+        # In the list without expert 0 the others are one number lower, and "no expert", at its end, is expert 0 too.
+        others_TK = torch.where(routing.experts == 0, len(added), routing.experts - 1)
+        y_Th = dispatch(added, hidden_states, routing.weights, others_TK, False, self.training, self.form)
+        return _plus(_run_whole(self.experts[0], hidden_states, residual), y_Th)
+
     def _run_alone(
         self, number: int, hidden_states: torch.Tensor, residual: torch.Tensor | None, training: bool
     ) -> Any:
-        return run_alone(self.experts, number, hidden_states, residual, training, self.is_added)
+        """One expert on all tokens, called as the dense layer calls its FFN, so that the output is the same bit for
+        bit. The output includes the residual, if the FFN takes one."""
+        nothing_0h = hidden_states.flatten(0, -2)[:0]  # in training idle experts stay in the graph, as in `run_in_turn`
+        y = _run_whole(self.experts[0 if self.is_added else number], hidden_states, residual)
+        if self.is_added:
+            y = _plus(y, self.experts[number](hidden_states)) if number else y
+            return _plus(y, sum(other(nothing_0h).sum() for other in list(self.experts)[1:])) if training else y
+        if training:
+            idle = [run_expert(other, nothing_0h, residual is not None) for other in self.experts]
+            y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)
+        return y
 
     def route(self, x_Th: torch.Tensor, classes: "_Classes | None" = None) -> LayerRouting:
         """The routing of each token, from its hidden states `[T, h]` and what is known of its language."""
@@ -237,6 +255,17 @@ class _Classes:
     logits: torch.Tensor | None
     all_home: bool
     told_home: torch.Tensor | None
+
+
+def _run_whole(expert: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+    return expert(hidden_states, *(() if residual is None else (residual,)))
+
+
+def _plus(output: Any, change: Any) -> Any:
+    """Expert 0's output with a change of its hidden states, `[T, h]` or a number."""
+    if isinstance(output, tuple):
+        return _plus(output[0], change), *output[1:]
+    return output + (change.view(output.shape) if change.dim() else change).to(output.dtype)
 
 
 def _new_expert(ffn: nn.Module, config: Any, layer: int, number: int) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from .backbone import SeparateFFN, decoder_ffns, put_in_place
+from .backbone import SeparateFFN, decoder_ffns, mixture_rules, put_in_place, use_rules
 from .dispatch import ExpertsImplementationMixin
 from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
@@ -25,9 +25,7 @@ from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assemb
 from .experts import AddedExpert, LoraLinear
 from .prefix_gate import SERVERS, PrefixRule, cache_of_call, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
-from .routing_control import Routing, RoutingControl
-from .spoken_language import check_count, classes_of, with_languages
-from .stored_layout import mixture_rules, use_rules
+from .routing_control import Routing, RoutingControl, check_count, classes_of, with_languages
 
 _CLASSES: dict[tuple[type, str], type] = {}
 

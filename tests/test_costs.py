@@ -94,6 +94,8 @@ def test_arithmetic_counts_k_of_n_experts():
     assert training_flops(two) == 4 * met + 2 * trained
     # Of four experts two run; three of four train, so one and a half of the two.
     assert training_flops(four) == 4 * (met + router / 4) + 2 * (trained + router / 4 + 4 * (1.5 - 1) * ffn)
+    # Where all train, as in the stages `group` and `joint`, embeddings that are looked up take part in no product.
+    assert training_flops(two.requires_grad_(True)) == 6 * met
 
 
 def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):

@@ -13,7 +13,7 @@ BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at 
 # From the leaves to the command line. Each line may import the lines above it.
 ROOMS = (
     ("errors",),
-    ("auto_class", "disk", "extra", "hub_access", "layer_names", "lock", "memory", "scratch", "yamlfile"),
+    ("disk", "extra", "hub_access", "layer_names", "memory", "scratch", "yamlfile"),
     ("jsonfile", "languages", "recipe_paths", "schema"),
     ("anchors", "recipes", "records", "results", "run_record", "settings"),
     ("modeling",),
@@ -30,7 +30,7 @@ ROOMS = (
     ("inspection", "recipe"),
     ("forecast", "steps"),
     ("pipeline", "recommended"),
-    ("hub_base", "hub_files"),
+    ("hub_files",),
     ("card", "report"),
     ("backbones", "demo", "hub", "settings_page"),
     ("cli", "model_cards"),

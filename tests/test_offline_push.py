@@ -4,7 +4,7 @@ import pytest
 from conftest import save_dense
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from hf_moe_expand import Plan, card, expand_checkpoint, hub_base
+from hf_moe_expand import Plan, card, expand_checkpoint, hub_files
 from hf_moe_expand.hub import push_to_hub
 
 
@@ -19,7 +19,7 @@ def test_without_the_hub_nothing_waits_for_it(tmp_path, monkeypatch, reachable):
         asked.append((name, file, options["local_files_only"]))
         raise LocalEntryNotFoundError("not in the cache")
 
-    for module in (hub_base, card):
+    for module in (hub_files, card):
         monkeypatch.setattr(module, "hub_problem", lambda: "" if reachable else "no route")
         monkeypatch.setattr(module, "hf_hub_download", download)
     said = []

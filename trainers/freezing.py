@@ -1,6 +1,8 @@
-"""Sets the parameters that train. Call it after loading, since loading resets `requires_grad`."""
+"""Sets the parameters that train (call it after loading, since loading resets `requires_grad`), and lets a model that
+trains evaluate for a while."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,3 +98,15 @@ def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, 
         fitted = ffn.classifier is not None and ffn.classifier.languages is not None
         if ffn.classifier is not None and trained.classifiers and (trained.gates or not fitted):
             yield "classifiers", ffn.classifier
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; afterwards each module is in its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

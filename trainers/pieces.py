@@ -20,6 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..checkpoint.local import EXPANDED
 from ..costs import LARGE, PIECE
+from .freezing import evaluating
 
 _IGNORED = -100
 _PROBED = 8  # tokens
@@ -48,15 +49,9 @@ class LogitsInPieces:
             return None
         pieces = cls(model, autocast)
         ids = torch.arange(_PROBED, device=head.weight.device).unsqueeze(0) % pieces.vocabulary
-        training = [module for module in model.modules() if module.training]
-        model.eval()
-        try:
-            with torch.no_grad(), pieces.head_inputs(whole=True) as hidden_states:
-                logits = model(input_ids=ids, use_cache=False).logits
-                again = pieces.logits(hidden_states[0]) if len(hidden_states) == 1 else torch.empty(0)
-        finally:
-            for module in training:
-                module.training = True
+        with torch.no_grad(), evaluating(model), pieces.head_inputs(whole=True) as hidden_states:
+            logits = model(input_ids=ids, use_cache=False).logits
+            again = pieces.logits(hidden_states[0]) if len(hidden_states) == 1 else torch.empty(0)
         if again.shape != logits.shape:
             return None
         one, other = again.double(), logits.double()

@@ -13,9 +13,7 @@ from transformers import TrainingArguments
 
 from .encoder_decoder import LANGUAGE_COLUMNS, by_stack, counted_tokens, target_loss, with_decoder_inputs
 from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
-from .metrics import Metrics, record_routing
-from .routing_capture import FirstPass, judged_by_text, without_virtual_tokens
-from .sharded import check_tied_embeddings, fetch_experts_together
+from .routing_capture import FirstPass, Metrics, judged_by_text, record_routing, without_virtual_tokens
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
@@ -75,7 +73,7 @@ class RouterLossMixin:
             training.ddp_find_unused_parameters = False
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():  # type: ignore[attr-defined]
-            fetch_experts_together(self.model)  # type: ignore[attr-defined]
+            _fetch_experts_together(self.model)  # type: ignore[attr-defined]
 
     def _check_arguments(self) -> None:
         training: Any = self.args  # type: ignore[attr-defined]
@@ -98,7 +96,7 @@ class RouterLossMixin:
             )
         if self._needs_languages and self._language_classes is None:
             raise self._without_languages()
-        check_tied_embeddings(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
+        _check_tied_embeddings(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
 
     @property
     def _needs_languages(self) -> bool:
@@ -287,3 +285,30 @@ class RouterLossMixin:
         ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))  # type: ignore[attr-defined]
         logs.update({prefix + name: value for name, value in ratios})
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+def _fetch_experts_together(model: Any) -> None:
+    """Makes ZeRO-3 fetch an expanded FFN in one piece: a rank that fetched only its tokens' experts would wait for ever
+    for ranks whose tokens chose other experts."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    for ffn in model.expanded_ffns().values():
+        set_z3_leaf_module(ffn, True)
+    # DeepSpeed ends the backward pass of such a piece when it has the gradient of the piece's input. With frozen
+    # embeddings the first piece's input would have no gradient.
+    model.enable_input_require_grads()
+
+
+def _check_tied_embeddings(model: Any) -> None:
+    """Refuses tied embeddings that would train under transformers' own FSDP."""
+    if not getattr(model, "is_distributed_loading_by_transformers", False):
+        return
+    tied_and_trained = model.all_tied_weights_keys and model.get_input_embeddings().weight.requires_grad
+    split = model.config.distributed_config
+    replicas = getattr(split, "dp_size", split.fsdp_size)  # `dp_size` came with transformers 5.23
+    if replicas > 1 and tied_and_trained:
+        raise ValueError(
+            "The embeddings train and are tied to the head, which under transformers' own FSDP "
+            "(DistributedConfig(fsdp_size=...)) keeps their old values after the first step. Let accelerate split the "
+            "model (fsdp2.yaml), or freeze the embeddings."
+        )

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .freezing import evaluating
+
 
 def shielded_layers(model: Any) -> dict[str, nn.Linear]:
     """The linear layers of a model by name, without its head."""
@@ -45,13 +47,11 @@ def column_importance(model: Any, batches: Iterable[torch.Tensor]) -> dict[str, 
         squares[name] = squares[name] + sums if name in squares else sums
 
     handles = [layer.register_forward_pre_hook(partial(add, name)) for name, layer in layers.items()]
-    was_training = model.training
     try:
-        model.eval()
-        for ids in batches:
-            model(input_ids=ids.to(model.device), use_cache=False)
+        with evaluating(model):
+            for ids in batches:
+                model(input_ids=ids.to(model.device), use_cache=False)
     finally:
-        model.train(was_training)
         for handle in handles:
             handle.remove()
     return {name: layers[name].weight.float().norm(dim=0) * sums.sqrt() for name, sums in squares.items()}

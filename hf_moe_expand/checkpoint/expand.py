@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig
 from .. import __version__
 from ..errors import InputError
 from ..modeling import DecoderFFN, DMoEConfig, LayerMoEConfig, decoder_ffns, stack_sizes
-from ..modeling.expanded_config import ExpandedConfig
-from ..modeling.expert_kinds import ExpertKind
+from ..modeling.expanded_config import ExpandedConfig, ExpertKind
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..settings import LORA_ALPHA, LORA_RANK

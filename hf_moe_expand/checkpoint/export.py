@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..errors import InputError
 from ..modeling import layer_names
-from ..modeling.expert_kinds import LoraKind
+from ..modeling.expanded_config import LoraKind
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .routed import (

@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from ..errors import InputError, errors_at
 from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
-from ..modeling.expert_kinds import KINDS
+from ..modeling.expanded_config import KINDS
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed

@@ -9,9 +9,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ..auto_class import auto_class, language_models
 from ..errors import InputError
-from ..modeling import ExpandedConfig, decoder_ffns, model_class
+from ..modeling import ExpandedConfig, auto_class, decoder_ffns, language_models, model_class
 from ..modeling.prefix_gate import PrefixRule
 from ..planning.plan import Plan
 from ..records import History

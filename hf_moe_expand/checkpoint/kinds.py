@@ -6,7 +6,7 @@ from typing import Any
 from ..errors import InputError
 from ..memory import device_memory, gigabytes
 from ..modeling import DecoderFFN, decoder_ffns, layer_names
-from ..modeling.expert_kinds import KINDS, AddedKind, ExpertKind, LoraKind
+from ..modeling.expanded_config import KINDS, AddedKind, ExpertKind, LoraKind
 from ..planning.plan import Plan
 
 EXPERT_INITS = ("copy", "random")

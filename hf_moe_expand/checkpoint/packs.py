@@ -21,7 +21,7 @@ from safetensors.torch import save
 from ..errors import InputError
 from ..modeling import count_layers
 from ..modeling.configuration_layer_moe import joins_packs
-from ..modeling.expert_kinds import ExpertKind
+from ..modeling.expanded_config import ExpertKind
 from ..records import History
 from .pack_file import PACK_FILE, ROUTING, check_rows, own_text, read_pack_file
 from .reader import TORCH_DTYPES

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from ..auto_class import auto_class
 from ..errors import InputError, first_line
-from ..modeling import LayerMoEConfig, decoder_ffns
+from ..modeling import LayerMoEConfig, auto_class, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from .proven import is_proven, reason_left_out
 from .stored import places

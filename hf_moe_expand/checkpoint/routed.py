@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import InputError
 from ..modeling import decoder_ffns
-from ..modeling.expert_kinds import LoraKind
+from ..modeling.expanded_config import LoraKind
 from .stored import StoredModel, rounded, widened
 from .writer import OutputTensor, zeros
 

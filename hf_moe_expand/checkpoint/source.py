@@ -21,11 +21,10 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .. import modeling
-from ..auto_class import language_models
 from ..errors import InputError, first_line
 from ..hub_access import hub_problem
 from ..jsonfile import read_json
-from ..modeling import ExpandedConfig, stack_sizes
+from ..modeling import ExpandedConfig, language_models, stack_sizes
 from ..planning.plan import MOST_EXPERTS
 from ..records import History, StageRecord
 from ..schema import Count, Declared, Flag, Positive, Text, Whole, read

@@ -16,10 +16,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.integrations import deepspeed
 
-from ..auto_class import auto_class
 from ..errors import InputError, first_line
-from ..modeling import ExpandedConfig, count_layers, decoder_ffns
-from ..modeling.stored_layout import mixture_rules
+from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
+from ..modeling.backbone import mixture_rules
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, tensor_bytes

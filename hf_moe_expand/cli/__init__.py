@@ -15,24 +15,9 @@ from tqdm import tqdm
 from ..errors import InputError, is_full_disk
 
 # In the order of `--help`.
-from . import (  # noqa: F401
-    analyze,
-    asking,
-    backbones,
-    curriculum,
-    evaluate,
-    gates,
-    gguf,
-    join,
-    plan,
-    publish,
-    run,
-    sample,
-    surgery,
-    train,
-)
-from .apps import app
+from . import analyze, asking, evaluate, gates, plan, publish, run, surgery, train  # noqa: F401
 from .ending import INTERRUPTED, orderly_stops, tell_full_disk, tell_interrupted, tell_unforeseen
+from .options import app
 
 __all__ = ["app", "main"]
 

@@ -7,23 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from . import options as opt
-from .apps import analyze_app
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
 
 
 def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The texts of `--old` and of `--new`, whose files are there."""
-    sources = text_sources(old), text_sources(new)
+    sources = text_sources(old, look=True), text_sources(new, look=True)
     from ..data.sources import check_languages
 
     check_languages(*sources)
-    for texts in sources:
-        for source in texts.values():
-            source.files()
     return sources
 
 
-@analyze_app.command("similarity")
+@opt.analyze_app.command("similarity")
 def analyze_similarity(
     base: opt.Model,
     old: opt.Old,
@@ -60,7 +56,7 @@ def analyze_similarity(
     print(f"wrote {out}")
 
 
-@analyze_app.command("separability")
+@opt.analyze_app.command("separability")
 def analyze_separability(
     base: opt.Model,
     old: opt.Old,
@@ -111,7 +107,7 @@ def analyze_separability(
     print(f"wrote {out}")
 
 
-@analyze_app.command("fertility")
+@opt.analyze_app.command("fertility")
 def analyze_fertility(
     base: opt.Model,
     data: opt.Data,
@@ -129,8 +125,7 @@ def analyze_fertility(
 
     Example: hf-moe-expand analyze fertility Qwen/Qwen2.5-0.5B --data en=en.jsonl --data el=el.jsonl
     """
-    if out is not None:
-        check_file(out, overwrite)
+    check_file(out, overwrite)
     check_checkpoints(base, revision=revision)
     sources = text_sources(data, look=True)
     from ..analysis.fertility import measure_fertility
@@ -145,7 +140,7 @@ def analyze_fertility(
         print(f"wrote {out}")
 
 
-@analyze_app.command("deviation")
+@opt.analyze_app.command("deviation")
 def analyze_deviation(
     base: opt.Model,
     data: opt.Data,
@@ -206,7 +201,7 @@ def analyze_deviation(
     print(f"wrote {out}")
 
 
-@analyze_app.command("routing")
+@opt.analyze_app.command("routing")
 def analyze_routing(
     model: opt.Model,
     data: opt.Data,

@@ -1,4 +1,4 @@
-"""The verbs that let a model write: `generate` and `chat`."""
+"""Verbs about one model: `generate` and `chat` let it write, `backbones` tells whether it can be expanded."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError
-from .apps import app
-from .common import check_checkpoints, check_file, codes
-from .options import Model, Overwrite, Revision, Seed
+from .common import check_checkpoints, check_file, codes, print_or_write
+from .options import Model, Overwrite, Revision, Seed, app
 
 if TYPE_CHECKING:
     from ..asking import Asked
@@ -52,8 +51,7 @@ def generate(
 
     Example: hf-moe-expand generate qwen-el-2 "Η Ελλάδα είναι" "Greece is" --languages el,en --base Qwen/Qwen2.5-0.5B
     """
-    if out is not None:
-        check_file(out, overwrite)
+    check_file(out, overwrite)
     check_checkpoints(model, revision=revision)
     if base not in (None, "inside"):
         check_checkpoints(str(base))
@@ -167,3 +165,27 @@ def _read() -> str | None:
     if line:
         print(f"> {line.strip()}")
     return line.strip() if line else None
+
+
+@app.command()
+def backbones(
+    model: Annotated[str | None, typer.Argument(help="Folder or hub id of a dense model.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for the list; on the screen by default.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Tell whether a model can be expanded, or list the architectures that can.
+
+    Loads no weights: an architecture is tried on a tiny twin of the model.
+
+    Example: hf-moe-expand backbones Qwen/Qwen3-0.6B
+    """
+    from ..backbones import answer, backbones_page
+
+    if model is None:
+        print("trying each architecture on a tiny twin: about a minute ...", file=sys.stderr, flush=True)
+        print_or_write(backbones_page(), out, overwrite)
+        return
+    if out is not None:
+        raise InputError("--out is for the list of architectures: leave MODEL out.")
+    print("\n".join(answer(model, revision)))

@@ -107,12 +107,14 @@ def codes(argument: str) -> list[str]:
     return [code.strip() for code in argument.split(",") if code.strip()]
 
 
-def check_file(path: Path, overwrite: bool) -> None:
-    """Refuses a file that cannot be written, before the work of hours that it is for.
+def check_file(path: Path | None, overwrite: bool) -> None:
+    """Refuses a file that cannot be written, before the work of hours that it is for; None is no file.
 
     Raises:
         InputError: it exists (without `overwrite`), is a folder, or its folder cannot be written to.
     """
+    if path is None:
+        return
     try:
         if path.is_dir():
             raise InputError(f"{path}: is a folder; give the name of a file in it.")
@@ -127,21 +129,20 @@ def check_file(path: Path, overwrite: bool) -> None:
 
 def print_or_write(text: str, out: Path | None, overwrite: bool) -> None:
     """Prints a page, or writes it to a file."""
+    check_file(out, overwrite)
     if out is None:
-        print(text, end="")
+        print(text, end="" if text.endswith("\n") else "\n")
     else:
         from ..jsonfile import write_text
 
-        check_file(out, overwrite)
         write_text(out, text)
         print(f"wrote {out}")
 
 
 def check_figure(path: Path | None, overwrite: bool) -> None:
-    if path is not None:
-        if path.suffix not in (".svg", ".png", ".pdf"):
-            raise InputError(f"{path}: unknown kind of picture; known: .svg, .png, .pdf.")
-        check_file(path, overwrite)
+    if path is not None and path.suffix not in (".svg", ".png", ".pdf"):
+        raise InputError(f"{path}: unknown kind of picture; known: .svg, .png, .pdf.")
+    check_file(path, overwrite)
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -7,13 +7,12 @@ import typer
 
 from ..errors import InputError
 from . import options as opt
-from .apps import app
 from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
 
 Models = Annotated[list[str], typer.Argument(help="Folders or hub ids; the others are compared with the first.")]
 
 
-@app.command()
+@opt.app.command()
 def evaluate(
     models: Models,
     out: opt.Out,
@@ -85,7 +84,7 @@ def evaluate(
     print(f"wrote {out}")
 
 
-@app.command()
+@opt.app.command()
 def evaluate_translation(
     models: Models,
     data: Annotated[

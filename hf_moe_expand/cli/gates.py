@@ -1,13 +1,14 @@
-"""The verb that fits gates."""
+"""Verbs that make a checkpoint without training and without a plan: `gates`, `from-gguf` and `join`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..disk import DEFAULT_SHARD_SIZE
-from .apps import app
+from ..errors import InputError
 from .common import check_checkpoints, texts_of
-from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize
+from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app
 
 Anchors = Annotated[
     list[str] | None,
@@ -59,3 +60,90 @@ def gates(
         model, out, texts_of(data), known, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite
     )
     print("\n".join(report.lines()))
+
+
+@app.command("from-gguf")
+def from_gguf(
+    file: Annotated[Path, typer.Argument(help="A .gguf file, quantised or not.")],
+    out: OutFolder,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write an ordinary checkpoint, in float32, with the weights and the tokenizer of a GGUF file.
+
+    Example: hf-moe-expand from-gguf SmolLM2-135M-Instruct.Q4_1.gguf smollm2
+    """
+    from ..checkpoint.gguf import checkpoint_from_gguf
+
+    parameters = checkpoint_from_gguf(file, out, overwrite)
+    print(f"wrote {out}: {parameters:,} parameters")
+
+
+@app.command()
+def join(
+    out: OutFolder,
+    packs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PACK...",
+            help="Expanded checkpoints of one base, whole or with the added tensors; NAME=PACK gives a name.",
+        ),
+    ],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a pack, one for each PACK in order; by default that of its run's or own folder."),
+    ] = None,
+    keep_both: Annotated[
+        bool, typer.Option("--keep-both", help="Join packs that add one and the same language, too.")
+    ] = False,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(help="LANGUAGE=FILE of text by which gates tell the packs' languages from all others; repeat."),
+    ] = None,
+    anchors: Anchors = None,
+    factors: Annotated[
+        bool, typer.Option("--factors", help="With --calibrate: instead of gates, a factor for each pack's router.")
+    ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(help="With --calibrate: tokens of each language to score; 500 by default.")
+    ] = None,
+    max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
+    overwrite: Overwrite = False,
+) -> None:
+    """Join language packs, expansions of one frozen base that were made apart, into one model without training.
+
+    The model has the experts of all packs, byte for byte. With a little text of each pack's languages (--calibrate),
+    gates send every text to its pack, or home: without them most of a pack's gain is lost. `shrink --without PACK`
+    takes a pack out again.
+
+    A pack has the name of its run's folder (`run`), else of its own; `--without` and the card use it.
+
+    Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu --calibrate en=en.jsonl --calibrate el=el.jsonl
+    --calibrate hu=hu.jsonl
+    """
+    for option, value in (("--tokens", tokens), ("--factors", factors or None), ("--anchors", anchors)):
+        if value is not None and not calibrate:
+            raise InputError(f"{option} belongs to --calibrate, which is not given.")
+    if name:
+        if len(name) != len(packs):
+            raise InputError(
+                f"--name: {len(name)} names were given for {len(packs)} packs; give one for each, in order."
+            )
+        packs = [f"{one}={pack}" for one, pack in zip(name, packs, strict=True)]
+    from ..checkpoint.local import pack_and_name
+
+    check_checkpoints(*(pack_and_name(pack)[0] for pack in packs), expanded=True)
+    if not calibrate:
+        from ..checkpoint.join import join_expansions
+
+        report = join_expansions(packs, out, keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite)
+        print("\n".join(report.lines()))
+        print("no gates           text of each pack's languages (--calibrate) keeps more of what the packs learned")
+        return
+    from ..analysis.calibration import join_calibrated
+
+    report, calibration = join_calibrated(
+        packs, out, texts_of(calibrate), tokens=tokens, gates=not factors,
+        anchors=None if anchors is None else texts_of(anchors),
+        keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite,
+    )  # fmt: skip
+    print("\n".join([*calibration.lines(), *report.lines()]))

@@ -1,18 +1,23 @@
-"""`plan METHOD`: a verb for each registered method, with options and help from the method's function."""
+"""`plan METHOD`, a verb for each registered method, with options and help from the method's function; and `curriculum`,
+which plans when each language enters training."""
 
 import inspect
 import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
 from ..errors import InputError
 from ..planning.methods import METHODS, Option, PlanSettings, read_plan_settings
-from .apps import plan_app
-from .common import check_checkpoints, check_figure, check_file, codes
-from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed
+from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
+from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed, curriculum_app, plan_app
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..data.curriculum import Curriculum
 
 _EMPTY = inspect.Parameter.empty
 # The option for the file of each analysis.
@@ -37,10 +42,9 @@ def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
     """The options of a method, required ones first: its analysis, its keys, and the options of every plan."""
     parameters: dict[str, tuple[Any, Any]] = {}
     if method.analysis:
-        parameters[_ANALYSES[method.analysis]] = (
-            Annotated[Path, _analysis_option(method.analysis, required=True)],
-            _EMPTY,
-        )
+        file = _ANALYSES[method.analysis]
+        help_ = f"{file}.json of `analyze {method.analysis}`."
+        parameters[file] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
     if method.needs_separability:
         help_ = "separability.json of `analyze separability`, for the same languages."
         parameters["separability"] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
@@ -56,7 +60,8 @@ def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
     for name, key in method.all_keys().items():
         parameters |= {} if name in method.own_keys() else _key_options(name, key)
     if not method.analysis:
-        parameters["analysis"] = (Annotated[Path | None, _analysis_option("similarity", required=False)], None)
+        help_ = "analysis.json, for classifiers by similarity."
+        parameters["analysis"] = (Annotated[Path | None, typer.Option(help=help_)], None)
     if method.analysis == "deviation":
         parameters["figure"] = (Figure, None)
     parameters["seed"] = (Seed, 0)
@@ -69,28 +74,17 @@ def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
     ]
 
 
-def _analysis_option(needs: str, required: bool) -> Any:
-    file = f"{_ANALYSES[needs]}.json"
-    return typer.Option(help=f"{file} of `analyze {needs}`." if required else f"{file}, for classifiers by similarity.")
-
-
 def _key_options(name: str, key: FieldInfo) -> dict[str, tuple[Any, Any]]:
     """The options for a key: those in its annotation, or `--key VALUE`."""
     if options := _options(key):
-        return {
-            _name(option): (
-                Annotated[_optional(option.kind), typer.Option(option.flag, help=option.help)],
-                False if option.kind is bool else None,
-            )
-            for option in options
-        }
+        given = {}
+        for option in options:
+            kind, default = (bool, False) if option.kind is bool else (Optional[option.kind], None)  # noqa: UP045
+            given[_name(option)] = (Annotated[kind, typer.Option(option.flag, help=option.help)], default)
+        return given
     flag = f"--{name.replace('_', '-')}"
     default = _EMPTY if key.is_required() else key.default
     return {name: (Annotated[_plain(key.annotation), typer.Option(flag, help=key.description)], default)}
-
-
-def _optional(kind: type) -> Any:
-    return kind if kind is bool else Optional[kind]  # noqa: UP045
 
 
 def _plain(hint: Any) -> Any:
@@ -196,3 +190,85 @@ def _num_layers(layers: str) -> tuple[int, int]:
 
 for _word, _method in METHODS.items():
     _verb(_method, _word)
+
+
+@curriculum_app.command("derive")
+def curriculum_derive(
+    run: Annotated[Path, typer.Argument(help="A stage's folder with a validation.json, or the file.")],
+    out: Out,
+    bins: Annotated[int, typer.Option(help="Number of evenly spaced steps at which languages may enter.")] = 5,
+    merge_first: Annotated[int, typer.Option(help="Number of first bins to merge into one (3 in the paper).")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Steps of the next training; by default those of the run.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Let languages that over-fitted early in a first run enter late in the next run (step-based).
+
+    Example: hf-moe-expand curriculum derive qwen-el-1 --bins 5 --merge-first 3 --out curriculum.json
+    """
+    check_file(out, overwrite)
+    from ..data.curriculum import step_based
+    from ..evaluation.validation import ValidationCurves
+
+    curves = ValidationCurves.load(run)
+    best = curves.best_steps()
+    _write(step_based(best, bins, curves.total_steps, merge_first, steps), out, "best step", best)
+
+
+@curriculum_app.command("counts")
+def curriculum_counts(
+    out: Out,
+    steps: Annotated[int, typer.Option(help="Steps of the training.")],
+    counts: Annotated[str, typer.Option(help="Examples of each language, e.g. el=6000000,tr=900000.")] = "",
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="LANGUAGE=FILE whose documents are counted; repeat.")
+    ] = None,
+    thresholds: Annotated[str, typer.Option(help="Minimum of examples for each bin but the last.")] = "5e6,8e5",
+    shares: Annotated[str, typer.Option(help="Share of the training steps in which each bin trains.")] = "1,0.4,0.2",
+    overwrite: Overwrite = False,
+) -> None:
+    """Let languages with little text enter late (count-based).
+
+    Example: hf-moe-expand curriculum counts --data el=el.jsonl --data hi=hi.jsonl --thresholds 1000,100 --steps 2000
+    --out curriculum.json
+    """
+    check_file(out, overwrite)
+    from ..data.curriculum import count_based
+
+    examples = _counts(counts)
+    for language, source in text_sources(data or []).items():
+        if language in examples:
+            raise InputError(f"Language {language!r} is given with --counts and with --data; give it once.")
+        examples[language] = len(source.load())
+    if not examples:
+        raise InputError("No language was given: use --counts el=6000000,... or --data el=FILE.")
+    _write(
+        count_based(examples, steps, _numbers(thresholds, "--thresholds"), _numbers(shares, "--shares")),
+        out,
+        "examples",
+        examples,
+    )
+
+
+def _counts(argument: str) -> dict[str, float]:
+    counts: dict[str, float] = {}
+    for part in codes(argument):
+        language, _, number = part.partition("=")
+        if language in counts:
+            raise InputError(f"--counts: language {language!r} is given twice; give it once.")
+        counts[language] = _numbers(number, f"--counts {part}")[0]
+    return counts
+
+
+def _numbers(argument: str, what: str) -> list[float]:
+    try:
+        return [float(part) for part in argument.split(",")]
+    except ValueError:
+        raise InputError(f"{what}: {argument!r} is not a number or a list of numbers with commas.") from None
+
+
+def _write(curriculum: "Curriculum", out: Path, what: str, known: "Mapping[str, float]") -> None:
+    order = sorted(curriculum.entry, key=lambda code: (curriculum.entry[code], -known[code]))
+    rows = [[code, f"{known[code]:,.0f}", f"{curriculum.entry[code]:,}"] for code in order]
+    print_table(["language", what, "enters at step"], rows)
+    curriculum.save(out)
+    print(f"wrote {out}")

@@ -6,11 +6,10 @@ from typing import Annotated
 import typer
 
 from . import options as opt
-from .apps import app
-from .common import check_checkpoints, check_file
+from .common import check_checkpoints, check_file, print_or_write
 
 
-@app.command()
+@opt.app.command()
 def card(
     model: opt.Model,
     evaluation: opt.Evaluated = None,
@@ -25,21 +24,14 @@ def card(
 
     Example: hf-moe-expand card qwen-el-2 --evaluation evaluation.json
     """
-    if out is not None:
-        check_file(out, overwrite)
+    check_file(out, overwrite)
     check_checkpoints(model, expanded=True)
     from ..card import make_card
-    from ..jsonfile import write_text
 
-    text = str(make_card(model, repo_id, evaluation, evaluated_as, license, base))
-    if out is None:
-        print(text)
-    else:
-        write_text(out, text)
-        print(f"wrote {out}")
+    print_or_write(str(make_card(model, repo_id, evaluation, evaluated_as, license, base)), out, overwrite)
 
 
-@app.command()
+@opt.app.command()
 def push(
     model: opt.Model,
     repo_id: Annotated[str, typer.Argument(help="Repository: namespace/name.")],
@@ -68,7 +60,7 @@ def push(
     )  # fmt: skip
 
 
-@app.command()
+@opt.app.command()
 def report(
     folders: Annotated[
         list[Path],
@@ -99,9 +91,6 @@ def report(
     for folder in folders:
         run_folder(folder)
     check_file(out, overwrite)
-    from ..jsonfile import write_text
     from ..report.page import make_page
 
-    text = make_page(*folders)
-    write_text(out, text)
-    print(f"wrote {out}")
+    print_or_write(make_page(*folders), out, overwrite)

@@ -1,6 +1,7 @@
 """Verbs that make a checkpoint from others, compare checkpoints and inspect them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,6 @@ from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from ..settings import LORA_ALPHA, LORA_RANK
 from . import options as opt
-from .apps import app, merge_app
 from .common import check_checkpoints, print_table, text_sources
 
 ExpertKindName = Annotated[
@@ -25,7 +25,7 @@ LoraAlpha = Annotated[float, typer.Option(help="The updates are scaled by alpha 
 ExpertWidth = Annotated[int | None, typer.Option(help="Width of added FFNs.")]
 
 
-@app.command()
+@opt.app.command()
 def expand(
     base: opt.Model,
     out: opt.OutFolder,
@@ -42,7 +42,7 @@ def expand(
     expert_width: ExpertWidth = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = DEFAULT_SHARD_SIZE,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
@@ -68,7 +68,7 @@ def expand(
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
 
 
-@app.command()
+@opt.app.command()
 def grow(
     model: opt.Model,
     out: opt.OutFolder,
@@ -86,7 +86,7 @@ def grow(
     block_size: opt.BlockSize = 1024,
     batch_size: opt.BatchSize = 8,
     seed: opt.Seed = 0,
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = DEFAULT_SHARD_SIZE,
+    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
@@ -128,13 +128,11 @@ def _nearest_experts(
     model: str, new: list[str], data: list[str], seed: int, tokens: int, block_size: int, batch_size: int
 ) -> dict[int, int]:
     """Finds and prints, for each layer, the expert to which the new languages' text is routed most."""
-    sources = text_sources(data)
+    sources = text_sources(data, look=True)
     if unknown := [code for code in sources if code not in new]:
         raise InputError(f"--data: {', '.join(unknown)}: not a new language of the plan ({', '.join(new)}).")
     if missing := [f"--data {code}=FILE" for code in new if code not in sources]:
         raise InputError(f"--copy-from nearest measures text in the plan's new languages: give {' '.join(missing)}.")
-    for source in sources.values():
-        source.files()
     from ..analysis.routing import nearest_experts
     from ..data.pairs import texts_for
     from ..modeling import layer_names
@@ -148,7 +146,7 @@ def _nearest_experts(
     return nearest
 
 
-@app.command()
+@opt.app.command()
 def shrink(
     model: opt.Model,
     out: opt.OutFolder,
@@ -185,7 +183,7 @@ def shrink(
     print(f"wrote {out}")
 
 
-@app.command("expand-branches")
+@opt.app.command("expand-branches")
 def expand_branches_(
     branches: Annotated[list[str], typer.Argument(help="Dense fine-tunes of one base, one for each language group.")],
     plan: Annotated[Path, typer.Option(help="plan.json of `plan dmoe`.")],
@@ -208,7 +206,7 @@ def expand_branches_(
     print(f"wrote {out}")
 
 
-@app.command("expand-depth")
+@opt.app.command("expand-depth")
 def expand_depth_(
     base: opt.Model,
     out: opt.OutFolder,
@@ -227,57 +225,46 @@ def expand_depth_(
     print(f"wrote {out}: layers {', '.join(map(str, new))} are new")
 
 
-@app.command()
-def graft(
-    model: opt.Model,
-    out: opt.OutFolder,
-    base: opt.Base,
-    instruct: opt.Instruct,
-    scale: opt.Scale = 1.0,
-    keep_tokenizer: opt.KeepTokenizer = False,
-    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: opt.Overwrite = False,
-) -> None:
-    """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
+def _delta_verb(dense: bool) -> Callable[..., None]:
+    """The verb that adds the change of a fine-tune to a dense model, or to an expanded one."""
 
-    Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
-    """
-    check_checkpoints(model, base, instruct)
-    from ..checkpoint.graft import graft_delta
+    def verb(
+        model: opt.Model,
+        out: opt.OutFolder,
+        base: opt.Base,
+        instruct: opt.Instruct,
+        scale: opt.Scale = 1.0,
+        keep_tokenizer: opt.KeepTokenizer = False,
+        max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
+        overwrite: opt.Overwrite = False,
+    ) -> None:
+        check_checkpoints(model, base, instruct)
+        from ..checkpoint.graft import graft_delta
+        from ..checkpoint.merge import merge_delta
 
-    report = graft_delta(
-        model, out, base, instruct, scale=scale, keep_tokenizer=keep_tokenizer, max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )  # fmt: skip
-    print("\n".join(report.lines()))
+        report = (merge_delta if dense else graft_delta)(
+            model, out, base, instruct, scale=scale, keep_tokenizer=keep_tokenizer, max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )  # fmt: skip
+        print("\n".join(report.lines()))
 
-
-@merge_app.command("delta")
-def merge_delta_(
-    model: opt.Model,
-    out: opt.OutFolder,
-    base: opt.Base,
-    instruct: opt.Instruct,
-    scale: opt.Scale = 1.0,
-    keep_tokenizer: opt.KeepTokenizer = False,
-    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
-    overwrite: opt.Overwrite = False,
-) -> None:
-    """Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
-
-    Example: hf-moe-expand merge delta qwen-ft qwen-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
-    """
-    check_checkpoints(model, base, instruct)
-    from ..checkpoint.merge import merge_delta
-
-    report = merge_delta(
-        model, out, base, instruct, scale=scale, keep_tokenizer=keep_tokenizer, max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )  # fmt: skip
-    print("\n".join(report.lines()))
+    return verb
 
 
-@merge_app.command("average")
+GRAFT = """Add the change of a fine-tune (instruct - base) to an expanded model, to every expert too (DeltaMoE).
+
+Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
+"""
+MERGE_DELTA = """\
+Add the change of a fine-tune (instruct - base) to a dense model (Dense-FT-Delta) or to LLaMA-Pro's old blocks.
+
+Example: hf-moe-expand merge delta qwen-ft qwen-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
+"""
+opt.app.command("graft", help=GRAFT)(_delta_verb(dense=False))
+opt.merge_app.command("delta", help=MERGE_DELTA)(_delta_verb(dense=True))
+
+
+@opt.merge_app.command("average")
 def merge_average(
     models: Annotated[
         list[str], typer.Argument(help="Two or more checkpoints; dense ones may follow an expanded first one.")
@@ -305,7 +292,7 @@ def merge_average(
     print(f"wrote {out}")
 
 
-@app.command()
+@opt.app.command()
 def export(
     model: opt.Model,
     out: Annotated[Path, typer.Argument(help="Folder to write; with --gguf, file.")],
@@ -348,7 +335,7 @@ def export(
     print(f"wrote {out}: {name}")
 
 
-@app.command()
+@opt.app.command()
 def diff(
     before: opt.Model,
     after: opt.Model,
@@ -376,7 +363,7 @@ def diff(
     raise typer.Exit(0 if difference.same else 1)
 
 
-@app.command()
+@opt.app.command()
 def inspect(
     model: opt.Model,
     plan: Annotated[

@@ -11,9 +11,8 @@ from typer.core import TyperCommand
 
 from .. import stages
 from ..errors import InputError
-from .apps import train_app
 from .common import check_checkpoints, evaluate_models, text_sources
-from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation
+from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
 
 
 class _StageVerb(TyperCommand):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..asking import Answering, Asked, ask
 from ..errors import InputError
-from ..modeling.spoken_language import classes_of
+from ..modeling.routing_control import classes_of
 
 QUESTIONS: Mapping[str, Sequence[str]] = {
     "en": (

@@ -11,8 +11,7 @@ from ..checkpoint.reader import CheckpointReader
 from ..data.sources import LanguageText
 from ..errors import InputError
 from ..jsonfile import read_json, write_json
-from ..lock import FolderLock
-from ..scratch import is_work_folder, remove_leftovers, remove_work_folder, training_of, work_folder
+from ..scratch import FolderLock, is_work_folder, remove_leftovers, remove_work_folder, training_of, work_folder
 
 STARTED_WITH = "started_with.json"
 

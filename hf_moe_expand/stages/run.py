@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..auto_class import auto_class
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.folder import copy_companions
 from ..checkpoint.reader import CheckpointReader
@@ -22,6 +21,7 @@ from ..disk import check_room, folder_bytes, names_the_need, saved_at_once, trai
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import DivergedError, InputError
 from ..evaluation.validation import VALIDATION, validation_callback
+from ..modeling import auto_class
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
 from ..schema import changed

@@ -1,40 +1,28 @@
-"""The losses of the routers, one file each: the equation as a pure function of one layer, and the object that a trainer
-is given (`router_losses=[BalanceLoss(0.01), LanguagePriorLoss(0.1)]`)."""
+"""The losses of the routers, a file for each equation: it is a pure function of one layer, beside the object that a
+trainer is given (`router_losses=[BalanceLoss(0.01), LanguagePriorLoss(0.1)]`)."""
 
-from .balance import BalanceLoss, expert_selections, load_balance_loss
-from .base import OLD, LayerLoss, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses
-from .classifier import ClassifierLoss, classifier_loss
-from .distillation import DistillationLoss, distillation_loss
-from .gate_budget import GateBudgetLoss, gate_budget_loss
-from .group import GroupLoss
-from .language_prior import LanguagePriorLoss, language_prior_routing_loss
-from .localized_balance import LocalizedBalanceLoss, language_importance, localized_balance_loss
+from .balance import BalanceLoss as BalanceLoss
+from .balance import expert_selections as expert_selections
+from .balance import load_balance_loss as load_balance_loss
+from .base import OLD as OLD
+from .base import LayerLoss as LayerLoss
+from .base import LossBatch as LossBatch
+from .base import RouterLoss as RouterLoss
+from .base import TokenCounts as TokenCounts
+from .base import TokenMasks as TokenMasks
+from .base import checked_losses as checked_losses
+from .classifier import ClassifierLoss as ClassifierLoss
+from .classifier import GroupLoss as GroupLoss
+from .classifier import classifier_loss as classifier_loss
+from .distillation import DistillationLoss as DistillationLoss
+from .distillation import distillation_loss as distillation_loss
+from .gate_budget import GateBudgetLoss as GateBudgetLoss
+from .gate_budget import gate_budget_loss as gate_budget_loss
+from .language_prior import LanguagePriorLoss as LanguagePriorLoss
+from .language_prior import language_prior_routing_loss as language_prior_routing_loss
+from .localized_balance import LocalizedBalanceLoss as LocalizedBalanceLoss
+from .localized_balance import language_importance as language_importance
+from .localized_balance import localized_balance_loss as localized_balance_loss
 
 # Logged by a trainer without losses, since they cost little and show how a model routes.
 LOGGED: tuple[RouterLoss, ...] = (BalanceLoss(0.0), LanguagePriorLoss(0.0), GateBudgetLoss(0.0))
-
-__all__ = [
-    "LOGGED",
-    "OLD",
-    "BalanceLoss",
-    "ClassifierLoss",
-    "DistillationLoss",
-    "GateBudgetLoss",
-    "GroupLoss",
-    "LanguagePriorLoss",
-    "LayerLoss",
-    "LocalizedBalanceLoss",
-    "LossBatch",
-    "RouterLoss",
-    "TokenCounts",
-    "TokenMasks",
-    "checked_losses",
-    "classifier_loss",
-    "distillation_loss",
-    "expert_selections",
-    "gate_budget_loss",
-    "language_importance",
-    "language_prior_routing_loss",
-    "load_balance_loss",
-    "localized_balance_loss",
-]

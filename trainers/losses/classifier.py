@@ -1,4 +1,5 @@
-"""The loss of LayerMoE's routing classifiers, which learn the class of each token's language.
+"""The loss of LayerMoE's routing classifiers, which learn the class of each token's language, and DMoE's, whose routers
+learn its group.
 
 Shape suffixes: T tokens, C classes.
 """
@@ -67,3 +68,22 @@ def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor, of_T
     counted_T = batch.tokens.tagged_T if of_T is None else batch.tokens.tagged_T & of_T
     right_T = (logits_TC.argmax(-1) == batch.tokens.class_T) & counted_T
     batch.record(metric, right_T.sum(), counted_T.sum())
+
+
+@dataclass(frozen=True)
+class GroupLoss(LayerLoss):
+    """`L_group = mean over (layer, token) of - log p(group | token)` (DMoE Eq. 3): `classifier_loss` of the routers,
+    over the tokens of known language in the step (lambda of DMoE)."""
+
+    name = "group"
+    metrics = ("group_loss", "group_accuracy")
+    needs_languages = True
+    needs_groups = True
+    over = "tagged"
+
+    coef: float = 1.28
+
+    def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
+        logits_TN = batch.routing[layer].router_logits
+        record_accuracy(batch, "group_accuracy", logits_TN)
+        return classifier_loss(logits_TN, batch.tokens.class_T, batch.tokens.tagged_T, count)

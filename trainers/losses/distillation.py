@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..freezing import evaluating
 from .base import LossBatch, RouterLoss
 
 
@@ -41,14 +42,8 @@ def distillation_loss(
 def base_logits(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """`[B, S, V]`: the logits of the base: expert 0 alone, no adapter of PEFT, no dropout."""
     without_adapter = model.disable_adapter() if hasattr(model, "peft_config") else nullcontext()
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with model.use_expert(0), without_adapter:
-            return model(**inputs, use_cache=False).logits
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), model.use_expert(0), without_adapter:
+        return model(**inputs, use_cache=False).logits
 
 
 @dataclass(frozen=True)
@@ -73,8 +68,9 @@ class DistillationLoss(RouterLoss):
             rows_B[0] = True  # ranks that share a sharded model run equally many forward passes
         if not rows_B.any():
             return batch.outputs.logits.sum() * 0
-        own = {name: value[rows_B] if _is_of_rows(value, B) else value for name, value in inputs.items()}
-        own.pop("labels", None)
+        own = {name: value for name, value in inputs.items() if name != "labels"}
+        of_rows = [name for name, value in own.items() if isinstance(value, torch.Tensor) and value.shape[:1] == (B,)]
+        own |= {name: own[name][rows_B] for name in of_rows}
         pieces = getattr(batch.outputs, "in_pieces", None)
         if pieces is None:
             base_TV = base_logits(batch.model, own)[:, -S:].flatten(0, 1)
@@ -92,7 +88,3 @@ class DistillationLoss(RouterLoss):
             loss = pieces.sum(divergence, hidden_TH, base_TH) / batch.step.old
         batch.record("distillation_loss", loss * batch.step.old, batch.local.old)
         return loss
-
-
-def _is_of_rows(value: Any, rows: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
