@@ -16,9 +16,30 @@ class Result(Declared):
 
     Attributes:
         analysis: its name in messages, such as "a similarity analysis".
+        by_layer: the fields that are lists with one entry a layer, or mappings to such lists; the first is a list.
     """
 
     analysis: ClassVar[str]
+    by_layer: ClassVar[tuple[str, ...]]
+
+    def model_post_init(self, _: Any) -> None:
+        layers = len(getattr(self, self.by_layer[0]))
+        for name in self.by_layer:
+            value = getattr(self, name)
+            lists = {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
+            for place, values in lists.items():
+                if values is not None and len(values) != layers:
+                    raise InputError(f"{place} has {len(values)} entries for {layers} layers.")
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """The values in these layers alone."""
+
+        def some(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: some(values) for name, values in value.items()}
+            return None if value is None else [value[layer] for layer in layers]
+
+        return changed(self, **{name: some(getattr(self, name)) for name in self.by_layer})
 
     def to_json(self, path: str | Path) -> None:
         # A decoder's file does not speak of encoders.
@@ -47,6 +68,7 @@ class SimilarityResult(Result):
     """
 
     analysis = "a similarity analysis"
+    by_layer = ("similarity", "new_old", "new_new", "pairs")
 
     old: list[Text]
     new: list[Text]
@@ -56,10 +78,6 @@ class SimilarityResult(Result):
     new_old: list[Number]
     similarity: list[Number]
     encoder_layers: Whole = 0
-
-    def model_post_init(self, _: Any) -> None:
-        lists = {"new_old": self.new_old, **({} if self.new_new is None else {"new_new": self.new_new})}
-        _check_lengths(len(self.similarity), lists | {f"pairs.{name}": values for name, values in self.pairs.items()})
 
     @classmethod
     def from_pairs(
@@ -89,16 +107,6 @@ class SimilarityResult(Result):
             encoder_layers=encoder_layers,
         )
 
-    def of_layers(self, layers: Sequence[int]) -> "SimilarityResult":
-        """The similarities in these layers alone."""
-
-        def some(values: Sequence[float]) -> list[float]:
-            return [values[layer] for layer in layers]
-
-        new_new = None if self.new_new is None else some(self.new_new)
-        pairs = {name: some(values) for name, values in self.pairs.items()}
-        return changed(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
-
 
 class SeparabilityResult(Result):
     """How well a linear probe on each FFN's input tells new text from old, on held-out text.
@@ -120,6 +128,7 @@ class SeparabilityResult(Result):
     """
 
     analysis = "a separability analysis"
+    by_layer = ("token", "running", "by_language")
 
     old: list[Text]
     new: list[Text]
@@ -134,9 +143,7 @@ class SeparabilityResult(Result):
     def model_post_init(self, _: Any) -> None:
         if not self.running:
             raise InputError("running is empty: it must have the accuracy after at least one number of tokens.")
-        lists = {f"running.{length}": values for length, values in self.running.items()}
-        lists |= {f"by_language.{language}": values for language, values in self.by_language.items()}
-        _check_lengths(len(self.token), lists)
+        super().model_post_init(_)
 
     @property
     def separability(self) -> list[float]:
@@ -147,15 +154,6 @@ class SeparabilityResult(Result):
     def length(self) -> str:
         """The largest number of tokens, that of `separability`."""
         return list(self.running)[-1]
-
-    def of_layers(self, layers: Sequence[int]) -> "SeparabilityResult":
-        """The accuracies in these layers alone."""
-
-        def some(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-            return {name: [by_layer[layer] for layer in layers] for name, by_layer in values.items()}
-
-        token = [self.token[layer] for layer in layers]
-        return changed(self, token=token, running=some(self.running), by_language=some(self.by_language))
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """A table: header, and one row for each layer."""
@@ -176,6 +174,7 @@ class DeviationResult(Result):
     """
 
     analysis = "a deviation analysis"
+    by_layer = ("deviation", "by_language")
 
     languages: list[Text]
     deviation: list[Number]
@@ -187,10 +186,6 @@ class DeviationResult(Result):
     batch_size: Whole
     block_size: Whole
     seed: Whole
-
-    def model_post_init(self, _: Any) -> None:
-        lists = {f"by_language.{name}": values for name, values in self.by_language.items()}
-        _check_lengths(len(self.deviation), lists)
 
 
 NO_CHOICE = (
@@ -226,6 +221,10 @@ class RoutingResult(Result):
     """
 
     analysis = "a routing analysis"
+    by_layer = (
+        "layers", "top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy",
+        "similarity",
+    )  # fmt: skip
 
     classes: dict[Text, Whole]
     tokens: Whole
@@ -244,12 +243,11 @@ class RoutingResult(Result):
     encoder_layers: Whole = 0
 
     def model_post_init(self, _: Any) -> None:
-        names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")
-        lists = {f"{name}.{code}": values for name in names for code, values in getattr(self, name).items()}
-        _check_lengths(len(self.layers), lists | {"similarity": self.similarity})
+        super().model_post_init(_)
         pairs = max(len(self.layers) - 1, 0)
         if len(self.colocation) != pairs:
             raise InputError(f"colocation has {len(self.colocation)} entries, but there are {pairs} pairs of layers.")
+        names = [name for name in self.by_layer if isinstance(getattr(self, name), dict)]
         for name in (*names, "perplexity", *(["random_perplexity"] if self.random_perplexity else [])):
             if missing := sorted(set(self.classes) - set(getattr(self, name))):
                 raise InputError(f"{name}: lacks {', '.join(missing)}, which classes names.")
@@ -292,9 +290,3 @@ class RoutingResult(Result):
         pairs = zip(pairwise(self.names), self.colocation, strict=True)
         rows = [[f"{here}, {there}", "-" if value is None else f"{value:.2f}"] for (here, there), value in pairs]
         return ["layers", "co-location"], rows
-
-
-def _check_lengths(layers: int, lists: Mapping[str, Sequence[Any]]) -> None:
-    for name, values in lists.items():
-        if len(values) != layers:
-            raise InputError(f"{name} has {len(values)} entries for {layers} layers.")
