@@ -22,7 +22,7 @@ from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError, named_as
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
 from ..modeling.configuration_layer_moe import joins_packs
-from ..models import check_decoder, load_for_inference, load_tokenizer, longest_block
+from ..models import check_decoder, load_for_inference, load_tokenizer
 from ..records import ExpansionRecord, History
 from ..scratch import beside, scratch_folder
 from ..settings import GateSettings
@@ -146,8 +146,7 @@ def join_calibrated(
 
 def _bits(model: Any, streams: Mapping[str, TextStream]) -> dict[str, float]:
     """The bits per byte of each stream."""
-    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    return {code: score_stream(model, stream, block, _BATCH).bits_per_byte for code, stream in streams.items()}
+    return {code: score_stream(model, stream, _BLOCK, _BATCH).bits_per_byte for code, stream in streams.items()}
 
 
 def _told(model: Any, streams: Mapping[str, TextStream], packs: int, report: GateReport) -> Calibration:

@@ -16,6 +16,7 @@ from .sources import LanguageText, Pair, language_name, names_language, row_pair
 
 UNKNOWN = -1  # language id of padding, and of a language that the model does not know
 IGNORED = -100  # label of padding
+_AT_ONCE = 512  # pairs tokenised at once
 _CODE = re.compile(r"[a-z]{2,3}(_[A-Za-z]{2,4})?")
 _IN_FRONT = re.compile(r"<2[a-z]{2,3}(_[A-Za-z]{2,4})?>")
 
@@ -95,6 +96,16 @@ class PairEncoder:
             for place, source, target in zip(of_direction, sources, targets, strict=True):
                 inputs[place], labels[place] = source, target
         return inputs, labels
+
+    def fitting(
+        self, rows: Sequence[SentencePair], longest: int | None
+    ) -> Iterator[tuple[SentencePair, list[int], list[int]]]:
+        """Yields each row with the encoder's tokens and the labels, if neither are more than `longest`."""
+        for first in range(0, len(rows), _AT_ONCE):
+            some = rows[first : first + _AT_ONCE]
+            for row, source, target in zip(some, *self.encode(some), strict=True):
+                if longest is None or max(len(source), len(target)) <= longest:
+                    yield row, source, target
 
     def sources(self, sentences: Sequence[str], direction: Pair) -> list[list[int]]:
         """The encoder's tokens of sentences to be translated."""
