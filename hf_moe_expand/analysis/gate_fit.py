@@ -38,7 +38,7 @@ from ..modeling.prefix_gate import PrefixRule, running_sums
 from .gate_text import Example, held_out
 from .reading import padded_batches, read_inputs
 
-PENALTY = 0.003
+PENALTY = 0.003  # of the squared weights of standardised features
 ITERATIONS = 30
 FOLDS = 3
 POSITIONS = (8, 32, 128)
@@ -295,13 +295,9 @@ class _Fit:
 
 
 def softmax_regression(
-    x_Th: torch.Tensor, row_T: torch.Tensor, share_T: torch.Tensor, rows: int, penalty: float = PENALTY
+    x_Th: torch.Tensor, row_T: torch.Tensor, share_T: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[R, h]` and `[R]`: the weights and biases that tell `row_T` from `x_Th`, each token with its share.
-
-    Args:
-        penalty: of the squared weights of standardised features.
-    """
+    """`[R, h]` and `[R]`: the weights and biases that tell `row_T` from `x_Th`, each token with its share."""
     mean_h = (share_T[:, None] * x_Th).sum(0)
     scale_h = (share_T[:, None] * (x_Th - mean_h).square()).sum(0).sqrt()
     scale_h = scale_h.clamp(min=1e-3 * float(scale_h.max()) + 1e-12)
@@ -315,7 +311,7 @@ def softmax_regression(
         def loss() -> torch.Tensor:
             fit.zero_grad()
             of_tokens = F.cross_entropy(F.linear(x_Th, weight_Rh, bias_R), row_T, reduction="none")
-            total = (of_tokens * share_T).sum() + penalty / 2 * weight_Rh.square().sum()
+            total = (of_tokens * share_T).sum() + PENALTY / 2 * weight_Rh.square().sum()
             total.backward()
             return total
 

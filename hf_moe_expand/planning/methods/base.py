@@ -207,7 +207,11 @@ class PlanSettings(Declared):
 
 
 class LayerPlan(PlanSettings):
-    """A method without language groups: its layers may have classifiers or prefix gates, and some may stay dense."""
+    """A method without language groups: its layers may have classifiers or prefix gates, and some may stay dense. By
+    default it has LayerMoE's card and tag."""
+
+    card = "layer_moe"
+    tag = "layer-moe"
 
     only_layers: Annotated[
         Text | None,

@@ -18,8 +18,6 @@ class SeparablePlan(LayerPlan):
     """
 
     title = "separable layers"
-    card = "layer_moe"
-    tag = "layer-moe"
     analysis = "similarity"
     needs_separability = True
     words = "in the layers that can tell old text from new, fewer where the languages' hidden states are more alike"
