@@ -92,6 +92,8 @@ def make_card(
     )
     if scores is None:
         data.model_name = None  # the name belongs to the results, which are missing
+    settings = [stage.settings or {} for stage in history.stages]
+    judges = "classifiers" if config.prefix_gate is None else "prefix gates"  # what decides before the routers
     text = _render(
         template.card,
         metadata=Markup(data.to_yaml()),
@@ -103,14 +105,15 @@ def make_card(
         inspection=inspection,
         words=method.words if method else "",
         grafted=any(stage.stage == "graft" for stage in history.stages),
-        regularised=config.conditional_routing or any(map(_is_regularised, history.stages)),
+        regularised=config.conditional_routing
+        or any(known.get("curriculum") or any((known.get("masking") or {}).values()) for known in settings),
         groups=getattr(config, "language_groups", None),
         base=origin,
         base_on_hub=origin.hub_id is not None and _is_hub_id(origin.hub_id),
         old=in_words(old),
         new=new,
         added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
-        judges=_judges(config),
+        judges=judges if config.classifier_layers else "",
         gates_reach_later=(config.prefix_gate or {}).get("reach") == "later",
         plan=_plan_rows(inspection.layers, inspection.encoder_layers),
         expansions=_history_rows(history, inspection.encoder_layers),
@@ -183,11 +186,6 @@ def _escaped(value: Any) -> Any:
 def _table(table: tuple[list[str], list[list[str]]], words: int = 1) -> Markup:
     header, rows = table
     return Markup(markdown_table([*map(_escaped, header)], [[*map(_escaped, row)] for row in rows], words))
-
-
-def _is_regularised(stage: StageRecord) -> bool:
-    settings = stage.settings or {}
-    return bool(settings.get("curriculum") or any((settings.get("masking") or {}).values()))
 
 
 def _method(config: Any, history: History) -> type[PlanSettings]:
@@ -295,13 +293,6 @@ def _is_hub_id(name: str) -> bool:
     return True
 
 
-def _judges(config: Any) -> str:
-    """What decides before the routers, in the plural; empty where nothing does."""
-    if not config.classifier_layers:
-        return ""
-    return "classifiers" if config.prefix_gate is None else "prefix gates"
-
-
 def _stage(stage: StageRecord) -> dict[str, Any]:
     settings = _without_nothing(without_folders(stage.settings or {}))
     text = to_yaml(settings).strip() if settings else ""
@@ -325,29 +316,32 @@ def _without_nothing(value: Any) -> Any:
 
 
 def _eval_results(scores: Evaluation) -> list[EvalResult]:
+    def result(kind: str, name: str, value: float, **dataset: Any) -> EvalResult:
+        return EvalResult(
+            task_type="text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset
+        )
+
     of_text = [
-        EvalResult(
-            task_type="text-generation",
+        result(
+            kind,
+            kind.replace("_", " "),
+            getattr(score, kind),
             dataset_type="text",
             dataset_name=f"held-out text ({language})",
             dataset_config=language,
             dataset_args={"tokens": score.tokens, "bytes": score.bytes},
-            metric_type=kind,
-            metric_name=kind.replace("_", " "),
-            metric_value=round(getattr(score, kind), 4),
         )
         for language, score in scores.models[THIS].items()
         for kind in _MEASURES
     ]
     of_tasks = [
-        EvalResult(
-            task_type="text-generation",
+        result(
+            kind,
+            kind,
+            metric.value,
             dataset_type=task,
             dataset_name=f"{task} (lm-evaluation-harness)",
             dataset_args={"num_few_shot": score.shots, "samples": score.samples, "version": score.version},
-            metric_type=kind,
-            metric_name=kind,
-            metric_value=round(metric.value, 4),
         )
         for task, score in scores.tasks.get(THIS, {}).items()
         if score.group is None

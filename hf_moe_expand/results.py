@@ -11,15 +11,38 @@ from .layer_names import layer_name
 from .schema import Declared, Flag, Number, Share, Text, Whole, changed, read
 
 
-class Result(Declared):
+class JsonFile(Declared):
+    """Values that are a JSON file.
+
+    Attributes:
+        kind: its name in messages, such as "a plan".
+    """
+
+    kind: ClassVar[str]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file; a decoder's does not speak of encoders."""
+        write_json(
+            path, {name: value for name, value in self.model_dump().items() if name != "encoder_layers" or value}
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads the file.
+
+        Raises:
+            InputError: the file is missing, is of another kind, or contradicts itself; the message names the key.
+        """
+        return read(cls, read_json(path, cls.kind), str(path))
+
+
+class Result(JsonFile):
     """The result of an analysis, which is a JSON file.
 
     Attributes:
-        analysis: its name in messages, such as "a similarity analysis".
         by_layer: the fields that are lists with one entry a layer, or mappings to such lists; the first is a list.
     """
 
-    analysis: ClassVar[str]
     by_layer: ClassVar[tuple[str, ...]]
 
     def model_post_init(self, _: Any) -> None:
@@ -42,8 +65,7 @@ class Result(Declared):
         return changed(self, **{name: some(getattr(self, name)) for name in self.by_layer})
 
     def to_json(self, path: str | Path) -> None:
-        # A decoder's file does not speak of encoders.
-        write_json(path, {name: value for name, value in self.__dict__.items() if name != "encoder_layers" or value})
+        self.save(path)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
@@ -52,7 +74,7 @@ class Result(Declared):
         Raises:
             InputError: the file is missing or is not such an analysis; the message names the wrong key.
         """
-        return read(cls, read_json(path, cls.analysis), f"{path}: not {cls.analysis}")
+        return read(cls, read_json(path, cls.kind), f"{path}: not {cls.kind}")
 
 
 class SimilarityResult(Result):
@@ -67,7 +89,7 @@ class SimilarityResult(Result):
         encoder_layers: for an encoder-decoder, the number of its encoder's layers, which come first; 0 for a decoder.
     """
 
-    analysis = "a similarity analysis"
+    kind = "a similarity analysis"
     by_layer = ("similarity", "new_old", "new_new", "pairs")
 
     old: list[Text]
@@ -127,7 +149,7 @@ class SeparabilityResult(Result):
             right.
     """
 
-    analysis = "a separability analysis"
+    kind = "a separability analysis"
     by_layer = ("token", "running", "by_language")
 
     old: list[Text]
@@ -173,7 +195,7 @@ class DeviationResult(Result):
         steps, learning_rate, batch_size, block_size, seed: settings of the fine-tuning.
     """
 
-    analysis = "a deviation analysis"
+    kind = "a deviation analysis"
     by_layer = ("deviation", "by_language")
 
     languages: list[Text]
@@ -220,7 +242,7 @@ class RoutingResult(Result):
             first; 0 for a decoder.
     """
 
-    analysis = "a routing analysis"
+    kind = "a routing analysis"
     by_layer = (
         "layers", "top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy",
         "similarity",

@@ -135,7 +135,11 @@ def join_calibrated(
         made = None
         if settings:
             made, report = fitted(model, tokenizer, texts, chosen, settings)
-            calibration = _told(model, streams, len(loaded), report)
+            told: dict[str, float] = {}  # what the gates aim at
+            for code, stream in streams.items():
+                with model.use_languages(code):
+                    told |= _bits(model, {code: stream})
+            calibration = Calibration([1.0] * len(loaded), _bits(model, streams), told, report)
         else:
             calibration = _search(model, streams, len(loaded))
         del model
@@ -147,16 +151,6 @@ def join_calibrated(
 def _bits(model: Any, streams: Mapping[str, TextStream]) -> dict[str, float]:
     """The bits per byte of each stream."""
     return {code: score_stream(model, stream, _BLOCK, _BATCH).bits_per_byte for code, stream in streams.items()}
-
-
-def _told(model: Any, streams: Mapping[str, TextStream], packs: int, report: GateReport) -> Calibration:
-    """The bits per byte of the streams without gates and told their languages, which is what the gates aim at."""
-    before = _bits(model, streams)
-    told: dict[str, float] = {}
-    for code, stream in streams.items():
-        with model.use_languages(code):
-            told |= _bits(model, {code: stream})
-    return Calibration([1.0] * packs, before, told, report)
 
 
 def check_calibrated(
