@@ -1,6 +1,6 @@
 """Makes a small dense base model from scratch, for the demo and for experiments on machines without a hub."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +41,7 @@ class BaseSettings:
     intermediate_size: int = 704
     num_layers: int = 6
     num_heads: int = 4
-    architecture: type[PreTrainedConfig] = Qwen2Config
+    architecture: Callable[..., PreTrainedConfig] = Qwen2Config
     fields: Mapping[str, Any] = field(default_factory=dict)
     block_size: int = 256
     blocks_per_step: int = 16

@@ -82,19 +82,16 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
         "steps": [{"name": name, **step, "time": _time_of(step)} for name, step in steps.items()],
         "total_time": _time(sum(step["seconds"] for step in steps.values())),
-        "versions": [
-            (f"expansion {number}" if len(history) > 1 else "", sorted(record.versions.items()))
-            for number, record in enumerate(history.expansions, start=1)
-            if record.versions
-        ],
+        "history": history.expansions,
     }
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
+    filters: dict[str, Any] = {
         "count": "{:,}".format, "percent": lambda share: f"{100 * share:.2f} %", "score": _score, "change": _change,
         "in_words": in_words, "method_title": method_title,
     }  # fmt: skip
+    environment.filters |= filters
     page = environment.from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(facts)
     refuse_private({"report.html": page.encode()})
     return page
@@ -173,12 +170,15 @@ def _change(values: Sequence[float | None], number: int = -1) -> str:
 
 
 def _plan(part: Part, plan: Plan) -> dict[str, Any]:
-    analysis = _analysis(part.folder)
-    deviation = analysis if isinstance(analysis, DeviationResult) else None
+    similarity, deviation, path = None, None, part.folder / "analysis.json"
+    if path.is_file() and "by_language" in read_json(path, "an analysis"):
+        deviation = DeviationResult.from_json(path)
+    elif path.is_file():
+        similarity = SimilarityResult.from_json(path)
     name, label = "similarity", "similarity of languages"
     if deviation or "deviation" in plan.settings:
         name = label = "deviation"
-    measure = getattr(analysis, name, None) or plan.settings.get(name)
+    measure = getattr(deviation or similarity, name, None) or plan.settings.get(name)
     counts = ", ".join(map(str, plan.experts_per_layer))
     description = f"Experts per layer, from layer {plan.name_of(0)}: {counts}."
     if measure:
@@ -195,6 +195,12 @@ def _plan(part: Part, plan: Plan) -> dict[str, Any]:
     apart = _separability(part.folder, plan)
     if apart:
         columns |= apart["columns"]
+    alike = None
+    if deviation:
+        names, values = grouped(deviation.languages, deviation.similarity, plan.groups)
+        groups = "; ".join(map(" ".join, plan.groups))
+        said = f"Cosine of two languages' changes of the FFNs; groups are framed: {groups}"
+        alike = heat_map(said, names, names, values, blocks=[len(group) for group in plan.groups])
     return {
         "title": part.title,
         "plan": plan,
@@ -212,16 +218,8 @@ def _plan(part: Part, plan: Plan) -> dict[str, Any]:
         "apart": apart,
         "header": list(columns),
         "rows": list(zip(*columns.values(), strict=True)),
-        "alike": _language_similarity(deviation, plan.groups) if deviation else None,
+        "alike": alike,
     }
-
-
-def _analysis(folder: Path) -> SimilarityResult | DeviationResult | None:
-    path = folder / "analysis.json"
-    if not path.is_file():
-        return None
-    kind = DeviationResult if "by_language" in read_json(path, "an analysis") else SimilarityResult
-    return kind.from_json(path)
 
 
 def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
@@ -246,15 +244,6 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
         "least": least,
         "columns": {f"accuracy, {name}": values for name, *values in list(zip(header, *rows, strict=True))[1:]},
     }
-
-
-def _language_similarity(result: DeviationResult, groups: Sequence[Sequence[str]]) -> str:
-    """The similarity of languages, group by group; the diagonal, 1 by definition, is empty."""
-    names, values = grouped(result.languages, result.similarity, groups)
-    description = "Cosine of two languages' changes of the FFNs; groups are framed: " + "; ".join(
-        " ".join(group) for group in groups
-    )
-    return heat_map(description, names, names, values, blocks=[len(group) for group in groups])
 
 
 # --- training ------------------------------------------------------------------------------------------------------
