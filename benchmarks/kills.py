@@ -274,7 +274,7 @@ class Kills:
                     importlib.import_module(module.name)
         demo_run.BASE = replace(demo_run.BASE, steps=2, num_layers=2, hidden_size=32)
         for long, short in (("max_steps: 300", "max_steps: 2"), ("max_steps: 200", "max_steps: 2"),
-                            ("save_steps: 100", "save_steps: 1"), ("{{tokens: 20000,", "{{tokens: 200,"),
+                            ("save_steps: 100", "save_steps: 1"), ("{tokens: 20000,", "{tokens: 200,"),
                             ("total_experts: 12", "similarity_floor: 0.01\n  total_experts: 6")):  # fmt: skip
             demo_run.RECIPE = demo_run.RECIPE.replace(long, short)
         demo_run.TRAIN_DOCUMENTS, demo_run.TEST_DOCUMENTS = 60, 4

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from datasets import Dataset
+from transformers import OlmoeConfig
 
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.demo.base import BaseSettings, make_base
@@ -19,7 +20,8 @@ OLD, NEW = ("en", "es", "zh"), ("el", "hu", "tr")
 # Like real bases, this base has seen a little text in the new languages: 3 % of its tokens.
 SHARES = {**dict.fromkeys(OLD, 0.97 / 3), **dict.fromkeys(NEW, 0.01)}
 BASE = BaseSettings(learning_rate=3e-3)
-MIXTURE = replace(BASE, intermediate_size=BASE.intermediate_size // 2, num_experts=8, experts_per_token=2)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "output_router_logits": True}
+MIXTURE = replace(BASE, intermediate_size=BASE.intermediate_size // 2, architecture=OlmoeConfig, fields=EXPERTS)
 
 
 def make_small_base(pages: Path, out: Path, steps: int = 700, base: BaseSettings = BASE) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,9 @@ def make_card(
     )
     if scores is None:
         data.model_name = None  # the name belongs to the results, which are missing
+    settings = [stage.settings or {} for stage in history.stages]
+    counts = [[1] * len(inspection.layers), *(record.experts_per_layer for record in history.expansions)]
+    judges = "classifiers" if config.prefix_gate is None else "prefix gates"  # what decides before the routers
     text = _render(
         template.card,
         metadata=Markup(data.to_yaml()),
@@ -102,17 +105,21 @@ def make_card(
         inspection=inspection,
         words=method.words if method else "",
         grafted=any(stage.stage == "graft" for stage in history.stages),
-        regularised=config.conditional_routing or any(map(_is_regularised, history.stages)),
+        regularised=config.conditional_routing
+        or any(known.get("curriculum") or any((known.get("masking") or {}).values()) for known in settings),
         groups=getattr(config, "language_groups", None),
         base=origin,
         base_on_hub=origin.hub_id is not None and _is_hub_id(origin.hub_id),
         old=in_words(old),
         new=new,
         added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
-        judges=_judges(config),
+        judges=judges if config.classifier_layers else "",
         gates_reach_later=(config.prefix_gate or {}).get("reach") == "later",
         plan=_plan_rows(inspection.layers, inspection.encoder_layers),
-        expansions=_history_rows(history, inspection.encoder_layers),
+        expansions=[
+            (record, [after - count for after, count in zip(now, before, strict=True)])
+            for record, (before, now) in zip(history.expansions, pairwise(counts), strict=True)
+        ],
         trainings=list(_trainings(history, inspection.after_join)),
         results={kind: scores.rows(kind) for kind in _MEASURES} if scores and scores.rows()[1] else None,
         tasks=scores and scores.tasks.get(THIS) and scores.task_rows(),
@@ -166,7 +173,8 @@ def _render(template: str, **facts: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
     )
-    environment.filters |= {"count": "{:,}".format, "is_hub_id": _is_hub_id, "table": _table}
+    filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _is_hub_id, "table": _table}
+    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name, "start": _start_of_experts}
     facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
     return environment.get_template(f"{template}.md").render(facts) + "\n"
 
@@ -182,11 +190,6 @@ def _escaped(value: Any) -> Any:
 def _table(table: tuple[list[str], list[list[str]]], words: int = 1) -> Markup:
     header, rows = table
     return Markup(markdown_table([*map(_escaped, header)], [[*map(_escaped, row)] for row in rows], words))
-
-
-def _is_regularised(stage: StageRecord) -> bool:
-    settings = stage.settings or {}
-    return bool(settings.get("curriculum") or any((settings.get("masking") or {}).values()))
 
 
 def _method(config: Any, history: History) -> type[PlanSettings]:
@@ -237,24 +240,6 @@ def _plan_rows(layers: list[tuple[int, bool, int]], encoder: int) -> list[dict[s
     return rows
 
 
-def _history_rows(history: History, encoder: int) -> list[dict[str, Any]]:
-    """The rows of the history's table, one for each expansion."""
-    rows = []
-    before = [1] * len(history.first.experts_per_layer)
-    for record in history.expansions:
-        counts = record.experts_per_layer
-        added = [after - count for after, count in zip(counts, before, strict=True)]
-        rows.append({
-            "languages": record.new_languages,
-            "method": record.method,
-            "added": added,
-            "start": _start_of_experts(record, added),
-            "classifiers": [layer_name(layer, encoder) for layer in record.classifier_layers],
-        })  # fmt: skip
-        before = counts
-    return rows
-
-
 def _trainings(history: History, after_join: int) -> Iterator[dict[str, Any]]:
     """The title and the stages of each expansion; then of the joined model, if stages followed the join."""
     several = len(history) > 1 or after_join
@@ -262,9 +247,9 @@ def _trainings(history: History, after_join: int) -> Iterator[dict[str, Any]]:
         own = len(record.stages) - (after_join if number == len(history) else 0)
         pack = f" (pack {record.pack})" if record.pack else ""
         title = f"Expansion {number}: {', '.join(record.new_languages)}{pack}" if several else None
-        yield {"title": title, "stages": [_stage(stage) for stage in record.stages[:own]]}
+        yield {"title": title, "stages": record.stages[:own]}
     if after_join:
-        yield {"title": "The joined model", "stages": [_stage(stage) for stage in history.last.stages[-after_join:]]}
+        yield {"title": "The joined model", "stages": history.last.stages[-after_join:]}
 
 
 def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
@@ -294,26 +279,10 @@ def _is_hub_id(name: str) -> bool:
     return True
 
 
-def _judges(config: Any) -> str:
-    """What decides before the routers, in the plural; empty where nothing does."""
-    if not config.classifier_layers:
-        return ""
-    return "classifiers" if config.prefix_gate is None else "prefix gates"
-
-
-def _stage(stage: StageRecord) -> dict[str, Any]:
+def _settings(stage: StageRecord) -> Markup:
+    """A stage's settings as YAML, of which none ends the block of code that it stands in; empty without any."""
     settings = _without_nothing(without_folders(stage.settings or {}))
-    text = to_yaml(settings).strip() if settings else ""
-    # No setting ends the block of code that it stands in.
-    return {
-        "tokens": {},
-        "documents": {},
-        "tokens_seen_by_language": {},
-        "written": stage.self_written,
-        "distillation": settings.get("distillation_coef"),
-        **stage.to_dict(),
-        "settings": Markup(text.replace("```", "'''")),
-    }
+    return Markup(to_yaml(settings).strip().replace("```", "'''") if settings else "")
 
 
 def _without_nothing(value: Any) -> Any:
@@ -324,29 +293,32 @@ def _without_nothing(value: Any) -> Any:
 
 
 def _eval_results(scores: Evaluation) -> list[EvalResult]:
+    def result(kind: str, name: str, value: float, **dataset: Any) -> EvalResult:
+        return EvalResult(
+            task_type="text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset
+        )
+
     of_text = [
-        EvalResult(
-            task_type="text-generation",
+        result(
+            kind,
+            kind.replace("_", " "),
+            getattr(score, kind),
             dataset_type="text",
             dataset_name=f"held-out text ({language})",
             dataset_config=language,
             dataset_args={"tokens": score.tokens, "bytes": score.bytes},
-            metric_type=kind,
-            metric_name=kind.replace("_", " "),
-            metric_value=round(getattr(score, kind), 4),
         )
         for language, score in scores.models[THIS].items()
         for kind in _MEASURES
     ]
     of_tasks = [
-        EvalResult(
-            task_type="text-generation",
+        result(
+            kind,
+            kind,
+            metric.value,
             dataset_type=task,
             dataset_name=f"{task} (lm-evaluation-harness)",
             dataset_args={"num_few_shot": score.shots, "samples": score.samples, "version": score.version},
-            metric_type=kind,
-            metric_name=kind,
-            metric_value=round(metric.value, 4),
         )
         for task, score in scores.tasks.get(THIS, {}).items()
         if score.group is None

@@ -11,18 +11,61 @@ from .layer_names import layer_name
 from .schema import Declared, Flag, Number, Share, Text, Whole, changed, read
 
 
-class Result(Declared):
+class JsonFile(Declared):
+    """Values that are a JSON file.
+
+    Attributes:
+        kind: its name in messages, such as "a plan".
+    """
+
+    kind: ClassVar[str]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file; a decoder's does not speak of encoders."""
+        write_json(
+            path, {name: value for name, value in self.model_dump().items() if name != "encoder_layers" or value}
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads the file.
+
+        Raises:
+            InputError: the file is missing, is of another kind, or contradicts itself; the message names the key.
+        """
+        return read(cls, read_json(path, cls.kind), str(path))
+
+
+class Result(JsonFile):
     """The result of an analysis, which is a JSON file.
 
     Attributes:
-        analysis: its name in messages, such as "a similarity analysis".
+        by_layer: the fields that are lists with one entry a layer, or mappings to such lists; the first is a list.
     """
 
-    analysis: ClassVar[str]
+    by_layer: ClassVar[tuple[str, ...]]
+
+    def model_post_init(self, _: Any) -> None:
+        layers = len(getattr(self, self.by_layer[0]))
+        for name in self.by_layer:
+            value = getattr(self, name)
+            lists = {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
+            for place, values in lists.items():
+                if values is not None and len(values) != layers:
+                    raise InputError(f"{place} has {len(values)} entries for {layers} layers.")
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """The values in these layers alone."""
+
+        def some(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: some(values) for name, values in value.items()}
+            return None if value is None else [value[layer] for layer in layers]
+
+        return changed(self, **{name: some(getattr(self, name)) for name in self.by_layer})
 
     def to_json(self, path: str | Path) -> None:
-        # A decoder's file does not speak of encoders.
-        write_json(path, {name: value for name, value in self.__dict__.items() if name != "encoder_layers" or value})
+        self.save(path)
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
@@ -31,7 +74,7 @@ class Result(Declared):
         Raises:
             InputError: the file is missing or is not such an analysis; the message names the wrong key.
         """
-        return read(cls, read_json(path, cls.analysis), f"{path}: not {cls.analysis}")
+        return read(cls, read_json(path, cls.kind), f"{path}: not {cls.kind}")
 
 
 class SimilarityResult(Result):
@@ -46,7 +89,8 @@ class SimilarityResult(Result):
         encoder_layers: for an encoder-decoder, the number of its encoder's layers, which come first; 0 for a decoder.
     """
 
-    analysis = "a similarity analysis"
+    kind = "a similarity analysis"
+    by_layer = ("similarity", "new_old", "new_new", "pairs")
 
     old: list[Text]
     new: list[Text]
@@ -56,10 +100,6 @@ class SimilarityResult(Result):
     new_old: list[Number]
     similarity: list[Number]
     encoder_layers: Whole = 0
-
-    def model_post_init(self, _: Any) -> None:
-        lists = {"new_old": self.new_old, **({} if self.new_new is None else {"new_new": self.new_new})}
-        _check_lengths(len(self.similarity), lists | {f"pairs.{name}": values for name, values in self.pairs.items()})
 
     @classmethod
     def from_pairs(
@@ -89,16 +129,6 @@ class SimilarityResult(Result):
             encoder_layers=encoder_layers,
         )
 
-    def of_layers(self, layers: Sequence[int]) -> "SimilarityResult":
-        """The similarities in these layers alone."""
-
-        def some(values: Sequence[float]) -> list[float]:
-            return [values[layer] for layer in layers]
-
-        new_new = None if self.new_new is None else some(self.new_new)
-        pairs = {name: some(values) for name, values in self.pairs.items()}
-        return changed(self, pairs=pairs, new_new=new_new, new_old=some(self.new_old), similarity=some(self.similarity))
-
 
 class SeparabilityResult(Result):
     """How well a linear probe on each FFN's input tells new text from old, on held-out text.
@@ -119,7 +149,8 @@ class SeparabilityResult(Result):
             right.
     """
 
-    analysis = "a separability analysis"
+    kind = "a separability analysis"
+    by_layer = ("token", "running", "by_language")
 
     old: list[Text]
     new: list[Text]
@@ -134,9 +165,7 @@ class SeparabilityResult(Result):
     def model_post_init(self, _: Any) -> None:
         if not self.running:
             raise InputError("running is empty: it must have the accuracy after at least one number of tokens.")
-        lists = {f"running.{length}": values for length, values in self.running.items()}
-        lists |= {f"by_language.{language}": values for language, values in self.by_language.items()}
-        _check_lengths(len(self.token), lists)
+        super().model_post_init(_)
 
     @property
     def separability(self) -> list[float]:
@@ -147,15 +176,6 @@ class SeparabilityResult(Result):
     def length(self) -> str:
         """The largest number of tokens, that of `separability`."""
         return list(self.running)[-1]
-
-    def of_layers(self, layers: Sequence[int]) -> "SeparabilityResult":
-        """The accuracies in these layers alone."""
-
-        def some(values: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-            return {name: [by_layer[layer] for layer in layers] for name, by_layer in values.items()}
-
-        token = [self.token[layer] for layer in layers]
-        return changed(self, token=token, running=some(self.running), by_language=some(self.by_language))
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """A table: header, and one row for each layer."""
@@ -175,7 +195,8 @@ class DeviationResult(Result):
         steps, learning_rate, batch_size, block_size, seed: settings of the fine-tuning.
     """
 
-    analysis = "a deviation analysis"
+    kind = "a deviation analysis"
+    by_layer = ("deviation", "by_language")
 
     languages: list[Text]
     deviation: list[Number]
@@ -187,10 +208,6 @@ class DeviationResult(Result):
     batch_size: Whole
     block_size: Whole
     seed: Whole
-
-    def model_post_init(self, _: Any) -> None:
-        lists = {f"by_language.{name}": values for name, values in self.by_language.items()}
-        _check_lengths(len(self.deviation), lists)
 
 
 NO_CHOICE = (
@@ -225,7 +242,11 @@ class RoutingResult(Result):
             first; 0 for a decoder.
     """
 
-    analysis = "a routing analysis"
+    kind = "a routing analysis"
+    by_layer = (
+        "layers", "top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy",
+        "similarity",
+    )  # fmt: skip
 
     classes: dict[Text, Whole]
     tokens: Whole
@@ -244,12 +265,11 @@ class RoutingResult(Result):
     encoder_layers: Whole = 0
 
     def model_post_init(self, _: Any) -> None:
-        names = ("top1_share", "weight_share", "expert_0_score", "experts_for_half", "classifier_accuracy")
-        lists = {f"{name}.{code}": values for name in names for code, values in getattr(self, name).items()}
-        _check_lengths(len(self.layers), lists | {"similarity": self.similarity})
+        super().model_post_init(_)
         pairs = max(len(self.layers) - 1, 0)
         if len(self.colocation) != pairs:
             raise InputError(f"colocation has {len(self.colocation)} entries, but there are {pairs} pairs of layers.")
+        names = [name for name in self.by_layer if isinstance(getattr(self, name), dict)]
         for name in (*names, "perplexity", *(["random_perplexity"] if self.random_perplexity else [])):
             if missing := sorted(set(self.classes) - set(getattr(self, name))):
                 raise InputError(f"{name}: lacks {', '.join(missing)}, which classes names.")
@@ -292,9 +312,3 @@ class RoutingResult(Result):
         pairs = zip(pairwise(self.names), self.colocation, strict=True)
         rows = [[f"{here}, {there}", "-" if value is None else f"{value:.2f}"] for (here, there), value in pairs]
         return ["layers", "co-location"], rows
-
-
-def _check_lengths(layers: int, lists: Mapping[str, Sequence[Any]]) -> None:
-    for name, values in lists.items():
-        if len(values) != layers:
-            raise InputError(f"{name} has {len(values)} entries for {layers} layers.")

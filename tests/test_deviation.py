@@ -223,7 +223,7 @@ def test_too_little_text_names_every_such_language(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps is 0: must be positive"),
+        ({"steps": 0}, "steps is 0: must be at least 1"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0"),
         ({"block_size": 65}, "block_size is 65; this model takes blocks of 2 to 64 tokens"),

@@ -112,7 +112,7 @@ def test_marian_trains_and_scores_only_the_directions_of_the_model(reads, writes
     assert {names[tuple(ids)] for ids in found["language_ids"]} == kept
     assert len(found) == len(pairs) * len(kept) // 2
     stream = pair_stream("el", sentence_pairs(pairs), tokenizer, None)
-    assert len(stream.labels) == len(found)
+    assert len(stream.pairs) == len(found)
 
 
 def test_a_direction_that_marian_does_not_translate_is_refused():

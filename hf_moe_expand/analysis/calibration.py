@@ -22,7 +22,7 @@ from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError, named_as
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
 from ..modeling.configuration_layer_moe import joins_packs
-from ..models import check_decoder, load_for_inference, load_tokenizer, longest_block
+from ..models import check_decoder, load_for_inference, load_tokenizer
 from ..records import ExpansionRecord, History
 from ..scratch import beside, scratch_folder
 from ..settings import GateSettings
@@ -135,7 +135,11 @@ def join_calibrated(
         made = None
         if settings:
             made, report = fitted(model, tokenizer, texts, chosen, settings)
-            calibration = _told(model, streams, len(loaded), report)
+            told: dict[str, float] = {}  # what the gates aim at
+            for code, stream in streams.items():
+                with model.use_languages(code):
+                    told |= _bits(model, {code: stream})
+            calibration = Calibration([1.0] * len(loaded), _bits(model, streams), told, report)
         else:
             calibration = _search(model, streams, len(loaded))
         del model
@@ -146,18 +150,7 @@ def join_calibrated(
 
 def _bits(model: Any, streams: Mapping[str, TextStream]) -> dict[str, float]:
     """The bits per byte of each stream."""
-    block = min(_BLOCK, longest_block(model.config) or _BLOCK)
-    return {code: score_stream(model, stream, block, _BATCH).bits_per_byte for code, stream in streams.items()}
-
-
-def _told(model: Any, streams: Mapping[str, TextStream], packs: int, report: GateReport) -> Calibration:
-    """The bits per byte of the streams without gates and told their languages, which is what the gates aim at."""
-    before = _bits(model, streams)
-    told: dict[str, float] = {}
-    for code, stream in streams.items():
-        with model.use_languages(code):
-            told |= _bits(model, {code: stream})
-    return Calibration([1.0] * packs, before, told, report)
+    return {code: score_stream(model, stream, _BLOCK, _BATCH).bits_per_byte for code, stream in streams.items()}
 
 
 def check_calibrated(

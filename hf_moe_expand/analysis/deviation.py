@@ -24,6 +24,7 @@ from ..jsonfile import read_json, write_json
 from ..modeling import decoder_ffns
 from ..models import check_decoder, longest_block, model_name
 from ..results import DeviationResult
+from ..settings import DeviationSettings
 
 _SETTINGS = "settings.json"
 _FOUND = "deviation.json"
@@ -74,20 +75,15 @@ def measure_deviation(
             setting is out of range; or training left an FFN unchanged or not finite.
     """
     check_decoder(model.config, model_name(model), "deviation and DMoE")
-    ffns = [(ffn.name, ffn.module) for ffn in decoder_ffns(model)]
+    settings = DeviationSettings(  # refuses numbers out of range
+        steps=steps, learning_rate=learning_rate, batch_size=batch_size, block_size=block_size,
+        micro_batch_size=micro_batch_size, last_layers=last_layers,
+    )  # fmt: skip
+    ffns = decoder_ffns(model)
     chosen = _chosen_layers(len(ffns), last_layers, layers)
-    numbers: dict[str, Any] = {
-        "steps": steps,
-        "batch_size": batch_size,
-        "block_size": block_size,
-        "learning_rate": learning_rate,
-    }
-    for name, value in {**numbers, "micro_batch_size": micro_batch_size}.items():
-        if not value > 0:
-            raise InputError(f"{name} is {value}: must be positive.")
-    longest = longest_block(model.config) or block_size
-    if not 1 < block_size <= longest:
+    if block_size > (longest := longest_block(model.config) or block_size):
         raise InputError(f"block_size is {block_size}; this model takes blocks of 2 to {longest} tokens.")
+    numbers = settings.model_dump(exclude={"micro_batch_size", "last_layers"})
     blocks = _blocks(texts, tokenizer, steps * batch_size, block_size, seed)
     work_dir = Path(work_dir)
     folders = {language: work_dir / f"language-{quote(language, safe='')}" for language in texts}
@@ -96,7 +92,7 @@ def measure_deviation(
         unfinished = [language for language in texts if not _finished(folders[language], language, blocks[language])]
         for language in tqdm(unfinished, desc="deviation", unit="language"):
             torch.manual_seed(seed)
-            _fine_tune(model, blocks[language], steps, learning_rate, batch_size, micro_batch_size)
+            _fine_tune(model, blocks[language], settings)
             _write_change(folders[language], language, ffns, chosen, start, _digest({"tokens": blocks[language]}))
             with torch.no_grad():
                 for name, tensor in _floating(model):
@@ -201,17 +197,15 @@ def _in_float32(model: Any) -> Iterator[dict[str, torch.Tensor]]:
         model.train(training)
 
 
-def _fine_tune(
-    model: Any, blocks: torch.Tensor, steps: int, learning_rate: float, batch_size: int, micro_batch_size: int
-) -> None:
+def _fine_tune(model: Any, blocks: torch.Tensor, settings: DeviationSettings) -> None:
     # Fused: the other implementations hold further copies of the weights for a moment.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
-    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=steps)
-    for batch in blocks.split(batch_size):
-        for part in batch.split(micro_batch_size):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=settings.steps)
+    for batch in blocks.split(settings.batch_size):
+        for part in batch.split(settings.micro_batch_size):
             input_ids = part.long().to(model.device)
             loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-            (loss * len(part) / batch_size).backward()
+            (loss * len(part) / settings.batch_size).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -220,19 +214,19 @@ def _fine_tune(
 def _write_change(
     folder: Path,
     language: str,
-    ffns: Sequence[tuple[str, Any]],
+    ffns: Sequence[Any],
     chosen: Sequence[int],
     start: Mapping[str, torch.Tensor],
     text: str,
 ) -> None:
     """Writes each layer's deviation and the changes of the chosen layers into `folder`, whole or not at all."""
     deviation = []
-    sizes = [sum(parameter.numel() for parameter in ffns[layer][1].parameters()) for layer in chosen]
+    sizes = [sum(parameter.numel() for parameter in ffns[layer].module.parameters()) for layer in chosen]
     with new_folder(folder, needed_bytes=4 * sum(sizes)) as partial:
-        for layer, (prefix, ffn) in enumerate(ffns):
+        for layer, ffn in enumerate(ffns):
             changes, squares = {}, 0.0
-            for name, parameter in ffn.named_parameters():
-                change = parameter.detach().cpu() - start[f"{prefix}.{name}"].float()
+            for name, parameter in ffn.module.named_parameters():
+                change = parameter.detach().cpu() - start[f"{ffn.name}.{name}"].float()
                 squares += change.double().square().sum().item()
                 if layer in chosen:
                     changes[name] = change.flatten()

@@ -63,13 +63,11 @@ class FertilityResult:
 
     def to_json(self, path: str | Path) -> None:
         """Writes the numbers, and the rates that follow from them."""
+        rates = ("per_word", "per_character", "per_byte")
         write_json(path, {
             "best": self.best(),
             "languages": {
-                code: asdict(one) | {
-                    "tokens_per_word": one.per_word, "tokens_per_character": one.per_character,
-                    "tokens_per_byte": one.per_byte,
-                }
+                code: asdict(one) | {f"tokens_{rate}": getattr(one, rate) for rate in rates}
                 for code, one in self.languages.items()
             },
         })  # fmt: skip

@@ -38,7 +38,7 @@ from ..modeling.prefix_gate import PrefixRule, running_sums
 from .gate_text import Example, held_out
 from .reading import padded_batches, read_inputs
 
-PENALTY = 0.003
+PENALTY = 0.003  # of the squared weights of standardised features
 ITERATIONS = 30
 FOLDS = 3
 POSITIONS = (8, 32, 128)
@@ -122,33 +122,31 @@ def fit_rows(
     config = model.config.get_text_config(decoder=True)
     layers = list(model.expanded_ffns() if hasattr(model, "expanded_ffns") else range(config.num_hidden_layers))
     order = sorted(examples, key=lambda code: classes[code])  # rows by class
-    count = max(classes.values()) + 1
-    fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
-    scored = {code: held_out(examples[code])[1] for code in order if classes[code]}
-    rows = [TEMPLATE, *order] if any(e.has_template for code in order for e in fitted[code]) else order
-    fit = _Fit(rows, [classes.get(code, 0) for code in rows], count, list(anchors), rule, unseen_share)
-    tokens = 2 * sum(len(e.ids) for code in order for e in examples[code])
     new = [code for code in order if classes[code]]
+    fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
     again = {code: fitted[code] if classes[code] else fitted[code][::2] for code in order}
+    scored = {code: held_out(examples[code])[1] for code in new}
     told = {code: code if classes[code] else new[number % len(new)] for number, code in enumerate(order)}
+    template = {TEMPLATE: 0} if any(e.has_template for of in fitted.values() for e in of) else {}
+    rows = template | {code: classes[code] for code in order}
+    fit = _Fit(rows, list(anchors), rule, unseen_share)
+    tokens = 2 * sum(len(e.ids) for of_language in examples.values() for e in of_language)
     room = _OF_MEMORY * (device_memory() or _BYTES / _OF_MEMORY)
     at_once = max(1, int(room / (4 * tokens * config.hidden_size)))
     results: dict[int, _OfLayer] = {}
     with tqdm(total=len(layers), desc="fit gates", unit="layer") as bar:
         for start in range(0, len(layers), at_once):
             chosen = layers[start : start + at_once]
-            home = {code: _states(model, fitted[code], chosen) for code in order}
-            away = {code: _states(model, again[code], chosen, told[code]) for code in order}
-            shown = {code: _states(model, scored[code], chosen, code) for code in scored}
+            readings = [
+                {code: _read(model, some[code], chosen, experts.get(code)) for code in some}
+                for some, experts in ((fitted, {}), (again, told), (scored, told))
+            ]
             for layer in chosen:
-                texts = {code: _Text(fitted[code], home[code].pop(layer)) for code in order}
-                also = {code: _Text(again[code], away[code].pop(layer)) for code in order}
-                held = {code: _Text(scored[code], shown[code].pop(layer)) for code in scored}
-                results[layer] = fit.layer(texts, also, held)
+                results[layer] = fit.layer(*({code: of.pop(layer) for code, of in some.items()} for some in readings))
                 bar.update()
-    languages = [[code for code in rows if classes.get(code, 0) == number] for number in range(count)]
+    languages = [[code for code in rows if rows[code] == number] for number in range(fit.count)]
     gates = Gates(languages, {layer: (one.weight_Rh, one.bias_R) for layer, one in results.items()}, rule)
-    return gates, _report(results, fit, unseen_share)
+    return gates, _report(results, unseen_share)
 
 
 @dataclass(frozen=True)
@@ -173,6 +171,10 @@ class _Text:
         before_T = self._marked(lambda example, place: example.has_template and place < example.start)
         return self.states_Th[own_T], self.states_Th[before_T]
 
+    def logits(self, weight_Rh: torch.Tensor, bias_R: torch.Tensor) -> torch.Tensor:
+        """`[T, R]`, of the language's own tokens."""
+        return self.states_Th[self.own_T].float() @ weight_Rh.T + bias_R
+
 
 @dataclass(frozen=True)
 class _OfLayer:
@@ -187,14 +189,16 @@ class _OfLayer:
 
 @dataclass(frozen=True)
 class _Fit:
-    """What the fits of all layers share; `classes` are those of the rows in `order`."""
+    """What the fits of all layers share; `rows` are the languages with their classes, in order."""
 
-    order: list[str]
-    classes: list[int]
-    count: int
+    rows: dict[str, int]
     anchors: list[str]
     rule: PrefixRule | None
     unseen_share: float
+
+    @property
+    def count(self) -> int:
+        return max(self.rows.values()) + 1
 
     def layer(self, texts: Mapping[str, _Text], also: Mapping[str, _Text], held: Mapping[str, _Text]) -> _OfLayer:
         """The gate of one layer.
@@ -206,33 +210,31 @@ class _Fit:
         """
         halves = {code: [text.parts for text in (texts[code], also[code])] for code in texts}
         parts = {code: [own for own, _ in of_language] for code, of_language in halves.items()}
-        if TEMPLATE in self.order:
+        if TEMPLATE in self.rows:
             parts = {TEMPLATE: [torch.cat([of[n][1] for of in halves.values()]) for n in (0, 1)]} | parts
-        folds = [self.anchors[start::FOLDS] for start in range(FOLDS)]
         evidence: dict[str, torch.Tensor] = {}
         nearest: dict[str, str] = {}
-        for fold in filter(None, folds):
-            rows = [(code, n) for code, n in zip(self.order, self.classes, strict=True) if code not in fold]
-            weight, bias = self._regression({code: parts[code] for code, _ in rows})
+        for fold in filter(None, (self.anchors[start::FOLDS] for start in range(FOLDS))):
+            rows = {code: number for code, number in self.rows.items() if code not in fold}
+            new = [row for row, number in enumerate(rows.values()) if number]
+            weight, bias = self._regression({code: parts[code] for code in rows})
             for code in fold:
-                evidence[code] = self._evidence(texts[code], weight, bias, [number for _, number in rows])
-                new = [row for row, (_, number) in enumerate(rows) if number]
-                nearest[code] = rows[new[int(self._logits(texts[code], weight, bias)[:, new].mean(0).argmax())]][0]
+                evidence[code] = self._evidence(texts[code], weight, bias, rows)
+                nearest[code] = list(rows)[new[int(texts[code].logits(weight, bias)[:, new].mean(0).argmax())]]
         weight, bias = self._regression(parts)
         shift, unseen = self._bias(evidence, texts)
-        bias = bias - shift * torch.tensor(self.classes, device=bias.device).gt(0)
+        bias = bias - shift * torch.tensor(list(self.rows.values()), device=bias.device).gt(0)
 
         def shares(text: _Text) -> dict[int, float]:
-            return self._called_new(self._evidence(text, weight, bias, self.classes), text, 0.0)
+            return self._called_new(self._evidence(text, weight, bias, self.rows), text, 0.0)
 
         def taken_for(text: _Text) -> str:
-            best_T = self._logits(text, weight, bias).argmax(-1)
-            return self.order[int(best_T.bincount(minlength=len(self.order)).argmax())]
+            best_T = text.logits(weight, bias).argmax(-1)
+            return list(self.rows)[int(best_T.bincount(minlength=len(self.rows)).argmax())]
 
-        home = [code for code, number in zip(self.order, self.classes, strict=True) if not number and code in texts]
+        home = [code for code in texts if not self.rows[code] and code not in self.anchors]
         return _OfLayer(
-            weight.cpu(), bias.cpu(), unseen,
-            {code: shares(texts[code])[0] for code in home if code not in self.anchors},
+            weight.cpu(), bias.cpu(), unseen, {code: shares(texts[code])[0] for code in home},
             {code: shares(text) for code, text in held.items()},
             {code: taken_for(text) for code, text in texts.items()}, nearest,
         )  # fmt: skip
@@ -246,10 +248,10 @@ class _Fit:
         share_T = torch.cat([torch.full((size,), 1 / (size * readings)) for _, size, readings in of_T]).to(x_Th.device)
         return softmax_regression(x_Th, row_T, share_T / len(parts), len(parts))
 
-    def _evidence(self, text: _Text, weight: torch.Tensor, bias: torch.Tensor, classes: Sequence[int]) -> torch.Tensor:
+    def _evidence(self, text: _Text, weight: torch.Tensor, bias: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
         """`[T, E]`: each token's log-odds of each class against class 0."""
         logits_TR = text.states_Th.float() @ weight.T + bias
-        numbers = torch.tensor(classes, device=bias.device)
+        numbers = torch.tensor(list(rows.values()), device=bias.device)
         of_classes = [logits_TR[:, numbers == number].logsumexp(-1) for number in range(self.count)]
         return torch.stack(of_classes[1:], -1) - of_classes[0].unsqueeze(-1)
 
@@ -291,19 +293,11 @@ class _Fit:
                 return high, unseen
             named.append(most)
 
-    @staticmethod
-    def _logits(text: _Text, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return text.states_Th[text.own_T].float() @ weight.T + bias
-
 
 def softmax_regression(
-    x_Th: torch.Tensor, row_T: torch.Tensor, share_T: torch.Tensor, rows: int, penalty: float = PENALTY
+    x_Th: torch.Tensor, row_T: torch.Tensor, share_T: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[R, h]` and `[R]`: the weights and biases that tell `row_T` from `x_Th`, each token with its share.
-
-    Args:
-        penalty: of the squared weights of standardised features.
-    """
+    """`[R, h]` and `[R]`: the weights and biases that tell `row_T` from `x_Th`, each token with its share."""
     mean_h = (share_T[:, None] * x_Th).sum(0)
     scale_h = (share_T[:, None] * (x_Th - mean_h).square()).sum(0).sqrt()
     scale_h = scale_h.clamp(min=1e-3 * float(scale_h.max()) + 1e-12)
@@ -317,7 +311,7 @@ def softmax_regression(
         def loss() -> torch.Tensor:
             fit.zero_grad()
             of_tokens = F.cross_entropy(F.linear(x_Th, weight_Rh, bias_R), row_T, reduction="none")
-            total = (of_tokens * share_T).sum() + penalty / 2 * weight_Rh.square().sum()
+            total = (of_tokens * share_T).sum() + PENALTY / 2 * weight_Rh.square().sum()
             total.backward()
             return total
 
@@ -326,11 +320,9 @@ def softmax_regression(
     return weight_Rh, bias_R.detach() - weight_Rh @ mean_h
 
 
-def _states(
-    model: Any, examples: Sequence[Example], layers: Sequence[int], language: str | None = None
-) -> dict[int, torch.Tensor]:
-    """By layer, `[T, h]`: the inputs of the FFN at all tokens of the examples, in order, read by a language's experts
-    or, without one, by the base's."""
+def _read(model: Any, examples: Sequence[Example], layers: Sequence[int], language: str | None) -> dict[int, _Text]:
+    """By layer, the examples with the inputs of the FFN, read by a language's experts or, without one, by the base's; a
+    dense model has no others."""
     by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
     def receive(layer: int, states_Th: torch.Tensor) -> None:
@@ -340,21 +332,17 @@ def _states(
     # Texts of like lengths together, so that there is little padding.
     order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
     sizes = [len(examples[number].ids) for number in order]
-    with _experts(model, language):
+    experts: AbstractContextManager = nullcontext()
+    if hasattr(model, "use_expert"):
+        experts = model.use_expert(0) if language is None else model.use_languages(language)
+    with experts:
         read_inputs(model, padded_batches([examples[number].ids for number in order], _BATCH), receive)
     back = sorted(range(len(order)), key=order.__getitem__)
     pieces = {layer: torch.cat(states).split(sizes) for layer, states in by_layer.items()}
-    return {layer: torch.cat([of_example[number] for number in back]) for layer, of_example in pieces.items()}
+    return {layer: _Text(examples, torch.cat([of[number] for number in back])) for layer, of in pieces.items()}
 
 
-def _experts(model: Any, language: str | None) -> AbstractContextManager:
-    """Inside, the experts of a language read, or, without one, the base's; a dense model has no others."""
-    if not hasattr(model, "use_expert"):
-        return nullcontext()
-    return model.use_expert(0) if language is None else model.use_languages(language)
-
-
-def _report(results: Mapping[int, _OfLayer], fit: _Fit, unseen_share: float) -> GateReport:
+def _report(results: Mapping[int, _OfLayer], unseen_share: float) -> GateReport:
     layers = list(results.values())
 
     def mean(shares: Sequence[Mapping[Any, float]]) -> dict[Any, float]:

@@ -51,8 +51,8 @@ def gate_examples(
         lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
         made: list[Example] = []
         counted = 0
-        for size, wanted in ((_LINE, tokens // 2), (block, tokens)):
-            for number, text in enumerate(_joined(lines, tokenizer, size)):
+        for size, wanted, pieces in ((_LINE, tokens // 2, lines), (block, tokens, _joined(lines, tokenizer, block))):
+            for number, text in enumerate(pieces):
                 if counted >= wanted:
                     break
                 example = _example(text, tokenizer, size, inside=number % 2 == 1)
@@ -69,10 +69,7 @@ def gate_examples(
 
 
 def _joined(lines: Sequence[str], tokenizer: Any, size: int) -> Iterator[str]:
-    """Lines one after the other, to texts of about `size` tokens; where that is a line's, single lines."""
-    if size == _LINE:
-        yield from lines
-        return
+    """Lines one after the other, to texts of about `size` tokens."""
     text, held = "", 0
     for line in lines:
         text = f"{text} {line}".strip()

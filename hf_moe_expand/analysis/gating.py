@@ -134,13 +134,7 @@ def fitted(
     return fit_rows(model, examples, numbers, list(anchors), rule, settings.unseen_share)
 
 
-def gates_of_base(
-    model: Any,
-    tokenizer: Any,
-    texts: Mapping[str, Iterable[str]],
-    new: Collection[str],
-    settings: GateSettings | None = None,
-) -> GateReport:
+def gates_of_base(model: Any, tokenizer: Any, texts: Mapping[str, Iterable[str]], new: Collection[str]) -> GateReport:
     """Where gates would send tokens, by a dense base's hidden states, before anything is trained.
 
     Args:
@@ -153,4 +147,4 @@ def gates_of_base(
     check_decoder(model.config, model_name(model), "gates")
     classes = {code: int(code in new) for code in texts}
     anchors = check_languages(classes, texts, None)
-    return fitted(model, tokenizer, texts, anchors, settings or GateSettings(), classes)[1]
+    return fitted(model, tokenizer, texts, anchors, GateSettings(), classes)[1]

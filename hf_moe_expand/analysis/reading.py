@@ -23,8 +23,6 @@ from ..evaluation.perplexity import pair_batch
 from ..modeling import decoder_ffns, stack_sizes
 from ..models import longest_block
 
-_AT_ONCE = 256  # pairs tokenised at once
-
 
 @dataclass(frozen=True)
 class TextBatch:
@@ -175,7 +173,18 @@ def side_batches(
                 f"Language {language!r} has no sentence as a {name}, and both sides are measured: {encoder.one_way()}. "
                 "`plan moe-lpr` needs no analysis."
             )
-        inputs, labels = _first_pairs(language, rows, side, encoder, tokens, longest_block(model.config))
+        inputs, labels, left = [], [], tokens
+        for _, source, target in encoder.fitting(rows, longest_block(model.config)):
+            inputs.append(source)
+            labels.append(target)
+            left -= min(left, len((source, target)[side]))
+            if not left:
+                break
+        if left:
+            raise InputError(
+                f"Language {language!r} has {tokens - left:,} tokens as a {name}, but {tokens:,} were asked for: give "
+                "more sentence pairs or a smaller --tokens (`analysis: {tokens: ...}` in a recipe)."
+            )
         left = tokens
         for first in range(0, len(inputs), batch_size):
             last = first + batch_size
@@ -188,25 +197,3 @@ def side_batches(
             left -= int(measured[side].sum())
             batches.append(TextBatch(batch, tuple(measured), targets_BT.masked_fill(~measured[1], IGNORED)))
     return batches
-
-
-def _first_pairs(
-    language: str, rows: Sequence[SentencePair], side: int, encoder: PairEncoder, tokens: int, longest: int | None
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The sources and targets of the first pairs that the model's positions hold, with `tokens` tokens of a side."""
-    inputs: list[list[int]] = []
-    labels: list[list[int]] = []
-    left = tokens
-    for first in range(0, len(rows), _AT_ONCE):
-        for source, target in zip(*encoder.encode(rows[first : first + _AT_ONCE]), strict=True):
-            if left and (longest is None or max(len(source), len(target)) <= longest):
-                inputs.append(source)
-                labels.append(target)
-                left -= min(left, len((source, target)[side]))
-    if left:
-        raise InputError(
-            f"Language {language!r} has {tokens - left:,} tokens {'as a target' if side else 'as a source'}, but "
-            f"{tokens:,} were asked for: give more sentence pairs or a smaller --tokens (`analysis: {{tokens: ...}}` "
-            "in a recipe)."
-        )
-    return inputs, labels

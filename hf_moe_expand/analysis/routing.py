@@ -1,6 +1,6 @@
 """Measures how the routers treat each language: which experts they choose, how clearly, and whether the choice matters.
 
-Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer.
+Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer, B of both.
 """
 
 import math
@@ -51,26 +51,26 @@ class LargestCorrelation:
     Eq. 9)."""
 
     def __init__(self, num_experts: int, num_next: int) -> None:
-        self.tokens = 0
-        self.sums = [torch.zeros(size, dtype=torch.float64) for size in (num_experts, num_next)]
-        self.squares = [torch.zeros(size, dtype=torch.float64) for size in (num_experts, num_next)]
-        self.products_NM = torch.zeros(num_experts, num_next, dtype=torch.float64)
+        both = num_experts + num_next
+        self.num_experts, self.tokens = num_experts, 0
+        self.sums_B = torch.zeros(both, dtype=torch.float64)
+        self.products_BB = torch.zeros(both, both, dtype=torch.float64)
 
     def add(self, use_TN: torch.Tensor, next_TM: torch.Tensor) -> None:
-        self.tokens += len(use_TN)
-        for side, use in enumerate((use_TN, next_TM)):
-            self.sums[side] += use.sum(0).cpu()
-            self.squares[side] += use.square().sum(0).cpu()
-        self.products_NM += (use_TN.T @ next_TM).cpu()
+        both_TB = torch.cat([use_TN, next_TM], dim=-1)
+        self.tokens += len(both_TB)
+        self.sums_B += both_TB.sum(0).cpu()
+        self.products_BB += (both_TB.T @ both_TB).cpu()
 
     def value(self) -> float | None:
         """The correlation; None if all weights of a layer are constant."""
-        means = [sums / self.tokens for sums in self.sums]
-        variances = [square / self.tokens - mean.square() for square, mean in zip(self.squares, means, strict=True)]
-        covariance_NM = self.products_NM / self.tokens - torch.outer(*means)
-        varies = [variance > 1e-12 for variance in variances]  # rounding leaves a constant a tiny variance
-        correlation_NM = covariance_NM / torch.outer(*variances).sqrt()
-        varying = correlation_NM[varies[0]][:, varies[1]]
+        mean_B = self.sums_B / self.tokens
+        covariance_BB = self.products_BB / self.tokens - torch.outer(mean_B, mean_B)
+        variance_B = covariance_BB.diagonal()
+        varies_B = variance_B > 1e-12  # rounding leaves a constant a tiny variance
+        correlation_BB = covariance_BB / torch.outer(variance_B, variance_B).sqrt()
+        here, there = slice(self.num_experts), slice(self.num_experts, None)
+        varying = correlation_BB[here, there][varies_B[here]][:, varies_B[there]]
         return varying.max().clamp(-1, 1).item() if varying.numel() else None
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.expand import ffn_dtype, versions
+from ..checkpoint.expand import check_dense_plan, ffn_dtype, first_record, planned_config
 from ..checkpoint.folder import write_checkpoint
 from ..checkpoint.merge import averaged, check_same_shape
 from ..checkpoint.new_weights import new_weight
@@ -14,9 +14,10 @@ from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_check
 from ..checkpoint.stored import StoredModel, computed, network_of, places
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made
 from ..errors import InputError
-from ..modeling import DMoEConfig, decoder_ffns
+from ..modeling import decoder_ffns
 from ..planning.plan import Plan
-from ..records import ExpansionRecord, History
+from ..records import History
+from ..schema import changed
 
 
 def expand_branches(
@@ -52,37 +53,13 @@ def expand_branches(
     first = models[0]
     check_output(out, overwrite, *(model.folder for model in models))
     check_same_shape(models)
-    if first.config.is_encoder_decoder:
-        raise InputError(
-            f"{first.folder}: is an encoder-decoder, but branches become the experts of a DMoE, which is made of a "
-            "decoder."
-        )
-    if len(plan.experts_per_layer) != first.config.num_hidden_layers:
-        raise InputError(
-            f"The plan is for {len(plan.experts_per_layer)} layers, but {first.folder} has "
-            f"{first.config.num_hidden_layers}."
-        )
-    config: Any = DMoEConfig.from_dense(
-        first.config,
-        num_experts_per_layer=plan.experts_per_layer,
-        router_top_k=plan.top_k,
-        language_groups=plan.groups,
-    )
+    check_dense_plan(plan, first.config, first.folder, conditional_routing=False)
+    config: Any = planned_config(first.config, plan)
     tensors = _outputs(models, config, seed)
-    record = ExpansionRecord(
-        method=plan.method,
-        base_model=first.name,
-        base_revision=None,
-        branches=[model.name for model in models],
-        old_languages=plan.old,
-        new_languages=[code for group in plan.groups for code in group if code not in plan.old],
-        experts_per_layer=plan.experts_per_layer,
-        expert_init="branches",
-        seed=seed,
-        base_parameters=sum(info.numel for info in first.reader.tensors.values()),
-        parameters=sum(tensor.numel for tensor in tensors),
-        versions=versions(),
-    )
+    base_parameters = sum(info.numel for info in first.reader.tensors.values())
+    parameters = sum(tensor.numel for tensor in tensors)
+    record = first_record(plan, first.name, None, "branches", seed, base_parameters, parameters)
+    record = changed(record, branches=[model.name for model in models])
     History([record]).write(config)
     return write_checkpoint(
         out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches",

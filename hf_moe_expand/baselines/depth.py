@@ -6,7 +6,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint.folder import write_checkpoint
@@ -58,8 +57,8 @@ def expand_depth(
     config, old = dense.config, dense.config.num_hidden_layers
     if getattr(config, "new_layers", None):
         raise InputError(f"{folder}: has inserted blocks already; give the dense model from which it was made.")
-    layers = layer_list(dense.network)
-    if lacking := [name for name in _OUTPUTS if not _has(dense.network, f"{layers}.0.{name}")]:
+    modules, layers = dict(dense.network.named_modules()), layer_list(dense.network)
+    if lacking := [name for name in _OUTPUTS if f"{layers}.0.{name}" not in modules]:
         raise InputError(
             f"{folder}: blocks of architecture {config.model_type!r} have no {' and no '.join(lacking)}, which would "
             "have to be zero for an inserted block to leave the output unchanged. Use another architecture."
@@ -122,17 +121,4 @@ def _is_silent(config: PreTrainedConfig) -> bool:
 def _sources(old: int, blocks: int) -> list[tuple[int, bool]]:
     """For each layer of the deeper model: the old layer that it comes from, and whether it is an inserted copy."""
     after = {(number + 1) * old // blocks - 1 for number in range(blocks)}
-    sources = []
-    for layer in range(old):
-        sources.append((layer, False))
-        if layer in after:
-            sources.append((layer, True))
-    return sources
-
-
-def _has(network: nn.Module, name: str) -> bool:
-    try:
-        network.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
+    return [(layer, copy) for layer in range(old) for copy in (False, True) if layer in after or not copy]

@@ -5,12 +5,11 @@ Languages with little text over-fit when they train from the start, so they ente
 
 from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..jsonfile import read_json, write_json
-from ..schema import Count, Declared, Text, Whole, read
+from ..results import JsonFile
+from ..schema import Count, Text, Whole
 
 # Defaults of the count-based curriculum, as in the paper: the minimum of examples for each bin but the last, and the
 # share of the training steps in which each bin trains (k = 100k, 40k and 20k of U = 100k steps).
@@ -18,7 +17,7 @@ THRESHOLDS = (5_000_000, 800_000)
 SHARES = (1.0, 0.4, 0.2)
 
 
-class Curriculum(Declared):
+class Curriculum(JsonFile):
     """The step at which each language enters training.
 
     Attributes:
@@ -28,6 +27,8 @@ class Curriculum(Declared):
     Raises:
         InputError: `steps` is below 1, an entry is outside the training, or no language enters at the start.
     """
+
+    kind = "a curriculum"
 
     steps: Count
     entry: dict[Text, Whole]
@@ -48,19 +49,6 @@ class Curriculum(Declared):
             raise InputError(
                 f"curriculum: no language trains from the start (the first enters at step {first}): let one enter at 0."
             )
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Curriculum":
-        """Reads the JSON file.
-
-        Raises:
-            InputError: the file is missing or wrong.
-        """
-        return read(cls, read_json(path, "a curriculum"), str(path))
-
-    def save(self, path: str | Path) -> None:
-        """Writes the JSON file."""
-        write_json(path, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The curriculum as in the JSON file."""

@@ -16,6 +16,7 @@ from .sources import LanguageText, Pair, language_name, names_language, row_pair
 
 UNKNOWN = -1  # language id of padding, and of a language that the model does not know
 IGNORED = -100  # label of padding
+_AT_ONCE = 512  # pairs tokenised at once
 _CODE = re.compile(r"[a-z]{2,3}(_[A-Za-z]{2,4})?")
 _IN_FRONT = re.compile(r"<2[a-z]{2,3}(_[A-Za-z]{2,4})?>")
 
@@ -95,6 +96,16 @@ class PairEncoder:
             for place, source, target in zip(of_direction, sources, targets, strict=True):
                 inputs[place], labels[place] = source, target
         return inputs, labels
+
+    def fitting(
+        self, rows: Sequence[SentencePair], longest: int | None
+    ) -> Iterator[tuple[SentencePair, list[int], list[int]]]:
+        """Yields each row with the encoder's tokens and the labels, if neither are more than `longest`."""
+        for first in range(0, len(rows), _AT_ONCE):
+            some = rows[first : first + _AT_ONCE]
+            for row, source, target in zip(some, *self.encode(some), strict=True):
+                if longest is None or max(len(source), len(target)) <= longest:
+                    yield row, source, target
 
     def sources(self, sentences: Sequence[str], direction: Pair) -> list[list[int]]:
         """The encoder's tokens of sentences to be translated."""
@@ -276,34 +287,38 @@ def pack_pairs(
         dataset = _in_directions(dataset, encoder, language).shuffle(seed=seed)
 
         def encode(batch: dict) -> dict:
-            rows = sentence_pairs(batch)
-            inputs, labels = encoder.encode(rows)
-            ids = [[_id_of(code, order) for code in row.direction] for row in rows]
-            return {"input_ids": inputs, "labels": labels, "language_ids": ids}
+            encoded = list(encoder.fitting(sentence_pairs(batch), block_size))
+            return {
+                "input_ids": [source for _, source, _ in encoded],
+                "labels": [target for *_, target in encoded],
+                "language_ids": [[_id_of(code, order) for code in row.direction] for row, *_ in encoded],
+            }
 
         wanted = len(dataset) if documents is None else min(documents[language], len(dataset))
         parts: list[Dataset] = []
-        sizes: list[tuple[int, int]] = []
         first = 0
-        while len(sizes) < wanted and first < len(dataset):
+        while sum(map(len, parts)) < wanted and first < len(dataset):
             # Where some pairs are too long, as many again and more.
             rows = dataset.select(range(first, min(max(wanted, 2 * first), len(dataset))))
             first += len(rows)
             encoder.check(set(zip(rows["source_language"], rows["target_language"], strict=True)))
-            part = rows.map(
-                encode, batched=True, remove_columns=rows.column_names, features=features, desc=f"tokenize {language}"
-            )
-            of_part = _sizes(part)
-            fitting = [place for place, size in enumerate(of_part) if max(size) <= block_size][: wanted - len(sizes)]
-            parts.append(part.select(fitting))
-            sizes += [of_part[place] for place in fitting]
-        if not sizes:
+            parts.append(
+                rows.map(
+                    encode, batched=True, remove_columns=rows.column_names, features=features,
+                    desc=f"tokenize {language}",
+                )
+            )  # fmt: skip
+        fitting = concatenate_datasets(parts)
+        if not len(fitting):
             raise InputError(
                 f"Language {language!r}: each of its {len(dataset):,} sentence pairs is longer than block_size, "
                 f"{block_size} tokens of a side: raise it, or give shorter texts."
             )
-        counts[language], tokens[language] = first_tokens(language, map(sum, sizes), tokens_per_language)
-        datasets.append(concatenate_datasets(parts).select(range(counts[language])))
+        fitting = fitting.select(range(min(wanted, len(fitting))))
+        sides = (fitting.with_format("arrow")[name] for name in ("input_ids", "labels"))
+        sizes = (len(source) + len(target) for source, target in zip(*sides, strict=True))
+        counts[language], tokens[language] = first_tokens(language, sizes, tokens_per_language)
+        datasets.append(fitting.select(range(counts[language])))
     packed = concatenate_datasets(datasets)
     return PackedText(packed, order, tokens, counts, tuple(map(len, datasets)))
 
@@ -317,12 +332,6 @@ def _in_directions(dataset: Dataset, encoder: PairEncoder, language: str) -> Dat
     if not any(takes.values()):
         raise InputError(f"Language {language!r}: no sentence pair in a direction of the model: {encoder.one_way()}.")
     return dataset.select([place for place, direction in enumerate(directions) if takes[direction]])
-
-
-def _sizes(rows: Dataset) -> list[tuple[int, int]]:
-    """The number of tokens of each row's source and target."""
-    columns = (rows.with_format("arrow")[name] for name in ("input_ids", "labels"))
-    return [(len(source), len(target)) for source, target in zip(*columns, strict=True)]
 
 
 def _id_of(code: str, order: Sequence[str]) -> int:

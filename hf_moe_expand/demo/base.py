@@ -1,16 +1,16 @@
 """Makes a small dense base model from scratch, for the demo and for experiments on machines without a hub."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from datasets import Dataset, interleave_datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
-    OlmoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -29,11 +29,11 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class BaseSettings:
-    """Sizes of the model (Qwen2 architecture; OLMoE's with experts) and of its pre-training.
+    """Sizes of the model and of its pre-training.
 
     Attributes:
-        num_experts: experts of each layer, each of width `intermediate_size`; 0 for a dense model.
-        experts_per_token: experts that a token takes.
+        architecture: the class of its configuration.
+        fields: further fields of the configuration, by name.
     """
 
     vocab_size: int = 8192
@@ -41,8 +41,8 @@ class BaseSettings:
     intermediate_size: int = 704
     num_layers: int = 6
     num_heads: int = 4
-    num_experts: int = 0
-    experts_per_token: int = 2
+    architecture: Callable[..., PreTrainedConfig] = Qwen2Config
+    fields: Mapping[str, Any] = field(default_factory=dict)
     block_size: int = 256
     blocks_per_step: int = 16
     steps: int = 1000
@@ -90,7 +90,22 @@ def make_base(
     dataset = interleave_datasets(
         blocks, [share / total for share in shares.values()], seed, stopping_strategy="all_exhausted"
     )
-    config = _configuration(settings, tokenizer)
+    config = settings.architecture(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_heads,
+        max_position_embeddings=2 * settings.block_size,
+        # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
+        initializer_range=settings.hidden_size**-0.5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **settings.fields,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with new_folder(out) as partial, TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
@@ -109,32 +124,7 @@ def make_base(
             report_to="none",
         )
         Trainer(model, arguments, train_dataset=dataset, data_collator=collate_without_languages).train()
-        if settings.num_experts:
+        if "output_router_logits" in settings.fields:
             model.config.output_router_logits = False  # with them comes the loss that balances the experts
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-
-
-def _configuration(settings: BaseSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    fields = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.intermediate_size,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
-        "num_key_value_heads": settings.num_heads,
-        "max_position_embeddings": 2 * settings.block_size,
-        # With the usual 0.02 the rows of rare tokens stay nearly equal, and a frozen head could not distinguish them.
-        "initializer_range": settings.hidden_size**-0.5,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    if not settings.num_experts:
-        return Qwen2Config(**fields)
-    taken = settings.experts_per_token
-    return OlmoeConfig(
-        **fields, num_experts=settings.num_experts, num_experts_per_tok=taken, norm_topk_prob=True,
-        output_router_logits=True,
-    )  # fmt: skip

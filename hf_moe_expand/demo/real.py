@@ -4,14 +4,13 @@ import json
 import time
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 from ..asking import Answering, Asked
-from ..errors import InputError
 from ..evaluation.report import Evaluation
 from ..jsonfile import write_text
-from ..pipeline import run_recipe
-from ..recipe import Recipe
 from ..report.page import make_page
+from .run import run_in
 from .smollm2 import MEGABYTES, NAME, make_smollm2
 
 MINUTES = 12
@@ -19,29 +18,7 @@ GIGABYTES = 3
 PROMPTS = ("Y dijo el rey:", "Había en la ciudad un hombre que", "The king said to his servants,")
 NEW_TOKENS = 24
 
-RECIPE = """\
-# The recipe of `hf-moe-expand demo --real`. Keys that are left out have their defaults.
-base: {base}
-output: {run}
-seed: {seed}
-old: {{en: {en_train}}}
-new: {{es: {es_train}}}
-test: {{en: {en_test}, es: {es_test}}}
-plan: {{method: moe-lpr, experts: 2}}   # in each layer the original FFN and one new expert, a copy at first
-post_pretrain:                       # stage 1: the new experts and the routers learn Spanish
-  block_size: 256
-  training: {{max_steps: 60, per_device_train_batch_size: 2, learning_rate: 1e-3,
-             warmup_steps: 3, logging_steps: 10, save_strategy: "no"}}
-gates:                               # what is not recognised as Spanish stays home: English, and all that nobody named
-  {{tokens: 600, anchor_tokens: 150}}
-review:                              # stage 2: English tokens that the gates let pass keep the base's predictions
-  block_size: 256
-  distillation_coef: 1
-  classifier_coef: 0                 # the gates are fitted already
-  training: {{max_steps: 20, per_device_train_batch_size: 2, learning_rate: 1e-3,
-             warmup_steps: 2, logging_steps: 10, save_strategy: "no"}}
-evaluation: {{block_size: 512, batch_size: 2, max_tokens: 3000}}
-"""
+RECIPE = (files(__package__) / "real.yaml").read_text(encoding="utf-8")
 
 
 def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> None:
@@ -59,16 +36,11 @@ def run_real_demo(out: str | Path, base: str | None = None, seed: int = 0) -> No
     if not has_base and not fetched.exists():
         make_smollm2(fetched)
         print(f"base: {fetched}")
-    recipe = out / "recipe.yaml"
     texts = {name.replace(".", "_"): str(path) for name, path in write_text_files(out / "text").items()}
     paths = {"base": base or str(fetched), "run": str(out / "run"), **texts}
-    write_text(recipe, RECIPE.format(seed=seed, **{key: json.dumps(value) for key, value in paths.items()}))
-    print(f"{recipe}:\n{recipe.read_text('utf-8')}")
-    print(f"hf-moe-expand run {recipe}")
-    try:
-        final = run_recipe(Recipe.load(recipe))
-    except InputError as error:
-        raise InputError(f"{error} (The demo's folder is {out}; --out sets another one.)") from None
+    recipe = Template(RECIPE).substitute(seed=seed, **{key: json.dumps(value) for key, value in paths.items()})
+    print(f"{out / 'recipe.yaml'}:\n{recipe}")
+    final = run_in(out, recipe)
     page = out / "run" / "report.html"
     write_text(page, make_page(out / "run"))
     print(f"page: {page}")

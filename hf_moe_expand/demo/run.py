@@ -1,7 +1,9 @@
 """`hf-moe-expand demo`: all steps with a tiny model, from training a base to loading the expanded checkpoint."""
 
 import json
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,29 +35,7 @@ BASE = BaseSettings(
     logging_steps=50,
 )
 
-RECIPE = """\
-# The demo's recipe. Keys that are left out have their defaults.
-base: {out}/base
-output: {out}/run
-seed: {seed}
-old: {{{old}}}
-new: {{{new}}}
-test: {{{test}}}
-analysis: {{tokens: 20000, block_size: 128, batch_size: 32}}
-plan:
-  method: layer-moe          # fewer experts in layers where languages are more similar
-  total_experts: 12          # the parameters of 3 experts in each of the 4 layers
-  classifier_layers: 2       # in the 2 layers where old and new languages are most similar
-post_pretrain:               # stage 1: new experts and routers, new languages only
-  block_size: 128
-  training: {{max_steps: 300, per_device_train_batch_size: 16, learning_rate: 5e-3, bf16: {bf16}, logging_steps: 50,
-             lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
-review:                      # stage 2: routers and classifiers, old and new languages
-  block_size: 128
-  training: {{max_steps: 200, per_device_train_batch_size: 16, learning_rate: 1e-2, bf16: {bf16}, logging_steps: 50,
-             lr_scheduler_type: cosine, warmup_steps: 20, save_steps: 100}}
-evaluation: {{block_size: 128, batch_size: 32}}
-"""
+RECIPE = (files(__package__) / "tiny.yaml").read_text(encoding="utf-8")
 
 
 def run_demo(out: str | Path, seed: int = 0) -> None:
@@ -80,23 +60,15 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
         print(f"training the base model in {out / 'base'}, {BASE.steps} steps ...")
         texts = {code: LanguageText(code, str(path)).load() for code, path in sources["train"].items()}
         make_base(out / "base", texts, SHARES, BASE, seed)
-    recipe = out / "recipe.yaml"
-    write_text(
-        recipe,
-        RECIPE.format(
-            out=out,
-            seed=seed,
-            bf16=str(has_bfloat16()).lower(),
-            old=_yaml({code: sources["train"][code] for code in OLD}),
-            new=_yaml({code: sources["train"][code] for code in NEW}),
-            test=_yaml(sources["test"]),
-        ),
+    text = Template(RECIPE).substitute(
+        out=out,
+        seed=seed,
+        bf16=str(has_bfloat16()).lower(),
+        old=_yaml({code: sources["train"][code] for code in OLD}),
+        new=_yaml({code: sources["train"][code] for code in NEW}),
+        test=_yaml(sources["test"]),
     )
-    print(f"hf-moe-expand run {recipe}")
-    try:
-        final = run_recipe(Recipe.load(recipe))
-    except InputError as error:
-        raise InputError(f"{error} (The demo's folder is {out}; --out sets another one.)") from None
+    final = run_in(out, text)
     plan = Plan.load(out / "run" / "plan.json")
     picture = out / "plan.png"
     plot_allocation(
@@ -110,6 +82,17 @@ def run_demo(out: str | Path, seed: int = 0) -> None:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         output = model.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         print(f"  {tokenizer.decode(output[0], skip_special_tokens=True)}")
+
+
+def run_in(out: Path, text: str) -> Path:
+    """Writes a recipe into a demo's folder and runs it; returns the final checkpoint."""
+    recipe = out / "recipe.yaml"
+    write_text(recipe, text)
+    print(f"hf-moe-expand run {recipe}")
+    try:
+        return run_recipe(Recipe.load(recipe))
+    except InputError as error:
+        raise InputError(f"{error} (The demo's folder is {out}; --out sets another one.)") from None
 
 
 def _yaml(paths: dict[str, Path]) -> str:

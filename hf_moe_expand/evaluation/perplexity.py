@@ -25,7 +25,7 @@ from ..trainers.encoder_decoder import target_loss, with_decoder_inputs
 # The most logits of a forward pass: 1.1 GB in float32. Tokens whose logits are turned into float32 at a time.
 _LOGITS = 1 << 28
 _TOKENS = 256
-_AT_ONCE = 512  # documents or pairs tokenised at once
+_AT_ONCE = 512  # documents tokenised at once
 
 
 @dataclass(frozen=True)
@@ -202,15 +202,12 @@ class PairStream:
     """Sentence pairs to score.
 
     Attributes:
-        inputs: the encoder's tokens of each sentence.
-        labels: tokens of each translation.
-        codes: place of the token that names the target's language, which is given and not scored; None without one.
+        pairs: the encoder's tokens of each sentence, the tokens of its translation, and the place of the token that
+            names the target's language, which is given and not scored; None without one.
         tokens, size: scored tokens, and UTF-8 bytes of the translations.
     """
 
-    inputs: list[list[int]]
-    labels: list[list[int]]
-    codes: list[int | None]
+    pairs: list[tuple[list[int], list[int], int | None]]
     tokens: int
     size: int
 
@@ -227,43 +224,34 @@ def pair_stream(
     encoder = PairEncoder(tokenizer)
     place_of_code = cache(encoder.place_of_code)
     rows = [pair for pair in pairs if encoder.translates(pair.direction)]
-    inputs: list[list[int]] = []
-    labels: list[list[int]] = []
-    codes: list[int | None] = []
+    chosen: list[tuple[list[int], list[int], int | None]] = []
     tokens = size = 0
-    for first in range(0, len(rows), _AT_ONCE):
-        some = rows[first : first + _AT_ONCE]
-        for row, source, target in zip(some, *encoder.encode(some), strict=True):
-            if longest is not None and max(len(source), len(target)) > longest:
-                continue
-            code = place_of_code(row.direction)
-            count = len(target) - (code is not None)
-            if max_tokens is not None and inputs and tokens + count > max_tokens:
-                return PairStream(inputs, labels, codes, tokens, size)
-            inputs.append(source)
-            labels.append(target)
-            codes.append(code)
-            tokens, size = tokens + count, size + len(row.target.encode())
+    for row, source, target in encoder.fitting(rows, longest):
+        code = place_of_code(row.direction)
+        count = len(target) - (code is not None)
+        if max_tokens is not None and chosen and tokens + count > max_tokens:
+            break
+        chosen.append((source, target, code))
+        tokens, size = tokens + count, size + len(row.target.encode())
     if not tokens:
         raise InputError(
             f"Language {language!r}: no sentence pair to score, or none that the model translates and whose tokens its "
             "positions hold."
         )
-    return PairStream(inputs, labels, codes, tokens, size)
+    return PairStream(chosen, tokens, size)
 
 
 @torch.no_grad()
 def _pair_nats(model: Any, stream: PairStream, batch_size: int) -> Iterator[float]:
     """The negative log-likelihood of each batch's translations, in nats. Pairs of like length share a batch."""
-    order = sorted(range(len(stream.inputs)), key=lambda place: -len(stream.inputs[place]))
-    for first in range(0, len(order), batch_size):
-        places = order[first : first + batch_size]
-        inputs, targets = ([side[place] for place in places] for side in (stream.inputs, stream.labels))
+    pairs = sorted(stream.pairs, key=lambda pair: -len(pair[0]))
+    for first in range(0, len(pairs), batch_size):
+        inputs, targets, codes = zip(*pairs[first : first + batch_size], strict=True)
         batch = {name: value.to(model.device) for name, value in pair_batch(model, inputs, targets).items()}
         labels = batch.pop("labels")
-        for row, place in zip(labels, places, strict=True):
-            if (code := stream.codes[place]) is not None:
-                row[code % len(stream.labels[place])] = IGNORED
+        for row, target, code in zip(labels, targets, codes, strict=True):
+            if code is not None:
+                row[code % len(target)] = IGNORED
         yield target_loss(model(**batch, use_cache=False), labels, 1).item()
 
 

@@ -83,7 +83,7 @@ class Evaluation:
             first, last = values[0], values[-1]
             change = "-" if not first or last is None else f"{100 * (last / first - 1):+.1f} %"
             rows.append([label, *("-" if value is None else f"{value:.3f}" for value in values), change])
-        return _compared(["language"], names, rows)
+        return compared(["language"], names, rows)
 
     def task_rows(self) -> tuple[list[str], list[list[str]]]:
         """A table of the tasks: header, one row for each metric of a task outside groups or of a group; the last
@@ -100,14 +100,14 @@ class Evaluation:
             first, last = values[0], values[-1]
             change = "-" if first is None or last is None else f"{last.value - first.value:+.4f}"
             rows.append([f"{task} ({one.shots}-shot{part})", metric, *map(_with_error, values), change])
-        return _compared(["task", "metric"], names, rows)
+        return compared(["task", "metric"], names, rows)
 
     def markdown(self, measure: str = "bits_per_byte") -> str:
         """The table of a measure in Markdown."""
         return markdown_table(*self.rows(measure))
 
 
-def _compared(header: list[str], names: Sequence[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+def compared(header: list[str], names: Sequence[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
     """A table whose rows end with the last model's change from the first, which one model alone does not have."""
     if len(names) > 1:
         return [*header, *names, f"{names[-1]} vs {names[0]}"], rows

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json
 from ..models import longest_block
+from .report import compared
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,8 @@ class TranslationScores:
         values = [(pair, [self.models[name][pair].chrf for name in names]) for pair in pairs]
         if len(pairs) > 1:
             values.append(("mean", [sum(column) / len(pairs) for column in zip(*(v for _, v in values), strict=True)]))
-        changed = [f"{names[-1]} vs {names[0]}"] if len(names) > 1 else []
-        rows = [[pair, *(f"{v:.2f}" for v in row), *(f"{row[-1] - row[0]:+.2f}" for _ in changed)]
-                for pair, row in values]  # fmt: skip
-        return ["pair", *names, *changed], rows
+        rows = [[pair, *(f"{v:.2f}" for v in row), f"{row[-1] - row[0]:+.2f}"] for pair, row in values]
+        return compared(["pair"], names, rows)
 
 
 def chrf_plus_plus() -> Any:
@@ -158,11 +157,9 @@ def translate(
             "give fewer examples or new tokens."
         )
     ends = _end_tokens(model, tokenizer)
-    greedy = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
-    )
+    options = {"max_new_tokens": max_new_tokens, "pad_token_id": ends[0] if ends else 0, "stop_strings": ["\n"]}
     continuations, cut = [""] * len(prompts), 0
-    for place, row in _generated(model, encoded, greedy, batch_size, stop_strings=["\n"], tokenizer=tokenizer):
+    for place, row in _generated(model, tokenizer, encoded, batch_size, options):
         end = next((place for place, token in enumerate(row) if token in ends), None)
         line, newline, _ = tokenizer.decode(row[:end], skip_special_tokens=True).partition("\n")
         continuations[place] = line.strip()
@@ -187,14 +184,14 @@ def translate_pairs(
     _check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
     encoder, own, ends = PairEncoder(tokenizer), model.generation_config, _end_tokens(model, tokenizer)
     start = own.decoder_start_token_id
-    options = GenerationConfig(
-        do_sample=False, num_beams=beams, max_new_tokens=max_new_tokens, eos_token_id=ends or None,
-        pad_token_id=model.config.pad_token_id or 0, bad_words_ids=own.bad_words_ids,
-        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None) if start is None else start,
-    )  # fmt: skip
-    options.update(**encoder.start(direction))
+    options = {
+        "num_beams": beams, "max_new_tokens": max_new_tokens, "pad_token_id": model.config.pad_token_id or 0,
+        "bad_words_ids": own.bad_words_ids,
+        "decoder_start_token_id": getattr(model.config, "decoder_start_token_id", None) if start is None else start,
+        **encoder.start(direction),
+    }  # fmt: skip
     translations, cut = [""] * len(sentences), 0
-    for place, row in _generated(model, encoder.sources(list(sentences), direction), options, batch_size):
+    for place, row in _generated(model, tokenizer, encoder.sources(list(sentences), direction), batch_size, options):
         cut += not set(row) & set(ends)
         translations[place] = " ".join(tokenizer.decode(row, skip_special_tokens=True).split())
     return translations, cut
@@ -220,10 +217,11 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _generated(
-    model: Any, encoded: Sequence[list[int]], config: GenerationConfig, batch_size: int, **options: Any
+    model: Any, tokenizer: Any, encoded: Sequence[list[int]], batch_size: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields the place of each input, and the tokens that the model writes after it, under `config` in place of the
+    """Yields the place of each input, and the tokens that the model writes after it, under `options` in place of the
     model's own settings, which `generate` would use for omitted arguments."""
+    config = GenerationConfig(do_sample=False, eos_token_id=_end_tokens(model, tokenizer) or None, **options)
 
     def stacked(rows: list[list[int]], filler: int) -> torch.Tensor:
         """`[batch, longest]`, padded on the right for an encoder, on the left for a decoder."""
@@ -241,7 +239,7 @@ def _generated(
                 batch = order[first : first + batch_size]
                 rows = [encoded[place] for place in batch]
                 ids_BS, mask_BS = stacked(rows, config.pad_token_id), stacked([[1] * len(row) for row in rows], 0)
-                written_BT = model.generate(input_ids=ids_BS, attention_mask=mask_BS, **options)
+                written_BT = model.generate(input_ids=ids_BS, attention_mask=mask_BS, tokenizer=tokenizer)
                 given = 1 if model.config.is_encoder_decoder else ids_BS.shape[1]
                 yield from zip(batch, written_BT[:, given:].tolist(), strict=True)
                 progress.update(len(batch))

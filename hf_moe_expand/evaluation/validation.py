@@ -15,7 +15,7 @@ from ..data.sources import LanguageText
 from ..errors import InputError, errors_at
 from ..jsonfile import read_json, write_json
 from ..schema import read
-from .perplexity import LanguageScore, PairStream, TextStream, score_stream, stream_for
+from .perplexity import LanguageScore, score_stream, stream_for
 
 VALIDATION = "validation.json"
 
@@ -105,21 +105,22 @@ class ValidationCallback(TrainerCallback):
     All ranks score the same text (the model may be split over them); the first rank writes.
 
     Args:
-        streams: the stream of each language, from `stream_for`.
+        settings: a stage's `validation`; any language may be scored, whether it trains or not.
         path: file to write; a resumed training keeps its earlier scores.
         block_size: tokens in a window.
         trained: the languages that train.
+        model_config: configuration of the model that trains.
+
+    Raises:
+        InputError: a language has no text to score.
     """
 
     def __init__(
-        self,
-        streams: Mapping[str, TextStream | PairStream],
-        path: Path,
-        every: int,
-        block_size: int,
-        trained: Sequence[str],
+        self, settings: Any, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str], model_config: Any
     ) -> None:
-        self.streams, self.path, self.every, self.block_size = streams, path, every, block_size
+        texts = texts_for(model_config, validation_sources(settings))
+        self.streams = {code: stream_for(model_config, code, texts, tokenizer, settings.max_tokens) for code in texts}
+        self.path, self.every, self.block_size = path, settings.every, block_size
         self.curves = ValidationCurves(list(trained))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -156,19 +157,6 @@ def _untouched(model: Any) -> Iterator[None]:
         finally:
             for module, training in modes.items():
                 module.training = training
-
-
-def validation_callback(
-    settings: Any, tokenizer: Any, path: Path, block_size: int, trained: Sequence[str], model_config: Any
-) -> ValidationCallback:
-    """The callback for a stage's settings. Any language may be scored, whether it trains or not.
-
-    Raises:
-        InputError: a language has no text to score.
-    """
-    texts = texts_for(model_config, validation_sources(settings))
-    streams = {code: stream_for(model_config, code, texts, tokenizer, settings.max_tokens) for code in texts}
-    return ValidationCallback(streams, path, settings.every, block_size, trained)
 
 
 def validation_sources(settings: Any) -> dict[str, LanguageText]:

@@ -1,16 +1,13 @@
 """Makes a plan from a recipe's `plan:` and, if its method needs one, an analysis."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ..errors import InputError
 from ..layer_names import layer_name
 from ..modeling.prefix_gate import PrefixRule
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
-from ..schema import changed
 from .layers import classifier_layers, layers_in
-from .methods import METHODS, Allocation, LayerPlan, PlanSettings, Target
-from .methods.base import check_total
+from .methods import METHODS, LayerPlan, PlanSettings, Target
 from .plan import Plan
 
 
@@ -62,7 +59,7 @@ def make_plan(
             "at once: leave them out for an encoder-decoder."
         )
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
-    made = _allocate(settings, layers, Target(num_layers, seed, similarity, deviation, grows_from, separability))
+    made = settings.allocate_in(layers, Target(num_layers, seed, similarity, deviation, grows_from, separability))
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
@@ -113,29 +110,3 @@ def _layers(only: str | None, num_layers: int, grows_from: Sequence[int], encode
             "and has no router; leave it out."
         )
     return [layer for layer in layers if layer not in dense]
-
-
-def _allocate(settings: PlanSettings, layers: Sequence[int], target: Target) -> Allocation:
-    """The method's allocation for `layers` alone; the other layers get nothing, and keep their original FFN."""
-    if len(layers) == target.num_layers:
-        return settings.allocate(target)
-    rest = 0 if target.grows_from else 1  # what the method's counts say of a layer that it leaves alone
-    if (total := getattr(settings, "total_experts", None)) is not None:
-        others = rest * (target.num_layers - len(layers))
-        check_total(total, len(layers), getattr(settings, "minimum", None) or target.least, others)
-        settings = changed(settings, total_experts=total - others)
-    similarity, apart = target.measured_similarity, target.measured_separability
-    some = replace(
-        target,
-        num_layers=len(layers),
-        measured_similarity=None if similarity is None else similarity.of_layers(layers),
-        grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
-        measured_separability=None if apart is None else apart.of_layers(layers),
-    )
-    made = settings.allocate(some)
-    counts = [rest] * target.num_layers
-    for layer, count in zip(layers, made.counts, strict=True):
-        counts[layer] = count
-    whole = {"similarity": similarity and similarity.similarity, "separability": apart and apart.separability}
-    details = {name: whole.get(name) or value for name, value in made.details.items()}
-    return replace(made, counts=counts, details=details)

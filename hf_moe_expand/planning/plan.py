@@ -1,17 +1,16 @@
 """The plan: a small JSON file with the experts and classifiers of each layer."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from ..errors import InputError
-from ..jsonfile import read_json, write_json
 from ..languages import LanguageCode, check_old_and_new
 from ..layer_names import counts_in_words, in_words, layer_name
 from ..modeling.prefix_gate import PrefixRule
-from ..schema import Count, Declared, Text, Whole, read
+from ..results import JsonFile
+from ..schema import Count, Text, Whole, read
 from .grouping import check_groups
 
 MOST_EXPERTS = 65_536
@@ -25,7 +24,7 @@ def _checked_numbers(gate: Any) -> Any:
     return gate
 
 
-class Plan(Declared):
+class Plan(JsonFile):
     """The experts and classifiers of each layer. A plan with groups gives a DMoE model, any other a LayerMoE model.
 
     Attributes:
@@ -44,6 +43,8 @@ class Plan(Declared):
     Raises:
         InputError: a value has another type, a language code is unknown, or the plan contradicts itself.
     """
+
+    kind = "a plan"
 
     method: Text
     experts_per_layer: list[Whole]
@@ -171,18 +172,3 @@ class Plan(Declared):
         """The layers with a classifier or a prefix gate, in words."""
         layers = in_words(self.classifier_layers, self.encoder_layers) or "none"
         return f"{layers} (prefix gates)" if self.prefix_gate else layers
-
-    def save(self, path: str | Path) -> None:
-        fields = self.model_dump()
-        if not self.encoder_layers:  # a decoder's plan does not speak of encoders
-            del fields["encoder_layers"]
-        write_json(path, fields)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Plan":
-        """Reads `plan.json`.
-
-        Raises:
-            InputError: the file is missing, is not a plan, or contradicts itself; the message names the key.
-        """
-        return read(cls, read_json(path, "a plan"), str(path))

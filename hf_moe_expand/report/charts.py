@@ -10,6 +10,8 @@ from io import StringIO
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 
+from markupsafe import Markup
+
 from .drawing import (
     COLOURS,
     TOOLTIP,
@@ -35,7 +37,7 @@ _DECIMALS = re.compile(r"(\.\d\d)\d+")
 
 def _chart(
     draw: Callable[Concatenate["Axes", P], object], size: Callable[..., tuple[float, float]], grown: bool = False
-) -> Callable[Concatenate[str, P], str]:
+) -> Callable[Concatenate[str, P], Markup]:
     """Returns a function that makes a chart from a description and the arguments of `draw`.
 
     Args:
@@ -43,7 +45,7 @@ def _chart(
         grown: whether the size is that of the axes alone, and fixed; else the chart is as wide as its column.
     """
 
-    def chart(description: str, *args: P.args, **kwargs: P.kwargs) -> str:
+    def chart(description: str, *args: P.args, **kwargs: P.kwargs) -> Markup:
         with drawing(*size(*args), layout=None if grown else "constrained") as figure:
             draw(figure.add_axes((0, 0, 1, 1)) if grown else figure.subplots(), *args, **kwargs)
             return _svg(figure, description, grown)
@@ -62,7 +64,7 @@ change_chart = _chart(draw_changes, lambda changes, *_: (WIDTH, 20 * len(changes
 heat_map = _chart(draw_cells, _map_size, grown=True)
 
 
-def _svg(figure: "Figure", description: str, grown: bool) -> str:
+def _svg(figure: "Figure", description: str, grown: bool) -> Markup:
     """The figure as one flat SVG element."""
     figure.patch.set_visible(False)
     stream = StringIO()
@@ -77,7 +79,7 @@ def _svg(figure: "Figure", description: str, grown: bool) -> str:
         root.attrib |= {side: drawn.attrib[side].removesuffix("pt") for side in ("width", "height")}
     root.attrib |= {"role": "img", "aria-label": description}
     root.extend(list(_shapes(drawn, {element.get("id", ""): element for element in drawn.iter()})))
-    return tostring(root, encoding="unicode")
+    return Markup(tostring(root, encoding="unicode"))
 
 
 def _shapes(group: Element, ids: Mapping[str, Element], tooltip: str = "") -> Iterator[Element]:

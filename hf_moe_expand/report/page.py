@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 
 from ..checkpoint.source import load_expanded_config
 from ..checkpoint.stored import network_of
@@ -28,11 +27,10 @@ from ..run_record import BEGUN, read_steps
 from ..stages import trained_parts
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml, to_yaml
-from .charts import allocation_chart, heat_map, line_chart
-from .drawing import Line, with_means
+from .charts import allocation_chart, change_chart, heat_map, line_chart
+from .drawing import Change, Line, with_means
 from .figures import expert_0_lines, grouped, separability_lines, separability_range
 from .parts import Loose, Part, history_of, records_and_checkpoints
-from .scores import scores_section
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
 _RECORDS = (
@@ -65,27 +63,36 @@ def make_page(run: str | Path, *others: str | Path) -> str:
     steps.pop(BEGUN, None)
     history = next((made for part in reversed(parts) if len(made := part.history())), History())
     evaluation = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
+    plans = [plan for part in parts if (plan := part.plan())]
+    planned = [ExpansionRecord(method=plan.method, old_languages=plan.old, new_languages=plan.new) for plan in plans]
+    expansions = history.expansions or planned
+    routing = [path for depth in ("", "*/", "*/*/") for path in sorted(root.glob(f"{depth}routing*.json"))]
     facts = {
         "name": root.resolve().name,
-        "summary": _summary(parts, history, root),
-        "scores": scores_section(evaluation, history) if evaluation and evaluation.models else None,
+        "expansions": expansions,
+        "base": _base(root, expansions[0]) if expansions else None,
+        "scores": _scores(evaluation, history) if evaluation and evaluation.models else None,
         "tasks": evaluation.task_rows() if evaluation and evaluation.tasks else None,
         "chats": evaluation.chats if evaluation else [],
         "recipe": without_paths(read_text(root / "recipe.yaml")) if _has(root, "recipe.yaml") else None,
-        "plans": [plan for part in parts if (plan := _plan(part))],
+        "plans": [_plan(part, plan) for part in parts if (plan := part.plan())],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
-        "routing": [_routing(path, root) for path in _routing_files(root)],
+        "routing": [_routing(path, root) for path in routing],
         "no_choice": NO_CHOICE,
         "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
         "steps": [{"name": name, **step, "time": _time_of(step)} for name, step in steps.items()],
         "total_time": _time(sum(step["seconds"] for step in steps.values())),
-        "versions": [
-            (f"expansion {number}" if len(history) > 1 else "", sorted(record.versions.items()))
-            for number, record in enumerate(history.expansions, start=1)
-            if record.versions
-        ],
+        "history": history.expansions,
     }
-    page = _environment().from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(facts)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    filters: dict[str, Any] = {
+        "count": "{:,}".format, "percent": lambda share: f"{100 * share:.2f} %", "score": _score, "change": _change,
+        "in_words": in_words, "method_title": method_title,
+    }  # fmt: skip
+    environment.filters |= filters
+    page = environment.from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(facts)
     refuse_private({"report.html": page.encode()})
     return page
 
@@ -94,37 +101,8 @@ def _has(folder: Path, name: str) -> bool:
     return (folder / name).is_file()
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"count": "{:,}".format, "percent": lambda share: f"{100 * share:.2f} %"}
-    return environment
-
-
-def _summary(parts: Sequence[Part], history: History, root: Path) -> dict[str, Any] | None:
-    """Base, methods and languages of the run; the base as the recipe names it, an absolute path by its last part."""
-    plans = [plan for part in parts if (plan := part.plan())]
-    if not len(history) and not plans:
-        return None
-    records = history.expansions or [
-        ExpansionRecord(method=plan.method, old_languages=plan.old, new_languages=plan.new) for plan in plans
-    ]
-    first, last = records[0], records[-1]
-    return {
-        "methods": list(dict.fromkeys(method_title(record.method) for record in records)),
-        "base": _base(root, first),
-        "revision": first.base_revision,
-        "seed": first.seed,
-        "old": in_words(first.old_languages),
-        "new": [record.new_languages for record in records],
-        "packs": list(dict.fromkeys(record.pack for record in records if record.pack)),
-        "base_parameters": first.base_parameters,
-        "parameters": last.parameters,
-    }
-
-
 def _base(root: Path, first: ExpansionRecord) -> str | None:
+    """The base as the recipe names it, an absolute path by its last part."""
     name, written = first.base_model, None
     if _has(root, "recipe.yaml"):
         with suppress(InputError):  # a recipe that was broken after the run
@@ -134,20 +112,73 @@ def _base(root: Path, first: ExpansionRecord) -> str | None:
     return f"{name} (a local folder)" if local else name
 
 
+# --- languages -----------------------------------------------------------------------------------------------------
+
+
+def _scores(evaluation: Evaluation, history: History) -> dict[str, Any]:
+    """Each model's bits per byte by language, grouped as old and new, and their figure; of each group the means, and
+    the best and the worst change from the first model to the last."""
+    if len(history) > 1 and not evaluation.expansions:
+        evaluation.expansions = [list(record.new_languages) for record in history.expansions]
+    groups: list[dict[str, Any]] = []
+    for kind, languages in evaluation.groups():
+        codes = [code for code in languages if any(code in scores for scores in evaluation.models.values())]
+        rows = {code: [evaluation.mean(name, [code]) for name in evaluation.models] for code in codes}
+        ratios = {code: last / row[0] for code, row in rows.items() if row[0] and (last := row[-1]) is not None}
+        ranked = sorted(ratios, key=ratios.__getitem__) if len(evaluation.models) > 1 else []
+        if codes:
+            groups.append({
+                "title": {"old": "old languages", "new": "new languages"}.get(kind, f"new in {kind}"),
+                "kind": "old" if kind == "old" else "new",
+                "rows": rows,
+                "marks": {ranked[0]: "▲ best", ranked[-1]: "▼ worst"} if len(ranked) > 1 else {},
+                "mean": [evaluation.mean(name, codes) for name in evaluation.models],
+            })  # fmt: skip
+    if len(groups) == 1 and groups[0]["kind"] == "new":
+        groups[0]["title"] = "all languages"
+    changes, described = [], []
+    for group in groups:
+        changes.append(Change(group["title"]))
+        for code, row in group["rows"].items():
+            values = [value for value in row if value is not None]
+            changes.append(Change(code, values, group["kind"], _change(row).replace(" %", "%")))
+        mean = group["mean"]
+        end = f" to {_score(mean[-1])} ({_change(mean)})" if len(mean) > 1 else ""
+        described.append(f"{group['title']}: mean {_score(mean[0])}{end}")
+    return {
+        "models": list(evaluation.models),
+        "groups": groups,
+        "figure": change_chart(f"Bits per byte before and after. {'; '.join(described)}.", changes, "bits per byte"),
+        "perplexity": evaluation.rows("perplexity"),
+    }
+
+
+def _score(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _change(values: Sequence[float | None], number: int = -1) -> str:
+    """The change of a score, by default the last, from the first one; empty for the first, and where one is missing."""
+    first, value = values[0], values[number]
+    if number % len(values) == 0 or not first or value is None:
+        return ""
+    text = f"{100 * (value / first - 1):+.1f} %".replace("-", "−")
+    return "0.0 %" if text in ("+0.0 %", "−0.0 %") else text
+
+
 # --- plan ----------------------------------------------------------------------------------------------------------
 
 
-def _plan(part: Part) -> dict[str, Any] | None:
-    plan = part.plan()
-    if plan is None:
-        return None
-    similarity, deviation = _analysis(part.folder)
-    measure, label = plan.settings.get("similarity"), "similarity of languages"
-    if similarity is not None:
-        measure = similarity.similarity
-    if deviation is not None or "deviation" in plan.settings:
-        measure = deviation.deviation if deviation else plan.settings["deviation"]
-        label = "deviation"
+def _plan(part: Part, plan: Plan) -> dict[str, Any]:
+    similarity, deviation, path = None, None, part.folder / "analysis.json"
+    if path.is_file() and "by_language" in read_json(path, "an analysis"):
+        deviation = DeviationResult.from_json(path)
+    elif path.is_file():
+        similarity = SimilarityResult.from_json(path)
+    name, label = "similarity", "similarity of languages"
+    if deviation or "deviation" in plan.settings:
+        name = label = "deviation"
+    measure = getattr(deviation or similarity, name, None) or plan.settings.get(name)
     counts = ", ".join(map(str, plan.experts_per_layer))
     description = f"Experts per layer, from layer {plan.name_of(0)}: {counts}."
     if measure:
@@ -164,27 +195,30 @@ def _plan(part: Part) -> dict[str, Any] | None:
     apart = _separability(part.folder, plan)
     if apart:
         columns |= apart["columns"]
+    alike = None
+    if deviation:
+        names, values = grouped(deviation.languages, deviation.similarity, plan.groups)
+        groups = "; ".join(map(" ".join, plan.groups))
+        said = f"Cosine of two languages' changes of the FFNs; groups are framed: {groups}"
+        alike = heat_map(said, names, names, values, blocks=[len(group) for group in plan.groups])
     return {
         "title": part.title,
-        "method": method_title(plan.method),
         "plan": plan,
         "judge": judge,
         "measure": label if measure else None,
-        "figure": Markup(
-            allocation_chart(
-                description,
-                plan.experts_per_layer,
-                measure,
-                label,
-                plan.classifier_layers,
-                plan.grows_from,
-                axis_label(plan.encoder_layers),
-            )
+        "figure": allocation_chart(
+            description,
+            plan.experts_per_layer,
+            measure,
+            label,
+            plan.classifier_layers,
+            plan.grows_from,
+            axis_label(plan.encoder_layers),
         ),
         "apart": apart,
         "header": list(columns),
         "rows": list(zip(*columns.values(), strict=True)),
-        "alike": _language_similarity(deviation, plan.groups) if deviation else None,
+        "alike": alike,
     }
 
 
@@ -201,37 +235,15 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
     threshold = plan.settings.get("min_separability")
     least = float(threshold) if isinstance(threshold, int | float) else None
     header, rows = result.rows()
-    accuracies = "; ".join(
-        f"{line.label} {', '.join(f'{value:.3f}' for value in line.y)}" for line in separability_lines(result)
-    )
-    description = f"Balanced accuracy in telling old text from new by layer, from layer 0: {accuracies}."
     lines = separability_lines(result, least)
+    accuracies = [f"{line.label} {', '.join(f'{y:.3f}' for y in line.y)}" for line in lines if not line.thin]
+    description = f"Balanced accuracy in telling old text from new by layer, from layer 0: {'; '.join(accuracies)}."
     return {
-        "figure": Markup(line_chart(description, lines, "layer", separability_range(result))),
+        "figure": line_chart(description, lines, "layer", separability_range(result)),
         "length": result.length,
         "least": least,
-        "columns": dict(
-            zip([f"accuracy, {name}" for name in header[1:]], list(zip(*rows, strict=True))[1:], strict=True)
-        ),
+        "columns": {f"accuracy, {name}": values for name, *values in list(zip(header, *rows, strict=True))[1:]},
     }
-
-
-def _analysis(folder: Path) -> tuple[SimilarityResult | None, DeviationResult | None]:
-    path = folder / "analysis.json"
-    if not path.is_file():
-        return None, None
-    if "by_language" in read_json(path, "an analysis"):
-        return None, DeviationResult.from_json(path)
-    return SimilarityResult.from_json(path), None
-
-
-def _language_similarity(result: DeviationResult, groups: Sequence[Sequence[str]]) -> Markup:
-    """The similarity of languages, group by group; the diagonal, 1 by definition, is empty."""
-    names, values = grouped(result.languages, result.similarity, groups)
-    description = "Cosine of two languages' changes of the FFNs; groups are framed: " + "; ".join(
-        " ".join(group) for group in groups
-    )
-    return Markup(heat_map(description, names, names, values, blocks=[len(group) for group in groups]))
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -247,9 +259,9 @@ def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]
     curves = ValidationCurves.load(folder) if _has(folder, VALIDATION) else None
     if entry is None and not logs and curves is None:
         return None
-    settings = (entry and entry.settings) or {}
-    tokens, documents = (entry and entry.tokens) or {}, (entry and entry.documents) or {}
-    seen = (entry and entry.tokens_seen_by_language) or {}
+    entry = entry or StageRecord(stage=name)
+    settings, tokens, documents = entry.settings or {}, entry.tokens or {}, entry.documents or {}
+    seen = entry.tokens_seen_by_language or {}
     history = history_of(folder)
     old = history.last.old_languages if len(history) else []
     figures = list(_training_figures(logs, settings, part.title_of(name)))
@@ -258,15 +270,12 @@ def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]
     step = steps.get(part.prefix + name)
     return {
         "title": part.title_of(name),
-        "steps": entry and entry.steps,
-        "seen": entry and entry.tokens_seen,
-        "blocks": entry and entry.blocks_seen,
+        "entry": entry,
         "time": _time_of(step) if step else None,
         "data": [
             (code, documents.get(code), tokens.get(code), seen.get(code, 0) if seen else None)
             for code in dict.fromkeys([*documents, *tokens])
         ],
-        "written": entry.self_written if entry else [],
         "settings": without_paths(to_yaml(settings)) if settings else None,
         "figures": figures,
     }
@@ -303,7 +312,7 @@ def _training_figures(
     def figure(caption: str, lines: list[Line], **options: Any) -> dict[str, Any]:
         ends = [f"{line.label} {line.points[0][1]:.3f} to {line.points[-1][1]:.3f}" for line in lines if line.points]
         description = f"{stage}, {caption} by step: {'; '.join(ends)}."
-        return {"caption": caption, "svg": Markup(line_chart(description, lines, "step", **options))}
+        return {"caption": caption, "svg": line_chart(description, lines, "step", **options)}
 
     losses = (("loss", "all", "old"), ("next_token_loss", "text", "new"))
     if main := [curve(*loss) for loss in losses if loss[0] in known]:
@@ -337,14 +346,10 @@ def _validation_figure(curves: ValidationCurves, old: Sequence[str]) -> dict[str
     ]
     ends = "; ".join(f"{line.label} {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
     svg = line_chart(f"Bits per byte of held-out text by step: {ends}.", with_means(lines), "step")
-    return {"caption": "bits per byte of held-out text", "svg": Markup(svg)}
+    return {"caption": "bits per byte of held-out text", "svg": svg}
 
 
 # --- routing and freezing ------------------------------------------------------------------------------------------
-
-
-def _routing_files(root: Path) -> list[Path]:
-    return [path for depth in ("", "*/", "*/*/") for path in sorted(root.glob(f"{depth}routing*.json"))]
 
 
 def _routing(path: Path, root: Path) -> dict[str, Any]:
@@ -357,19 +362,17 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
         shares = "; ".join(f"{c} {' '.join(f'{v:.2f}' for v in row)}" for c, row in zip(old + new, values, strict=True))
         description = f"Layer {layer}, share of each language's tokens by expert: {shares}."
         rule = len(old) if old and new else 0
-        maps.append(Markup(heat_map(description, old + new, experts, values, f"layer {layer}", True, 1.0, rule)))
+        maps.append(heat_map(description, old + new, experts, values, f"layer {layer}", True, 1.0, rule))
     lines = expert_0_lines(result)
     ends = "; ".join(f"{line.label} {sum(line.y) / len(line.y):.2f}" for line in lines)
     description = f"Router's score of expert 0, mean over layers: {ends}."
     svg = line_chart(description, with_means(lines), axis_label(result.encoder_layers), (0, 1))
     return {
         "title": str(path.relative_to(root).parent) if path.parent != root else "",
-        "choice": result.has_choice,
+        "result": result,
         "both": bool(old and new),
         "maps": maps,
-        "expert_0": Markup(svg),
-        "table": result.rows(),
-        "colocation": result.colocation_rows(),
+        "expert_0": svg,
         "perplexity": [
             (code, f"{result.perplexity[code]:.2f}", f"{result.random_perplexity[code]:.2f}") for code in old + new
         ],

@@ -20,7 +20,7 @@ from ..data.sources import LanguageText
 from ..disk import check_room, folder_bytes, names_the_need, saved_at_once, training_checkpoint
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import DivergedError, InputError
-from ..evaluation.validation import VALIDATION, validation_callback
+from ..evaluation.validation import VALIDATION, ValidationCallback
 from ..modeling import auto_class
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
@@ -96,7 +96,7 @@ def train_stage(
         validation: Any = getattr(config, "validation", None)
         if validation is not None and validation.texts:
             path = work.path / VALIDATION
-            callbacks.append(validation_callback(validation, tokenizer, path, config.block_size, list(data), before))
+            callbacks.append(ValidationCallback(validation, tokenizer, path, config.block_size, list(data), before))
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
     network = auto_class(before).from_pretrained(

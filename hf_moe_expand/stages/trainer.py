@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator, pairs_of
 from ..errors import InputError
-from ..evaluation.validation import VALIDATION, validation_callback
+from ..evaluation.validation import VALIDATION, ValidationCallback
 from ..records import History, add_stage
 from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
 from ..trainers.masking import Masking, MaskingMixin
@@ -152,7 +152,7 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             raise InputError("validation names held-out text: pass the tokenizer as processing_class.")
         trained = list(self.packed.tokens) if self.packed is not None else list(History.of(model.config).languages)
         path = Path(str(self.args.output_dir)) / VALIDATION
-        self.add_callback(validation_callback(validation, tokenizer, path, config.block_size, trained, model.config))
+        self.add_callback(ValidationCallback(validation, tokenizer, path, config.block_size, trained, model.config))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:

@@ -6,7 +6,7 @@ help; `allocate` is the rule.
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
 from ...results import DeviationResult, SeparabilityResult, SimilarityResult
-from ...schema import Count, Declared, Flag, Positive, Share, Text, Whole, read, unknown_key
+from ...schema import Count, Declared, Flag, Positive, Share, Text, Whole, changed, read, unknown_key
 from ..layers import check_layer_ranges
 
 Needs = Literal["similarity", "deviation"]
@@ -177,6 +177,29 @@ class PlanSettings(Declared):
         """The experts of each layer."""
         raise NotImplementedError
 
+    def allocate_in(self, layers: Sequence[int], target: Target) -> Allocation:
+        """The allocation for `layers` alone; the other layers get nothing, and keep their original FFN."""
+        if len(layers) == target.num_layers:
+            return self.allocate(target)
+        settings, rest = self, target.least - 1  # what the counts say of a layer that gets nothing
+        if (total := getattr(self, "total_experts", None)) is not None:
+            others = rest * (target.num_layers - len(layers))
+            check_total(total, len(layers), getattr(self, "minimum", None) or target.least, others)
+            settings = changed(self, total_experts=total - others)
+        similarity, apart = target.measured_similarity, target.measured_separability
+        some = replace(
+            target,
+            num_layers=len(layers),
+            measured_similarity=similarity and similarity.of_layers(layers),
+            grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
+            measured_separability=apart and apart.of_layers(layers),
+        )
+        made = settings.allocate(some)
+        counts = dict(zip(layers, made.counts, strict=True))
+        whole = {"similarity": similarity and similarity.similarity, "separability": apart and apart.separability}
+        details = {name: whole.get(name) or value for name, value in made.details.items()}
+        return replace(made, counts=[counts.get(layer, rest) for layer in range(target.num_layers)], details=details)
+
     @property
     def needs(self) -> Needs | None:
         """The analysis that the plan needs."""
@@ -184,7 +207,11 @@ class PlanSettings(Declared):
 
 
 class LayerPlan(PlanSettings):
-    """A method without language groups: its layers may have classifiers or prefix gates, and some may stay dense."""
+    """A method without language groups: its layers may have classifiers or prefix gates, and some may stay dense. By
+    default it has LayerMoE's card and tag."""
+
+    card = "layer_moe"
+    tag = "layer-moe"
 
     only_layers: Annotated[
         Text | None,

@@ -17,8 +17,6 @@ class LayerMoEPlan(LayerPlan):
     """
 
     title = "LayerMoE"
-    card = "layer_moe"
-    tag = "layer-moe"
     analysis = "similarity"
     words = "fewer where the languages' hidden states are more alike"
 

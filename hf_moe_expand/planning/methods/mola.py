@@ -24,8 +24,6 @@ class MoLAPlan(LayerPlan):
     """
 
     title = "MoLA"
-    card = "layer_moe"
-    tag = "layer-moe"
     words = "more in higher layers, by one of MoLA's fixed shapes"
     fixed_counts = True
     grows = False

@@ -16,8 +16,6 @@ class RandomPlan(LayerPlan):
     """
 
     title = "random counts"
-    card = "layer_moe"
-    tag = "layer-moe"
     words = "the total distributed over the layers at random"
 
     method: Annotated[Literal["random"], Field(description="random counts")]

@@ -1,13 +1,14 @@
 """LayerMoE's counts in the layers that can tell old text from new; the other layers stay dense."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ...errors import InputError
 from ...schema import Count, Number, Positive
-from .base import Allocation, LayerPlan, Target, check_total
-from .layer_moe import allocate_experts, check_positive
+from .base import Allocation, LayerPlan, Target
+from .layer_moe import LayerMoEPlan, check_positive
 
 
 class SeparablePlan(LayerPlan):
@@ -17,8 +18,6 @@ class SeparablePlan(LayerPlan):
     """
 
     title = "separable layers"
-    card = "layer_moe"
-    tag = "layer-moe"
     analysis = "similarity"
     needs_separability = True
     words = "in the layers that can tell old text from new, fewer where the languages' hidden states are more alike"
@@ -52,18 +51,10 @@ class SeparablePlan(LayerPlan):
                 "Lower --min-separability (`plan: {min_separability: ...}` in a recipe), or plan without it "
                 "(layer-moe)."
             )
-        rest = 0 if target.grows_from else 1  # a layer that gets no experts
-        others = rest * (target.num_layers - len(chosen))
-        least = self.minimum or target.least
-        check_total(self.total_experts, len(chosen), least, others)
-        alike = {layer: max(similarity.similarity[layer], self.similarity_floor or -1) for layer in chosen}
-        check_positive(alike)
-        counts = [rest] * target.num_layers
-        allocated = allocate_experts(list(alike.values()), self.total_experts - others, least)
-        for layer, count in zip(chosen, allocated, strict=True):
-            counts[layer] = count
-        details = {
-            "similarity": similarity.similarity, "separability": separability.separability,
-            "min_separability": self.min_separability,
-        }  # fmt: skip
-        return Allocation(counts, details)
+        check_positive({layer: max(similarity.similarity[layer], self.similarity_floor or -1) for layer in chosen})
+        by_similarity = LayerMoEPlan(
+            total_experts=self.total_experts, minimum=self.minimum, similarity_floor=self.similarity_floor
+        )
+        made = by_similarity.allocate_in(chosen, target)
+        apart = {"separability": separability.separability, "min_separability": self.min_separability}
+        return replace(made, details={**made.details, **apart})
