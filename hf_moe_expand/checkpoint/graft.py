@@ -16,7 +16,7 @@ from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
 from .folder import write_checkpoint
 from .reader import is_finite
-from .source import COMPANIONS, TOKENIZER_FILES
+from .source import COMPANIONS, TOKENIZER_FILES, differences
 from .stored import StoredModel, layer_list, name_before_insertion, places, rounded, widened
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
 
@@ -382,9 +382,8 @@ def _cosine(base: StoredModel, other: StoredModel, names: dict[str, str]) -> flo
 def _follow(config: Any, base: Any, instruct: Any, keep: Iterable[str]) -> dict[str, tuple[Any, Any]]:
     """Sets the fields in which instruct differs from base to instruct's values."""
     fields = {}
-    ours, theirs = base.to_dict(), instruct.to_dict()
-    for name in sorted({*ours, *theirs} - {*_OWN, *keep}):
-        if ours.get(name) != theirs.get(name) and getattr(config, name, None) != theirs.get(name):
-            fields[name] = (getattr(config, name, None), theirs.get(name))
-            setattr(config, name, theirs.get(name))
+    for name, _, new in differences(base, instruct, (*_OWN, *keep)):
+        if (old := getattr(config, name, None)) != new:
+            fields[name] = (old, new)
+            setattr(config, name, new)
     return fields

@@ -20,7 +20,7 @@ from .expand import check_dense_plan, first_record, planned_config
 from .kinds import check_kinds, chosen_kind, recorded_init
 from .new_weights import first_weight
 from .promises import check_architecture
-from .source import check_base_config
+from .source import check_base_config, differences
 from .stored import places
 
 _SNAPSHOT = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]?$")
@@ -147,13 +147,11 @@ def _plan_of(config: ExpandedConfig) -> Plan:
 
 def _check_same(wanted: ExpandedConfig, config: ExpandedConfig) -> None:
     """Refuses a configuration that was made for another dense model."""
-    left, right = wanted.to_dict(), config.to_dict()
-    for field in sorted(left.keys() | right.keys()):
-        if field not in _OF_LOADING and left.get(field) != right.get(field):
-            raise InputError(
-                f"The configuration is for another model: its {field} is {left.get(field)!r}, but this dense model "
-                f"needs {right.get(field)!r}. Make it with `from_dense(dense.config, ...)`."
-            )
+    for field, own, needed in differences(wanted, config, _OF_LOADING):
+        raise InputError(
+            f"The configuration is for another model: its {field} is {own!r}, but this dense model needs {needed!r}. "
+            "Make it with `from_dense(dense.config, ...)`."
+        )
 
 
 def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -> dict[str, torch.Tensor]:

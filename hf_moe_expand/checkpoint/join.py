@@ -16,9 +16,7 @@ from ..schema import changed
 from .folder import write_checkpoint
 from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates
 from .local import pack_and_name
-from .pack_checks import check_packs
-from .pack_file import PACK_FILE, ROUTING, check_pack_name
-from .packs import Pack, own_pack, packs_inside, routing_of
+from .packs import PACK_FILE, ROUTING, Pack, check_pack_name, check_packs, own_pack, packs_inside, routing_of
 from .reader import TORCH_DTYPES, is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places

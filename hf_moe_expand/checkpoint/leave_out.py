@@ -12,8 +12,7 @@ from ..records import History, StageRecord
 from .folder import write_checkpoint
 from .gates import Gates, stored_gates, without_classes
 from .join import Routing, routers_changed, write_joined
-from .pack_file import PACK_FILE, ROUTING
-from .packs import Pack, packs_inside
+from .packs import PACK_FILE, ROUTING, Pack, packs_inside
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory

@@ -1,7 +1,7 @@
 """Finds the folder of a checkpoint, for a folder or hub id, and reads its configuration, checked."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -180,6 +180,16 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise InputError(f"{folder}: its configuration cannot be read ({first_line(error)}).") from error
     check_values(config, folder)
     return config
+
+
+def differences(
+    one: PreTrainedConfig, other: PreTrainedConfig, ignored: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Each field that differs between two configurations, in order, with its two values; those `ignored` left out."""
+    ours, theirs = one.to_dict(), other.to_dict()
+    for name in sorted({*ours, *theirs}.difference(ignored)):
+        if ours.get(name) != theirs.get(name):
+            yield name, ours.get(name), theirs.get(name)
 
 
 def load_expanded_config(folder: Path) -> Any:

@@ -81,6 +81,10 @@ class StoredModel:
                 return self.names[candidate]
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
 
+    def same_bytes(self, key: str, other: "StoredModel", theirs: str) -> bool:
+        """Whether another model stores the same bytes, in the same type and shape, under its own name."""
+        return self.reader.same_bytes(self.home(key), other.reader, other.home(theirs))
+
     def copied(self, key: str, name: str | None = None) -> OutputTensor:
         """A byte-for-byte copy of a tensor, under its name in the files or under `name`."""
         stored = self.home(key)
