@@ -13,7 +13,7 @@ from .checkpoint.graft import graft_delta as graft_delta
 from .checkpoint.grow import grow_checkpoint as grow_checkpoint
 from .checkpoint.in_memory import expand_model as expand_model
 from .checkpoint.join import join_expansions as join_expansions
-from .checkpoint.leave_out import leave_out_pack as leave_out_pack
+from .checkpoint.join import leave_out_pack as leave_out_pack
 from .checkpoint.shrink import shrink_checkpoint as shrink_checkpoint
 from .data.packing import PackedText as PackedText
 from .data.packing import collate_blocks as collate_blocks

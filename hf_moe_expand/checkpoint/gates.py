@@ -81,7 +81,7 @@ def write_gates(
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
     outputs = [one for key in stored.tensors if ".classifier." not in key for one in stored.copies(key)]
     for layer in gates.rows:
-        dtype = stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype
+        dtype = TORCH_DTYPES[stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype]
         for inner, tensor in gate_tensors(gates, layer, dtype).items():
             outputs.append(in_memory(f"{places[layer]}.{inner}", tensor))
     set_gates(config, gates)
@@ -102,10 +102,10 @@ def set_gates(config: Any, gates: Gates) -> None:
     config.gate_languages = gates.languages if gates.rows else None
 
 
-def gate_tensors(gates: Gates, layer: int, dtype: str) -> dict[str, torch.Tensor]:
+def gate_tensors(gates: Gates, layer: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A layer's gate as it is stored, by inner name."""
     kinds = ("classifier.weight", "classifier.bias")
-    return {kind: rows.to(TORCH_DTYPES[dtype]) for kind, rows in zip(kinds, gates.rows[layer], strict=True)}
+    return {kind: rows.to(dtype) for kind, rows in zip(kinds, gates.rows[layer], strict=True)}
 
 
 def stored_gates(stored: StoredModel) -> Gates | None:

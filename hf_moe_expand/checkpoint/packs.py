@@ -113,6 +113,10 @@ class Pack:
                 experts.append((place.layer, number, place.inner.split(".", 2)[2], key))
         return experts
 
+    def routing_of_layer(self, layer: int) -> dict[str, torch.Tensor]:
+        """Its own router and classifier of a layer, by inner name."""
+        return {inner: tensor for (place, inner), tensor in self.routing.items() if place == layer}
+
     def to_keep(self) -> bytes:
         """The content of its file in a joined model."""
         tensors = {f"{layer}.{inner}": tensor.contiguous() for (layer, inner), tensor in self.routing.items()}
@@ -376,21 +380,19 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
     return torch.cat(rows)
 
 
-def routing_of(packs: Sequence[Pack], layer: int, dtype: str, gated: bool = False) -> dict[str, torch.Tensor]:
+def routing_of(packs: Sequence[Pack], layer: int, dtype: torch.dtype, gated: bool = False) -> dict[str, torch.Tensor]:
     """The joined router of a layer that a pack expands and, if a pack has one, its classifier, by inner name.
 
     Args:
         gated: whether gates that were fitted take the place of the packs' classifiers.
     """
-    hidden = packs[0].config.hidden_size
-    tensors = {}
+    hidden, tensors = packs[0].config.hidden_size, {}
+    own = [pack.routing_of_layer(layer) for pack in packs]
     counts = [pack.config.num_experts_per_layer[layer] - 1 for pack in packs]
-    routers = [pack.routing.get((layer, ROUTING[0])) for pack in packs]
-    scales = [pack.scale for pack in packs]
     if any(counts):
-        tensors[ROUTING[0]] = joined_rows(list(zip(routers, counts, scales, strict=True)), hidden)
-    classifiers = [pack.routing.get((layer, ROUTING[1])) for pack in packs]
-    if not gated and any(matrix is not None for matrix in classifiers):
-        parts = [(matrix, pack.expansions, 1.0) for matrix, pack in zip(classifiers, packs, strict=True)]
-        tensors[ROUTING[1]] = joined_rows(parts, hidden)
-    return {name: rows.to(TORCH_DTYPES[dtype]) for name, rows in tensors.items()}
+        routers = [(it.get(ROUTING[0]), n, pack.scale) for it, n, pack in zip(own, counts, packs, strict=True)]
+        tensors[ROUTING[0]] = joined_rows(routers, hidden)
+    classifiers = [(it.get(ROUTING[1]), pack.expansions, 1.0) for it, pack in zip(own, packs, strict=True)]
+    if not gated and any(matrix is not None for matrix, _, _ in classifiers):
+        tensors[ROUTING[1]] = joined_rows(classifiers, hidden)
+    return {name: rows.to(dtype) for name, rows in tensors.items()}

@@ -166,7 +166,7 @@ def shrink(
         raise InputError("Give --to EXPANSION, for a model that grew, or --without PACK, for one that joins packs.")
     check_checkpoints(model, expanded=True)
     if without is not None:
-        from ..checkpoint.leave_out import leave_out_pack
+        from ..checkpoint.join import leave_out_pack
 
         left = leave_out_pack(model, out, without, overwrite=overwrite)
         state = "as before the pack came" if left.restored else "their rows as trained after the join"
