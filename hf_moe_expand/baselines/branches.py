@@ -85,9 +85,8 @@ def expand_branches(
     )
     History([record]).write(config)
     return write_checkpoint(
-        out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches",
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches", max_shard_size, overwrite
+    )
 
 
 def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[OutputTensor]:

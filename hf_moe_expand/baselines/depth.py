@@ -97,10 +97,7 @@ def _insert(
             setattr(config, name, [values[source] for source, _ in sources])
     config.new_layers = new
     add_stage(config, StageRecord(stage="expand-depth", settings={"base": dense.name, "blocks": blocks}))
-    write_checkpoint(
-        out, config, tensors, [(dense.folder, TOKENIZER_FILES)], "expand-depth",
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+    write_checkpoint(out, config, tensors, [(dense.folder, TOKENIZER_FILES)], "expand-depth", max_shard_size, overwrite)
     return new
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -21,7 +20,7 @@ from ..modeling.expert_kinds import LoraKind
 from ..records import StageRecord, add_stage
 from .folder import write_checkpoint
 from .routed import (
-    NEVER,
+    active_experts,
     check_counts,
     check_routing,
     expert_part,
@@ -30,13 +29,14 @@ from .routed import (
     other_tensors,
     padded_router,
     places_of_layer,
+    selection_bias,
     stacked,
     stored_ffns,
     turned,
 )
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes, zeros
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
@@ -219,7 +219,7 @@ def _write(
     settings = {"model": source.name, **settings, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
     companions = [(source.folder, TOKENIZER_FILES)]
-    write_checkpoint(out, config, tensors, companions, "export", max_shard_size=max_shard_size, overwrite=overwrite)
+    write_checkpoint(out, config, tensors, companions, "export", max_shard_size, overwrite)
     return config.architectures[0]
 
 
@@ -284,8 +284,6 @@ def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
             f"model: {why}. Native forms exist for {', '.join(NATIVE_FORMS)}."
         )
     check_routing(config, folder, "transformers", merge_lora)
-    counts = config.num_experts_per_layer
-    top_k = min(config.router_top_k, max(counts))
     forms = NATIVE_FORMS[backbone]
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if backbone == "qwen3" and sliding:
@@ -298,10 +296,10 @@ def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
     else:
         no_bias = _WITHOUT_BIAS.get(backbone, "")
     biased = [form for form in forms if form.bias]
-    check_counts(counts, top_k, folder, bool(biased), no_bias)
-    if needs_bias(counts, top_k):
+    check_counts(config, folder, bool(biased), no_bias)
+    if needs_bias(config):
         return biased[0]
-    if 1 in counts:
+    if 1 in config.num_experts_per_layer:
         return next((form for form in forms if form.dense_layers), forms[0])
     return forms[0]
 
@@ -309,13 +307,13 @@ def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
 def _native_config(source: StoredModel, form: NativeForm) -> Any:
     dense = dense_config(source.config)
     counts = source.config.num_experts_per_layer
-    experts = max(counts)
+    experts, active = max(counts), active_experts(source.config)
     wanted = {
         "num_experts": experts,
         "num_local_experts": experts,
-        "num_experts_per_tok": min(source.config.router_top_k, experts),
+        "num_experts_per_tok": active,
         "moe_num_experts": experts,
-        "moe_k": min(source.config.router_top_k, experts),
+        "moe_k": active,
         "moe_intermediate_size": dense.intermediate_size,
         "norm_topk_prob": True,
         "mlp_only_layers": [layer for layer, count in enumerate(counts) if count == 1 and form.dense_layers],
@@ -331,13 +329,9 @@ def _native_config(source: StoredModel, form: NativeForm) -> Any:
 
 def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lora: bool) -> Iterator[OutputTensor]:
     ffns = stored_ffns(source, merge_lora)
-    counts = source.config.num_experts_per_layer
-    top_k = min(source.config.router_top_k, max(counts))
     for key in other_tensors(source, ffns):
-        projection = key.rpartition(".")[0].rpartition(".")[2]
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(projection)
         tensor = source.copied(key, key)
-        yield tensor if heads is None or not form.turned else turned(tensor, heads)
+        yield turned(tensor, config) if form.turned else tensor
     first = source.copied(next(iter(source.tensors)))
     yield from _zeros(form.zero_once, "", config, first.dtype)
     for ffn in ffns:
@@ -345,7 +339,7 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lo
         if ffn.router is None and form.dense_layers:
             yield from (replace(tensor, name=f"{ffn.name}.{part}") for part, tensor in ffn.experts[0].items())
             continue
-        at = places_of_layer(counts[ffn.number], max(counts), top_k)
+        at = places_of_layer(source.config, ffn.number)
         dtype = next(iter(ffn.experts[0].values())).dtype
         yield padded_router(ffn, at, f"{layer}.{form.router}", config.hidden_size, dtype)
         if form.bias:
@@ -360,12 +354,6 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lo
             tensors = [expert_part(ffn, expert, part) for expert in at for part in parts]
             rows = sum(tensor.shape[0] for tensor in tensors) // len(at)
             yield stacked(f"{layer}.{name}", tensors, (len(at), rows, *tensors[0].shape[1:]))
-
-
-def selection_bias(name: str, at: list[int | None], shape: tuple[int, ...]) -> OutputTensor:
-    """The bias on the scores that keeps places without an expert from being chosen."""
-    values = torch.tensor([0.0 if expert is not None else NEVER for expert in at])
-    return OutputTensor(name, "F32", shape, lambda: [tensor_bytes(values)])
 
 
 def _zeros(tensors: Mapping[str, tuple[str, ...]], prefix: str, config: Any, dtype: str) -> Iterator[OutputTensor]:

@@ -15,7 +15,7 @@ from ..jsonfile import read_json, write_json
 from ..modeling import ExpandedConfig, model_class
 from .source import COMPANIONS, lies_inside
 from .tokenizer_class import keep_tokenizer_class
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, new_folder, write_weights
+from .writer import OutputTensor, new_folder, write_weights
 
 _CODE_OF_THE_BASE = ("auto_map", "custom_pipelines")
 
@@ -26,10 +26,9 @@ def write_checkpoint(
     tensors: Iterable[OutputTensor],
     companions: Sequence[tuple[Path, Sequence[str]]],
     what: str,
-    *,
+    max_shard_size: str | int,
+    overwrite: bool,
     files: Mapping[str, bytes] | None = None,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
 ) -> Path:
     """Writes a checkpoint folder, whole or not at all.
 

@@ -90,9 +90,7 @@ def write_gates(
     fields = {name: getattr(config, name) for name in GATE_FIELDS}
     last = changed(history.last, parameters=parameters, **fields)
     History([*history.expansions[:-1], last]).with_stage(record).write(config)
-    return write_checkpoint(
-        out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size=max_shard_size, overwrite=overwrite
-    )
+    return write_checkpoint(out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size, overwrite)
 
 
 def set_gates(config: Any, gates: Gates) -> None:

@@ -26,11 +26,12 @@ from ..extra import import_extra
 from ..jsonfile import read_json, write_text
 from ..records import History
 from ..scratch import beside, remove_partial_files
-from .export import dense_config, expert_tensors, selection_bias
+from .export import dense_config, expert_tensors
 from .gguf_tokenizer import load_tokenizer, tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite
 from .routed import (
     StoredFFN,
+    active_experts,
     check_counts,
     check_routing,
     expert_part,
@@ -38,13 +39,14 @@ from .routed import (
     other_tensors,
     padded_router,
     places_of_layer,
+    selection_bias,
     stacked,
     stored_ffns,
     turned,
 )
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
-from .writer import OutputTensor, check_apart, check_place, tensor_bytes, zeros
+from .writer import OutputTensor, check_apart, check_place, in_memory, zeros
 
 # The types that this package writes, and the number of each in `general.file_type`.
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -209,9 +211,8 @@ def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:
     form = backbone.dense
     if counts is not None:
         check_routing(config, folder, "llama.cpp", merge_lora)
-        top_k = min(config.router_top_k, max(counts))
-        check_counts(counts, top_k, folder, backbone.biased is not None, backbone.why)
-        form = backbone.biased if needs_bias(counts, top_k) and backbone.biased else backbone.mixture
+        check_counts(config, folder, backbone.biased is not None, backbone.why)
+        form = backbone.biased if needs_bias(config) and backbone.biased else backbone.mixture
     where = f"llama.cpp's {form.architecture}"
     if config.hidden_act != "silu":
         raise InputError(f"{folder}: its FFNs have the activation {config.hidden_act}, but those of {where} have silu.")
@@ -238,14 +239,11 @@ def _named(tensors: Sequence[OutputTensor], form: GgufForm, config: Any, folder:
     gguf = import_extra("gguf", "gguf")
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == form.architecture)
     known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for tensor in tensors:
         name = known.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
         if name is None or (tensor.name.endswith(".bias") and not tensor.name.endswith(form.biases)):
             raise _no_place(tensor.name, form, folder)
-        projection = tensor.name.rpartition(".")[0].rpartition(".")[2]
-        turns = form.turned and projection in heads
-        yield replace(turned(tensor, heads[projection]) if turns else tensor, name=name)
+        yield replace(turned(tensor, config) if form.turned else tensor, name=name)
 
 
 def _no_place(name: str, form: GgufForm, folder: Path) -> InputError:
@@ -255,16 +253,14 @@ def _no_place(name: str, form: GgufForm, folder: Path) -> InputError:
 def _mixture(source: StoredModel, form: GgufForm, config: Any, merge_lora: bool) -> Iterator[OutputTensor]:
     """The tensors of an expanded model under llama.cpp's names."""
     ffns = stored_ffns(source, merge_lora)
-    counts = source.config.num_experts_per_layer
-    top_k = min(source.config.router_top_k, max(counts))
-    leading = _leading_dense(counts, form)
+    leading = _leading_dense(source.config.num_experts_per_layer, form)
     outside = [source.copied(key, key) for key in other_tensors(source, ffns)]
     yield from _named(outside, form, config, source.folder)
     for ffn in ffns[:leading]:
         dense = [replace(tensor, name=f"{ffn.name}.{part}") for part, tensor in ffn.experts[0].items()]
         yield from _named(dense, form, config, source.folder)
     for ffn in ffns[leading:]:
-        at = places_of_layer(counts[ffn.number], max(counts), top_k)
+        at = places_of_layer(source.config, ffn.number)
         yield from _experts(ffn, at, form, source, config)
 
 
@@ -299,8 +295,7 @@ def _rope_factors(config: Any) -> list[OutputTensor]:
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     size = _head_size(config)
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    factors = plain / frequencies
-    return [OutputTensor("rope_freqs.weight", "F32", tuple(factors.shape), lambda: [tensor_bytes(factors)])]
+    return [in_memory("rope_freqs.weight", plain / frequencies)]
 
 
 def _head_size(config: Any) -> int:
@@ -349,7 +344,7 @@ def _mixture_fields(config: Any, form: GgufForm) -> _Fields:
     counts = config.num_experts_per_layer
     fields: _Fields = [
         ("expert_count", max(counts)),
-        ("expert_used_count", min(config.router_top_k, max(counts))),
+        ("expert_used_count", active_experts(config)),
         ("expert_feed_forward_length", config.intermediate_size),
     ]
     if form.leading_dense:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -111,9 +111,7 @@ def check_fine_tune(
     _check_same_architecture(before, after)
     _new_rows(before, after)
     _check_tokenizer(after, keep_tokenizer)
-    _warn_of_unrelated(
-        before, f"instruct ({after.name})", _cosine(before, after, {n: n for n in _ffn_matrices(before)})
-    )
+    _cosine(before, after, f"instruct ({after.name})")
 
 
 def add_delta(
@@ -138,13 +136,12 @@ def add_delta(
     check_grew_from(target, before, homes)
     _check_tokenizer(after, keep_tokenizer)
     new_rows = _new_rows(before, after)
+    where = places(target.network)
+    own = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
     if isinstance(target.config, ExpandedConfig):
-        _check_expanded_from(target, before, after, homes)
-    sample = _sampled(target, before, homes)
-    instruct_cosine = _cosine(before, after, {home: home for home in sample})
-    model_cosine = _cosine(before, target, sample)
-    _warn_of_unrelated(before, f"instruct ({after.name})", instruct_cosine)
-    _warn_of_unrelated(before, f"the model ({target.name})", model_cosine)
+        _check_expanded_from(target, before, after, own)
+    instruct_cosine = _cosine(before, after, f"instruct ({after.name})")
+    model_cosine = _cosine(before, target, f"the model ({target.name})", own)
     config = target.config
     fields = _follow(config, before.config, after.config, () if not keep_tokenizer else _TOKEN_IDS)
     tensors = [
@@ -158,7 +155,7 @@ def add_delta(
         (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
         (tokenizer.folder, TOKENIZER_FILES),
     ]
-    write_checkpoint(out, config, tensors, companions, step, max_shard_size=max_shard_size, overwrite=overwrite)
+    write_checkpoint(out, config, tensors, companions, step, max_shard_size, overwrite)
     return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
 
 
@@ -224,9 +221,7 @@ def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str
             )
 
 
-def _check_expanded_from(
-    target: StoredModel, base: StoredModel, instruct: StoredModel, homes: dict[str, str | None]
-) -> None:
+def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: StoredModel, own: dict[str, str]) -> None:
     """Refuses a base from which `target` was not expanded. Reads the tensors piece by piece.
 
     Tensors of different types are equal if one of them is the other, rounded to its type. A model whose history has a
@@ -234,24 +229,22 @@ def _check_expanded_from(
 
     Args:
         instruct: the fine-tune of `base`; the message says so if the two look swapped.
-        homes: the name in the dense model of each tensor of `target` (`dense_names`).
+        own: the tensor of `target` that the expansion copied from each tensor of `base`.
     """
     history = History.of(target.config)
     changed = any(stage.changes_everything for stage in history.stages)
     if changed or any(record.expert_init == "branches" for record in history.expansions):
         return
-    where = places(target.network)
-    copied = {key: home for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
-    wrong = next((key for key, home in copied.items() if not _same_tensor(target, key, base, home)), None)
+    wrong = next((home for home, key in own.items() if not _same_tensor(target, key, base, home)), None)
     if wrong is None:
         return
-    if all(_same_tensor(target, key, instruct, home) for key, home in copied.items()):
+    if all(_same_tensor(target, key, instruct, home) for home, key in own.items()):
         raise InputError(
             f"base ({base.folder}) and instruct ({instruct.folder}) look swapped: {target.folder} has the weights of "
-            f"instruct, and other ones in {copied[wrong]!r} than base. Give the model that was expanded as base."
+            f"instruct, and other ones in {wrong!r} than base. Give the model that was expanded as base."
         )
     raise InputError(
-        f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {copied[wrong]!r} differs "
+        f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {wrong!r} differs "
         "from the model's own, which the expansion copied. Give the model that was expanded as base."
     )
 
@@ -340,43 +333,30 @@ def _grafted(
     return OutputTensor(stored, info.dtype, shape, data)
 
 
-def _sampled(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> dict[str, str]:
-    """The first matrix of each layer's FFN: its name in the dense model, and in the model's expert 0."""
-    where = places(target.network)
-    mine = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
-    return {home: mine[home] for home in _ffn_matrices(base)}
+def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str, str] | None = None) -> float:
+    """The cosine of two models over a sample of the first matrix of each layer's FFN. Warns if it is low.
 
-
-def _ffn_matrices(base: StoredModel) -> list[str]:
-    """Names of the first matrix of each layer's FFN."""
-    return [
-        next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
-        for ffn in decoder_ffns(base.network)
-    ]
-
-
-def _warn_of_unrelated(base: StoredModel, what: str, cosine: float) -> None:
+    Args:
+        what: the other model, for the warning.
+        names: the other model's name of each tensor of `base`, where the names differ.
+    """
+    dot = left = right = 0.0
+    for ffn in decoder_ffns(base.network):
+        ours = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
+        theirs = other.home(names[ours] if names else ours)
+        stop = min(_SAMPLE, base.reader.tensors[base.home(ours)].numel)
+        pairs = zip(base.reader.pieces(base.home(ours), stop=stop), other.reader.pieces(theirs, stop=stop), strict=True)
+        for a, b in pairs:
+            a, b = a.double(), b.double()
+            dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
+    cosine = dot / max((left * right) ** 0.5, 1e-30)
     if cosine < _RELATED:
         warnings.warn(
             f"base ({base.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, while it is "
             "nearly 1 for a fine-tune. Adding this delta will hardly give a working model.",
             stacklevel=4,
         )
-
-
-def _cosine(base: StoredModel, other: StoredModel, names: dict[str, str]) -> float:
-    dot = left = right = 0.0
-    for ours, theirs in names.items():
-        stop = min(_SAMPLE, base.reader.tensors[base.home(ours)].numel)
-        pairs = zip(
-            base.reader.pieces(base.home(ours), stop=stop),
-            other.reader.pieces(other.home(theirs), stop=stop),
-            strict=True,
-        )
-        for a, b in pairs:
-            a, b = a.double(), b.double()
-            dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
-    return dot / max((left * right) ** 0.5, 1e-30)
+    return cosine
 
 
 def _follow(config: Any, base: Any, instruct: Any, keep: Iterable[str]) -> dict[str, tuple[Any, Any]]:

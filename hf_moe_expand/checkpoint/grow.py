@@ -247,9 +247,8 @@ def add_experts(
         today = {name: reader.tensor(name) for name in reader.tensors if _ROUTING.search(name)}
         files[KEPT_ROUTERS.format(before)] = save(today, metadata={"format": "pt"})
     return write_checkpoint(
-        out, config, outputs.values(), [(folder, COMPANIONS)], "grow",
-        files=files, max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        out, config, outputs.values(), [(folder, COMPANIONS)], "grow", max_shard_size, overwrite, files=files
+    )
 
 
 def copied(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:

@@ -181,9 +181,15 @@ def write_joined(
     History([*earlier, changed(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
     pack_files = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
     write_checkpoint(
-        out, config, outputs, [(packs[0].stored.folder, _COMPANIONS)], "join", files=pack_files,
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        out,
+        config,
+        outputs,
+        [(packs[0].stored.folder, _COMPANIONS)],
+        "join",
+        max_shard_size,
+        overwrite,
+        files=pack_files,
+    )
     return JoinReport(
         Path(out),
         [pack.name for pack in packs],
@@ -349,9 +355,15 @@ def leave_out_pack(
         alone = left[0]
         outputs = _outputs(left, alone.config, alone.routing_of_layer, None)
         write_checkpoint(
-            out, alone.config, outputs, [(alone.stored.folder, _COMPANIONS)], "shrink",
-            files={"config.json": alone.config_text.encode()}, max_shard_size=max_shard_size, overwrite=overwrite,
-        )  # fmt: skip
+            out,
+            alone.config,
+            outputs,
+            [(alone.stored.folder, _COMPANIONS)],
+            "shrink",
+            max_shard_size,
+            overwrite,
+            files={"config.json": alone.config_text.encode()},
+        )
     return LeaveOutReport(Path(out), [pack.name for pack in left], not trained)
 
 

@@ -67,9 +67,8 @@ def average_checkpoints(
     settings = {"models": [model.name for model in stored], "weights": weights}
     add_stage(first.config, StageRecord(stage="average", settings=settings))
     return write_checkpoint(
-        out, first.config, tensors, [(first.folder, COMPANIONS)], "average",
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        out, first.config, tensors, [(first.folder, COMPANIONS)], "average", max_shard_size, overwrite
+    )
 
 
 def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence[float]) -> list[OutputTensor]:

@@ -16,15 +16,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import InputError
 from ..modeling import decoder_ffns
 from ..modeling.expert_kinds import LoraKind
 from .stored import StoredModel, rounded, widened
-from .writer import OutputTensor, zeros
+from .writer import OutputTensor, in_memory, zeros
 
-NEVER = -1e9
+_NEVER = -1e9
 
 
 @dataclass(frozen=True)
@@ -78,36 +79,32 @@ def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> No
         raise InputError(f"{folder}: has no LoRA experts, so that there is nothing to merge; leave --merge-lora out.")
 
 
-def places_of_layer(count: int, experts: int, top_k: int) -> list[int | None]:
-    """The expert at each place of a layer with `experts` places; None for an expert that must never be chosen.
-
-    Raises:
-        ValueError: a layer has fewer experts than are active, but more than one: some would be active that must not.
-    """
-    if count in (1, experts) or top_k == 1:
-        return [*range(count), *[0] * (experts - count)]
-    if count < top_k:
-        raise ValueError(f"{count} experts in a layer are fewer than the {top_k} that are active")
-    return [*range(count), *[None] * (experts - count)]
+def active_experts(config: Any) -> int:
+    """The number of experts that are active for a token where each layer has as many experts as the largest one."""
+    return min(config.router_top_k, max(config.num_experts_per_layer))
 
 
-def needs_bias(counts: Sequence[int], top_k: int) -> bool:
-    """Whether a model with these numbers of experts needs a selection bias (see the module)."""
-    return top_k > 1 and len({count for count in counts if count > 1}) > 1
+def places_of_layer(config: Any, layer: int) -> list[int | None]:
+    """The expert at each place of a layer, which all have as many; None for a place that must never be chosen."""
+    count, most = config.num_experts_per_layer[layer], max(config.num_experts_per_layer)
+    filler = 0 if count == 1 or active_experts(config) == 1 else None
+    return [*range(count), *[filler] * (most - count)]
 
 
-def check_counts(counts: Sequence[int], top_k: int, folder: Any, biased: bool, why: str) -> None:
+def needs_bias(config: Any) -> bool:
+    """Whether an expanded model needs a selection bias (see the module)."""
+    return active_experts(config) > 1 and len({*config.num_experts_per_layer} - {1}) > 1
+
+
+def check_counts(config: Any, folder: Any, biased: bool, why: str) -> None:
     """Refuses numbers of experts that an architecture with one number for all layers cannot take.
 
     Args:
         biased: whether the architecture has a selection bias.
         why: why there is none, for the message.
-
-    Raises:
-        InputError: see the module.
     """
-    sizes = sorted({count for count in counts if count > 1})
-    if not needs_bias(counts, top_k):
+    sizes, top_k = sorted({*config.num_experts_per_layer} - {1}), active_experts(config)
+    if not needs_bias(config):
         return
     if not biased:
         raise InputError(
@@ -188,6 +185,11 @@ def merged(
     return OutputTensor(copied.name, copied.dtype, copied.shape, data)
 
 
+def selection_bias(name: str, at: Sequence[int | None], shape: tuple[int, ...]) -> OutputTensor:
+    """The bias on the scores that keeps places without an expert from being chosen."""
+    return in_memory(name, torch.tensor([0.0 if expert is not None else _NEVER for expert in at]).view(shape))
+
+
 def padded_router(ffn: StoredFFN, at: Sequence[int | None], name: str, hidden_size: int, dtype: str) -> OutputTensor:
     """The router's weight `[places, h]` of a layer; zeros for a dense layer."""
     shape = (len(at), hidden_size)
@@ -227,12 +229,17 @@ def stacked(name: str, tensors: Sequence[OutputTensor], shape: tuple[int, ...]) 
     return OutputTensor(name, tensors[0].dtype, shape, data)
 
 
-def turned(tensor: OutputTensor, heads: int) -> OutputTensor:
-    """The rows of a query's or key's projection, or its bias, for rotations of neighbouring elements.
+def turned(tensor: OutputTensor, config: Any) -> OutputTensor:
+    """The rows of a query's or key's projection, or its bias, for rotations of neighbouring elements; any other tensor
+    as it is.
 
     transformers' Llama rotates element i of a head with element i + d / 2 (d is the head's size), llama.cpp's and
     ERNIE 4.5 element 2i with element 2i + 1. The same rotations of rows in the other order give the same scores.
     """
+    projection = tensor.name.rpartition(".")[0].rpartition(".")[2]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(projection)
+    if heads is None:
+        return tensor
     size = tensor.nbytes // tensor.shape[0]
 
     def data() -> Iterable[bytes]:

@@ -106,10 +106,7 @@ def shrink_checkpoint(
         config.prefix_gate = config.prefix_gate if config.classifier_layers else None
     companions = [pattern for pattern in COMPANIONS if pattern != KEPT_ROUTERS.format("*")]
     companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
-    write_checkpoint(
-        out, config, outputs.values(), [(folder, companions)], "shrink",
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+    write_checkpoint(out, config, outputs.values(), [(folder, companions)], "shrink", max_shard_size, overwrite)
     names = layer_names(config)
     return ShrinkReport(Path(out), routers is not None, lost, [names[layer] for layer in lost])
 
