@@ -21,8 +21,8 @@ from .folder import write_checkpoint
 from .new_weights import Block, new_router, new_weight
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, check_complete, network_of
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, zeros
+from .stored import StoredModel, check_complete
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_of, made, zeros
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
@@ -204,15 +204,14 @@ def add_experts(
             raise InputError(
                 f"{folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
             )
-    check_complete(folder, config)
+    prefixes = [ffn.place for ffn in decoder_ffns(check_complete(folder, config))]
     reader = CheckpointReader(folder)
-    prefixes = [ffn.place for ffn in decoder_ffns(network_of(config))]
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
     history = History.of(config)
     before = len(history)
-    outputs = {name: copied(reader, name) for name in reader.tensors}
+    outputs = {name: copy_of(reader, name) for name in reader.tensors}
     stored = StoredModel(folder) if config.expert_kind == "added" else None
     for layer, experts in sources.items():
         prefix = prefixes[layer]
@@ -251,12 +250,6 @@ def add_experts(
     )
 
 
-def copied(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
-    """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
-    info = reader.tensors[source]
-    return OutputTensor(name or source, info.dtype, info.shape, lambda: reader.finite_chunks(source))
-
-
 def _new_expert(
     reader: CheckpointReader, prefix: str, source: int, number: int, make: Callable[..., torch.Tensor] | None
 ) -> Iterator[OutputTensor]:
@@ -267,7 +260,7 @@ def _new_expert(
             inner = f"experts.{number}.{name.removeprefix(of_source)}"
             new = f"{prefix}.{inner}"
             if make is None:
-                yield copied(reader, name, new)
+                yield copy_of(reader, name, new)
             else:
                 yield made(new, info.dtype, info.shape, partial(make, inner, info.shape))
 

@@ -14,11 +14,11 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns, layer_names
 from ..records import ExpansionRecord, History
 from .folder import write_checkpoint
-from .grow import KEPT_ROUTERS, copied
+from .grow import KEPT_ROUTERS
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import check_complete, network_of
-from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory, made
+from .stored import check_complete
+from .writer import DEFAULT_SHARD_SIZE, check_output, copy_of, in_memory, made
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,8 @@ def shrink_checkpoint(
         raise InputError(f"{folder}: joins language packs, which have no order: take one out with --without PACK.")
     expansions = History.of(config).expansions
     _check_left_alone(expansions[to:], folder)
-    check_complete(folder, config)
+    prefixes = [ffn.place for ffn in decoder_ffns(check_complete(folder, config))]
     reader = CheckpointReader(folder)
-    prefixes = [ffn.place for ffn in decoder_ffns(network_of(config))]
     kept_file = folder / KEPT_ROUTERS.format(to)
     routers = load_file(kept_file) if kept_file.is_file() else None
     grown: Any = config.num_experts_per_layer
@@ -78,7 +77,7 @@ def shrink_checkpoint(
     config.prefix_gate = kept_history.last.prefix_gate
     known, config.gate_languages = config.gate_languages, kept_history.last.gate_languages
     lost = []
-    outputs = {name: copied(reader, name) for name in reader.tensors if ".classifier." not in name}
+    outputs = {name: copy_of(reader, name) for name in reader.tensors if ".classifier." not in name}
     for layer, prefix in enumerate(prefixes):
         if grown[layer] == 1:  # never expanded; it may have experts of the backbone's own
             continue

@@ -22,7 +22,7 @@ from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.stored_layout import mixture_rules
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
-from .writer import OutputTensor, tensor_bytes
+from .writer import OutputTensor, copy_of, tensor_bytes
 
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
@@ -87,8 +87,7 @@ class StoredModel:
 
     def copied(self, key: str, name: str | None = None) -> OutputTensor:
         """A byte-for-byte copy of a tensor, under its name in the files or under `name`."""
-        stored = self.home(key)
-        return self._copy(stored, name or stored)
+        return copy_of(self.reader, self.home(key), name)
 
     def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
         """`copied`; of a tensor whose parts are stored, a mixture's, its parts under the names of the same layout."""
@@ -100,7 +99,7 @@ class StoredModel:
         while same < len(key) and key[-same - 1 :] == name[-same - 1 :]:
             same += 1
         old, new = key[: len(key) - same], name[: len(name) - same]
-        return [self._copy(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
+        return [copy_of(self.reader, stored, new + part.removeprefix(old)) for part, stored in parts.items()]
 
     def files_names(self, key: str) -> list[str]:
         """The names in the files of a tensor or, of a mixture's, of its parts; none of a tensor that the library puts
@@ -120,10 +119,6 @@ class StoredModel:
     def _mixtures(self) -> tuple[str, ...]:
         return tuple(f"{ffn.place}." for ffn in decoder_ffns(self.network) if ffn.is_mixture)
 
-    def _copy(self, stored: str, name: str) -> OutputTensor:
-        info = self.reader.info(stored)
-        return OutputTensor(name, info.dtype, info.shape, lambda: self.reader.finite_chunks(stored))
-
 
 def load_any_config(folder: Path) -> Any:
     """The configuration of an expanded checkpoint, or of a dense one that can be expanded.
@@ -135,15 +130,18 @@ def load_any_config(folder: Path) -> Any:
     return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
 
 
-def check_complete(folder: Path, config: Any) -> None:
-    """Checks that a checkpoint holds every tensor of the model that its configuration describes.
+def check_complete(folder: Path, config: Any) -> Any:
+    """The model that a configuration describes, on the meta device, after checking that the checkpoint holds every
+    tensor of it.
 
     Raises:
         InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
             stored in a quantised type. The message names the tensor.
     """
     reader = CheckpointReader(folder)
-    complete_names(reader, network_of(config, reader))
+    network = network_of(config, reader)
+    complete_names(reader, network)
+    return network
 
 
 def check_size(config: Any, reader: CheckpointReader) -> None:

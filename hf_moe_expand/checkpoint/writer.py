@@ -20,7 +20,7 @@ from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError, first_line, is_full_disk, named_as
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
-from .reader import ITEM_BITS, TORCH_DTYPES
+from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader
 from .source import CODE, COMPANIONS
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
@@ -75,6 +75,12 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     stored = save_safetensors({"t": tensor.contiguous()})
     (length,) = struct.unpack("<Q", stored[:8])
     return stored[8 + length :]
+
+
+def copy_of(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
+    """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
+    info = reader.info(source)
+    return OutputTensor(name or source, info.dtype, info.shape, lambda: reader.finite_chunks(source))
 
 
 def check_shard_size(size: str | int) -> None:
