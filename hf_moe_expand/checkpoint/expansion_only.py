@@ -46,11 +46,7 @@ class SavedExpansion:
 
 
 def base_of(config: Any) -> BaseModel:
-    """The base that config.json records.
-
-    Raises:
-        InputError: config.json records no expansion.
-    """
+    """The base that config.json records."""
     first = History.of(config).first
     name, revision = first.base_model, first.base_revision  # of a model of the hub only
     if name is None:

@@ -224,11 +224,7 @@ def _write(
 
 
 def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
-    """The tensors of the dense model that has one expert of every expanded layer as its FFN.
-
-    Raises:
-        InputError: an expanded layer lacks this expert, or it is an added one.
-    """
+    """The tensors of the dense model that has one expert of every expanded layer as its FFN."""
     for layer, count in enumerate(source.config.num_experts_per_layer):
         if not 0 <= expert < count and count > 1:
             name = layer_names(source.config)[layer]
@@ -270,11 +266,7 @@ def _saved_name(network: Any, name: str) -> str:
 
 
 def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
-    """The form in which a model is written.
-
-    Raises:
-        InputError: no architecture of transformers computes the same; the message says why.
-    """
+    """The form in which a model is written: an architecture that computes the same."""
     config, folder = source.config, source.folder
     backbone = config.backbone_model_type
     if backbone not in NATIVE_FORMS:

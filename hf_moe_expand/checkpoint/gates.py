@@ -42,11 +42,7 @@ NO_GATES = Gates([], {}, None)
 
 
 def check_gated(model: str | os.PathLike) -> Any:
-    """The configuration of a checkpoint that takes gates.
-
-    Raises:
-        InputError: it is a DMoE's or an encoder-decoder's.
-    """
+    """The configuration of a checkpoint that takes gates: not a DMoE's or an encoder-decoder's."""
     config = load_expanded_config(resolve_checkpoint(model, weights=False))
     if not isinstance(config, LayerMoEConfig):
         raise InputError(f"{model}: is a DMoE, which keeps no language of its base: gates have nothing to send home.")
@@ -71,9 +67,6 @@ def write_gates(
     Args:
         model: expanded checkpoint.
         record: the step, for the history.
-
-    Raises:
-        InputError: `out` cannot be written.
     """
     stored = StoredModel(model)
     check_output(out, overwrite, stored.folder)

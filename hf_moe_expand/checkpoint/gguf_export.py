@@ -195,11 +195,7 @@ def modelfile_text(name: str, config: Any, folder: Path) -> str:
 
 
 def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:
-    """The form in which a model is written, by its configuration, expanded or dense.
-
-    Raises:
-        InputError: no architecture of llama.cpp computes the same; the message says why.
-    """
+    """The form in which a model is written, by its configuration, expanded or dense."""
     counts = getattr(config, "num_experts_per_layer", None)
     name = config.model_type if counts is None else config.backbone_model_type
     if name not in BACKBONES:

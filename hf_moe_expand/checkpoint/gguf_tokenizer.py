@@ -59,9 +59,6 @@ def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
 
     Args:
         rows: number of rows of the embedding.
-
-    Raises:
-        InputError: there is no tokenizer, or llama.cpp has none that cuts text as it does.
     """
     gguf = import_extra("gguf", "gguf")
     tokenizer = load_tokenizer(folder)

@@ -102,11 +102,7 @@ def check_fine_tune(
     base: str | os.PathLike, instruct: str | os.PathLike, keep_tokenizer: bool = False, revision: str | None = None
 ) -> None:
     """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns if
-    `graft_delta` would warn.
-
-    Raises:
-        InputError: `instruct` is not a fine-tune of `base`, or has no tokenizer.
-    """
+    `graft_delta` would warn."""
     before, after = StoredModel(base, revision=revision), StoredModel(instruct)
     _check_same_architecture(before, after)
     _new_rows(before, after)
@@ -189,11 +185,7 @@ def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
 
 
 def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> None:
-    """Refuses a dense model from which `target` cannot have been expanded.
-
-    Raises:
-        InputError: a field or tensor differs; the message names it.
-    """
+    """Refuses a dense model from which `target` cannot have been expanded."""
     backbone = getattr(target.config, "backbone_model_type", target.config.model_type)
     if backbone != base.config.model_type:
         raise InputError(

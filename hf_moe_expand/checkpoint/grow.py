@@ -132,11 +132,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
 
 
 def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
-    """What growth by the plan does to the model's classifiers, one sentence for each kind of change.
-
-    Raises:
-        InputError: see `check_growth`.
-    """
+    """What growth by the plan does to the model's classifiers, one sentence for each kind of change."""
     config = check_growth(model, plan)
     before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
     classes, names = len(History.of(config)) + 2, layer_names(config)

@@ -99,11 +99,7 @@ def join_expansions(
 
 
 def check_ungated(packs: Sequence[Pack]) -> None:
-    """Refuses packs with fitted gates, which know one pack's languages alone.
-
-    Raises:
-        InputError: a pack has some.
-    """
+    """Refuses packs with fitted gates, which know one pack's languages alone."""
     if fitted := [pack.name for pack in packs if pack.config.gate_languages]:
         raise InputError(
             f"{', '.join(fitted)}: has gates that were fitted for it alone: a join fits them anew, on text in each "

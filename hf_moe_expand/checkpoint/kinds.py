@@ -29,12 +29,7 @@ def chosen_kind(
     lora_alpha: float,
     expert_width: int | None,
 ) -> ExpertKind:
-    """The kind of the new experts of the dense model `network`, with its settings.
-
-    Raises:
-        InputError: the model, the plan or `expert_init` does not allow experts of this kind, or a setting is out of
-            range.
-    """
+    """The kind of the new experts of the dense model `network`, with its settings."""
     ffns = decoder_ffns(network)
     grown = [layer for layer, count in enumerate(plan.experts_per_layer) if count > 1]
     if expert_width is not None and expert_kind != "added":

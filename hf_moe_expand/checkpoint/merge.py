@@ -125,11 +125,7 @@ def averaged(
 
 
 def check_same_shape(models: Sequence[StoredModel]) -> None:
-    """Refuses models that are not of one architecture and one shape.
-
-    Raises:
-        InputError: a field or tensor differs; the message names the first one.
-    """
+    """Refuses models that are not of one architecture and one shape."""
     first = models[0]
     for other in models[1:]:
         for name in _SAME:

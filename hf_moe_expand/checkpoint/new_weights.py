@@ -171,11 +171,7 @@ def first_weight(
 
 
 def _random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
-    """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it.
-
-    Raises:
-        InputError: the backbone's initialisation leaves the tensor alone.
-    """
+    """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it."""
     if network.config.is_encoder_decoder:  # T5 initialises its FFN as a whole, others do so layer by layer
         drawn = _drawn(network, ffn, rest, _place_seed(*place))
         if not drawn.isnan().any():

@@ -125,11 +125,7 @@ class Pack:
 
 
 def own_pack(name: str, stored: StoredModel) -> Pack:
-    """A checkpoint that is one pack.
-
-    Raises:
-        InputError: a router or classifier holds values that no training makes.
-    """
+    """The pack that a checkpoint is. Refuses routers and classifiers with values that no training makes."""
     routing = {}
     for key, place in places(stored.network).items():
         if place.inner in ROUTING:
@@ -140,12 +136,7 @@ def own_pack(name: str, stored: StoredModel) -> Pack:
 
 
 def packs_inside(stored: StoredModel) -> list[Pack]:
-    """The packs of a joined checkpoint, in order.
-
-    Raises:
-        InputError: it joins no packs, or the file of a pack is missing or broken, or its record does not fit the
-            tensors.
-    """
+    """The packs of a joined checkpoint, in order. Refuses files of packs that are broken or do not fit its tensors."""
     sizes = getattr(stored.config, "packs", None)
     if not sizes:
         raise InputError(f"{stored.folder}: joins no language packs.")
@@ -273,9 +264,6 @@ def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) 
 
     Args:
         bytes_too: compare the bytes of their bases too, which reads them.
-
-    Raises:
-        InputError: see `join_expansions`.
     """
     first, *others = packs
     names = [pack.name for pack in packs]

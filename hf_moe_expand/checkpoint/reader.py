@@ -169,11 +169,8 @@ class CheckpointReader:
         return all(x == y for x, y in zip(self.chunks(name), other.chunks(theirs), strict=True))
 
     def finite_chunks(self, name: str) -> Iterator[bytes]:
-        """`chunks` of a tensor that is to be copied; a tensor is looked at once, however often it is copied.
-
-        Raises:
-            InputError: the tensor is of a floating-point type and holds NaN or infinite values.
-        """
+        """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
+        once, however often it is copied."""
         dtype = TORCH_DTYPES.get(self.info(name).dtype)
         for chunk in self.chunks(name):
             if dtype is not None and name not in self._finite and len(chunk) % dtype.itemsize == 0:
@@ -188,11 +185,7 @@ class CheckpointReader:
         self._finite.add(name)
 
     def check_finite(self) -> None:
-        """Reads every tensor.
-
-        Raises:
-            InputError: one holds NaN or infinite values.
-        """
+        """Reads every tensor and refuses NaN and infinite values."""
         for name in self.tensors:
             deque(self.finite_chunks(name), maxlen=0)
 
@@ -200,9 +193,6 @@ class CheckpointReader:
         """Elements `start` to `stop` of a floating-point tensor, flattened, in pieces that fit a cache.
 
         The same elements of tensors of different types come in the same pieces.
-
-        Raises:
-            InputError: the tensor is of another type (a quantised checkpoint).
         """
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPES:

@@ -51,9 +51,6 @@ def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> No
     Args:
         target: the program whose architectures are meant, for the messages.
         merge_lora: whether LoRA experts become FFN experts.
-
-    Raises:
-        InputError: the message says why.
     """
     if config.conditional_routing:
         raise InputError(
@@ -214,11 +211,7 @@ def expert_part(ffn: StoredFFN, at: int | None, part: str) -> OutputTensor:
 
 
 def stacked(name: str, tensors: Sequence[OutputTensor], shape: tuple[int, ...]) -> OutputTensor:
-    """Tensors one after another, as one of another shape.
-
-    Raises:
-        InputError: they are of several types.
-    """
+    """Tensors of one type, one after another, as one of another shape."""
     if len(types := sorted({tensor.dtype for tensor in tensors})) > 1:
         raise InputError(f"Tensor {name!r} stacks tensors of several types ({', '.join(types)}): convert them to one.")
 

@@ -143,11 +143,7 @@ def lies_inside(folder: Path, file: Path) -> bool:
 
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
     """The configuration of a dense checkpoint from its folder or the hub's cache, without the network; None if neither
-    has it.
-
-    Raises:
-        InputError: see `load_base_config`; or `name` is neither a folder nor a hub id.
-    """
+    has it."""
     if Path(name).exists():
         return load_base_config(resolve_checkpoint(name))
     try:
@@ -193,11 +189,7 @@ def differences(
 
 
 def load_expanded_config(folder: Path) -> Any:
-    """The configuration of an expanded checkpoint.
-
-    Raises:
-        InputError: the checkpoint is not expanded.
-    """
+    """The configuration of an expanded checkpoint."""
     config = load_config(folder)
     if not isinstance(config, ExpandedConfig):
         raise not_expanded(folder, config.model_type)
@@ -237,11 +229,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
-    """Refuses the configuration of a model that cannot be expanded; messages use `name` for the model.
-
-    Raises:
-        InputError: see `load_base_config`.
-    """
+    """Refuses the configuration of a model that cannot be expanded; messages use `name` for the model."""
     if isinstance(config, ExpandedConfig):
         raise InputError(f"{name}: is an expanded checkpoint already; give the dense model that it came from.")
     reason = reason_left_out(config)
@@ -269,11 +257,7 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
 
 def grown_from(name: str) -> tuple[list[int], list[str], int]:
     """Experts of each layer of an expanded checkpoint that can grow, all its languages, and the number of its encoder's
-    layers.
-
-    Raises:
-        InputError: the checkpoint is not expanded, or is a DMoE checkpoint.
-    """
+    layers."""
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
     if config.model_type == "dmoe":
         raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")

@@ -71,11 +71,7 @@ class StoredModel:
         return None if stored is None else self.reader.tensors[stored]
 
     def home(self, key: str) -> str:
-        """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner.
-
-        Raises:
-            InputError: neither tensor is stored.
-        """
+        """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
         for candidate in (key, self._tied.get(key)):
             if candidate in self.names:
                 return self.names[candidate]
@@ -121,11 +117,7 @@ class StoredModel:
 
 
 def load_any_config(folder: Path) -> Any:
-    """The configuration of an expanded checkpoint, or of a dense one that can be expanded.
-
-    Raises:
-        InputError: the checkpoint is neither.
-    """
+    """The configuration of an expanded checkpoint, or of a dense one that can be expanded."""
     config = load_config(folder)
     return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
 
@@ -145,11 +137,7 @@ def check_complete(folder: Path, config: Any) -> Any:
 
 
 def check_size(config: Any, reader: CheckpointReader) -> None:
-    """Checks, before a model is built, that the files hold enough tensors for it.
-
-    Raises:
-        InputError: the configuration asks for more layers or experts than the files have tensors.
-    """
+    """Checks, before a model is built, that the files hold enough tensors for it."""
     stored = len(reader.tensors)
     config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     experts = sum(getattr(config, "num_experts_per_layer", None) or [])
@@ -173,11 +161,7 @@ def built_whole() -> Iterator[None]:
 
 
 def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
-    """The model that a configuration describes, on the meta device; `reader` holds its tensors.
-
-    Raises:
-        InputError: no model can be built from the configuration.
-    """
+    """The model that a configuration describes, on the meta device; `reader` holds its tensors."""
     if reader is not None:
         check_size(config, reader)
     try:
@@ -189,11 +173,7 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
 
 
 def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
-    """`stored_names` of a checkpoint that holds the whole model.
-
-    Raises:
-        InputError: see `check_complete`.
-    """
+    """`stored_names` of a checkpoint, after checking that it holds the whole model (see `check_complete`)."""
     names = stored_names(reader, network)
     tied = getattr(network, "all_tied_weights_keys", None) or {}
     computed_keys: list[str] = []
@@ -339,11 +319,7 @@ def widened(piece: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
-    """The bytes of `piece` in another type.
-
-    Raises:
-        InputError: a value is not finite in that type.
-    """
+    """The bytes of `piece` in another type, in which its values must be finite."""
     result = piece.to(TORCH_DTYPES[dtype])
     if not is_finite(result):
         raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")
