@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..checkpoint.folder import write_checkpoint
 from ..checkpoint.promises import tiny_twin
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, zeros
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, write_checkpoint, zeros
 from ..errors import InputError
 from ..records import StageRecord, add_stage
 

@@ -24,13 +24,12 @@ from ..modeling.prefix_gate import PrefixRule
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..settings import LORA_ALPHA, LORA_RANK
-from .folder import write_checkpoint
 from .kinds import check_kinds, chosen_kind, recorded_init
 from .new_weights import first_weight
 from .promises import check_architecture
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, write_checkpoint
 
 _FEW = 5
 _PART = re.compile(r"(model\.)?[^.]+")

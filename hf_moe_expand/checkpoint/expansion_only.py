@@ -14,11 +14,10 @@ from ..jsonfile import read_json, write_json
 from ..modeling import model_class
 from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
-from .folder import copy_companions
 from .reader import CheckpointReader
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, new_folder, write_weights
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_companions, new_folder, write_weights
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from ..errors import InputError
 from ..modeling import layer_names
 from ..modeling.expert_kinds import LoraKind
 from ..records import StageRecord, add_stage
-from .folder import write_checkpoint
 from .routed import (
     active_experts,
     check_counts,
@@ -36,7 +35,7 @@ from .routed import (
 )
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, zeros
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 

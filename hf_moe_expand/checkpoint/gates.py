@@ -13,11 +13,10 @@ from ..modeling import LayerMoEConfig, decoder_ffns
 from ..modeling.prefix_gate import PrefixRule
 from ..records import History, StageRecord
 from ..schema import changed
-from .folder import write_checkpoint
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory
+from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory, write_checkpoint
 
 # The fields of a configuration and of an expansion's record.
 GATE_FIELDS = ("classifier_layers", "prefix_gate", "gate_languages")

@@ -14,11 +14,10 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
-from .folder import write_checkpoint
 from .reader import is_finite
 from .source import COMPANIONS, TOKENIZER_FILES, differences
 from .stored import StoredModel, layer_list, name_before_insertion, places, rounded, widened
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that change the computation although the shapes are the same.
 COMPUTATION = (
@@ -113,18 +112,17 @@ def check_fine_tune(
 def add_delta(
     target: StoredModel,
     out: str | os.PathLike,
-    base: str | os.PathLike | StoredModel,
+    before: StoredModel,
     instruct: str | os.PathLike,
     scale: float,
     keep_tokenizer: bool,
     step: str,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    max_shard_size: str | int,
+    overwrite: bool,
 ) -> GraftReport:
     """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
     if not isfinite(scale):
         raise InputError(f"scale is {scale}: must be a finite number.")
-    before = base if isinstance(base, StoredModel) else StoredModel(base)
     after = StoredModel(instruct)
     check_output(out, overwrite, target.folder, before.folder, after.folder)
     _check_same_architecture(before, after)

@@ -14,14 +14,13 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, count_layers
 from ..records import ExpansionRecord, History, StageRecord
 from ..schema import changed
-from .folder import write_checkpoint
 from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates, stored_gates, without_classes
 from .local import pack_and_name
 from .packs import PACK_FILE, ROUTING, Pack, check_pack_name, check_packs, own_pack, packs_inside, routing_of
 from .reader import is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
 
 # The rows of a layer's router and classifier, by inner name.
 Routing = Callable[[int], Mapping[str, torch.Tensor]]

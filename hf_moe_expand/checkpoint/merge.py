@@ -10,11 +10,10 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig
 from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import StageRecord, add_stage
-from .folder import write_checkpoint
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
 from .source import COMPANIONS
 from .stored import StoredModel, computed
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that must agree between averaged models, besides all shapes.
 _SAME = (
@@ -156,4 +155,6 @@ def merge_delta(
     target = StoredModel(model)
     if isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
-    return add_delta(target, out, base, instruct, scale, keep_tokenizer, "merge delta", max_shard_size, overwrite)
+    return add_delta(
+        target, out, StoredModel(base), instruct, scale, keep_tokenizer, "merge delta", max_shard_size, overwrite
+    )

@@ -10,7 +10,6 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -108,8 +107,6 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
                 "or download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
             )
         return snapshot
-    except HFValidationError:
-        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     except (RepositoryNotFoundError, GatedRepoError):
         raise InputError(
             f"{name}: no such folder, and the hub shows no model of that name: check the name, or, if it is private or "
@@ -144,12 +141,10 @@ def lies_inside(folder: Path, file: Path) -> bool:
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
     """The configuration of a dense checkpoint from its folder or the hub's cache, without the network; None if neither
     has it."""
-    if Path(name).exists():
-        return load_base_config(resolve_checkpoint(name))
-    try:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:
-        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+    folder = local_checkpoint(name)
+    if folder is not None:
+        return load_base_config(folder)
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
     return load_base_config(Path(cached).parent) if isinstance(cached, str) else None
 
 

@@ -65,11 +65,6 @@ class StoredModel:
         """Tensors of the files that the model does not have."""
         return sorted(set(self.reader.tensors) - {self.names[key] for key in self.tensors})
 
-    def info(self, key: str) -> TensorInfo | None:
-        """The stored tensor's header; None for a tensor that is tied to another one and not stored."""
-        stored = self.names.get(key)
-        return None if stored is None else self.reader.tensors[stored]
-
     def home(self, key: str) -> str:
         """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
         for candidate in (key, self._tied.get(key)):
@@ -218,12 +213,10 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     names: dict[str, str] = {}
     parts: dict[str, list[tuple[str, str, str]]] = {}
     for name in sorted(reader.tensors, key=dot_natural_key):
-        key, pattern = rename_source_key(name, renamings, converters, network.base_model_prefix, known)
-        if key not in known:
-            inner = _OF_TEXT.sub("", name)
+        for inner in (name, _OF_TEXT.sub("", name)):
             key, pattern = rename_source_key(inner, renamings, converters, network.base_model_prefix, known)
-        else:
-            inner = name
+            if key in known:
+                break
         if pattern is None or key not in known:
             names[key] = name
         else:

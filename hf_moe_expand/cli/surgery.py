@@ -172,7 +172,7 @@ def shrink(
         state = "as before the pack came" if left.restored else "their rows as trained after the join"
         print(f"routers and classifiers: {state}\npacks left: {', '.join(left.left)}\nwrote {left.out}")
         return
-    from ..checkpoint.shrink import shrink_checkpoint
+    from ..checkpoint.grow import shrink_checkpoint
 
     assert to is not None
     report = shrink_checkpoint(model, out, to, overwrite=overwrite)
