@@ -289,7 +289,7 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
             export_gguf(model, out, kind="q8_0", overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "free_bytes", lambda _: 1000)
+        patch.setattr("hf_moe_expand.checkpoint.writer.free_bytes", lambda _: 1000)
         with pytest.raises(InputError, match=r"needs [\d,]+ bytes, but the disk has 1,000 bytes free"):
             export_gguf(model, out, overwrite=True)
     assert out.read_bytes() == before

@@ -88,8 +88,7 @@ def save_expansion(
     base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
     local = base is not None and Path(base).is_dir()
     # The hub's cache names a snapshot's folder by its commit.
-    id_and_revision = (None, None) if local else (str(base or origin.name), base_folder.name)
-    pointer = dict(zip(("base_model", "revision"), id_and_revision, strict=True))
+    hub_id, revision = (None, None) if local else (str(base or origin.name), base_folder.name)
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
     record, added, changed = _compare(expanded, dense)
     in_base, size = (sum(expanded.reader.info(name).nbytes for name in names) for names in (record, changed))
@@ -101,7 +100,7 @@ def save_expansion(
     size = sum(tensor.nbytes for tensor in added)
     with new_folder(out, overwrite, needed_bytes=size) as partial:
         fields = read_json(folder / "config.json", "a configuration")
-        write_json(partial / "config.json", {**fields, "expansion_base": pointer})
+        write_json(partial / "config.json", {**fields, "expansion_base": {"base_model": hub_id, "revision": revision}})
         write_json(partial / RECORD, record)
         custom_object_save(model_class(config), partial)
         copy_companions(folder, partial)

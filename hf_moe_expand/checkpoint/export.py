@@ -166,7 +166,7 @@ def export_native(
     source = _source(model, out, overwrite)
     form = native_form(source, merge_lora)
     config = _native_config(source, form)
-    tensors = list(_native_tensors(source, form, config, merge_lora))
+    tensors = list(_native_tensors(source, form, config))
     _check_fits(source, form, config, tensors)
     return _write(out, source, config, tensors, {}, max_shard_size, overwrite)
 
@@ -240,7 +240,7 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
         if key in source.names and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
             name = _saved_name(network, place.dense)
             if isinstance(kind, LoraKind) and place.expert == 0:
-                tensors.append(merged(source, key, place.inner, expert, kind, name))
+                tensors.append(merged(source, key, expert, kind, name))
             else:
                 tensors += source.copies(key, name)
     return tensors
@@ -318,8 +318,8 @@ def _native_config(source: StoredModel, form: NativeForm) -> Any:
     return native_class(**{name: value for name, value in {**values, **wanted}.items() if name in known})
 
 
-def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lora: bool) -> Iterator[OutputTensor]:
-    ffns = stored_ffns(source, merge_lora)
+def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Iterator[OutputTensor]:
+    ffns = stored_ffns(source)
     for key in other_tensors(source, ffns):
         tensor = source.copied(key, key)
         yield turned(tensor, config) if form.turned else tensor

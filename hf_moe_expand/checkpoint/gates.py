@@ -61,12 +61,7 @@ def write_gates(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> Path:
-    """Writes the checkpoint with these gates.
-
-    Args:
-        model: expanded checkpoint.
-        record: the step, for the history.
-    """
+    """Writes an expanded checkpoint with these gates, and the step's `record` into its history."""
     stored = StoredModel(model)
     check_output(out, overwrite, stored.folder)
     config: Any = stored.config

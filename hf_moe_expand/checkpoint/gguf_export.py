@@ -20,7 +20,6 @@ import torch
 from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..disk import free_bytes
 from ..errors import InputError, is_full_disk
 from ..extra import import_extra
 from ..jsonfile import read_json, write_text
@@ -46,7 +45,7 @@ from .routed import (
 )
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
-from .writer import OutputTensor, check_apart, check_place, in_memory, zeros
+from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
 
 # The types that this package writes, and the number of each in `general.file_type`.
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -164,7 +163,7 @@ def export_gguf(
     form = gguf_form(source.config, folder, merge_lora) if expert is None else gguf_form(config, folder)
     kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.copied(next(iter(source.tensors))).dtype, "f32")
     if expert is None:
-        tensors = list(_mixture(source, form, config, merge_lora))
+        tensors = list(_mixture(source, form, config))
     else:
         tensors = list(_named(expert_tensors(source, expert), form, config, folder))
     tensors += _rope_factors(config)
@@ -246,9 +245,9 @@ def _no_place(name: str, form: GgufForm, folder: Path) -> InputError:
     return InputError(f"{folder}: llama.cpp's {form.architecture} has no place for the tensor {name!r}.")
 
 
-def _mixture(source: StoredModel, form: GgufForm, config: Any, merge_lora: bool) -> Iterator[OutputTensor]:
+def _mixture(source: StoredModel, form: GgufForm, config: Any) -> Iterator[OutputTensor]:
     """The tensors of an expanded model under llama.cpp's names."""
-    ffns = stored_ffns(source, merge_lora)
+    ffns = stored_ffns(source)
     leading = _leading_dense(source.config.num_experts_per_layer, form)
     outside = [source.copied(key, key) for key in other_tensors(source, ffns)]
     yield from _named(outside, form, config, source.folder)
@@ -421,10 +420,7 @@ def check_file(out: Path, overwrite: bool) -> None:
 def _new_file(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
     """Yields a file beside `out` to write, which is renamed to `out` on success and removed on failure."""
     check_file(out, overwrite)
-    if needed_bytes > (free := free_bytes(out)):
-        raise InputError(
-            f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
-        )
+    check_free(out, needed_bytes)
     partial = beside(out, "partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -433,9 +429,7 @@ def _new_file(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
         os.replace(partial, out)
     except Exception as error:
         if is_full_disk(error):
-            raise InputError(
-                f"{out}: the disk is full; at least {needed_bytes:,} bytes are needed. The partial output was removed."
-            ) from error
+            raise full_disk(out, needed_bytes) from error
         if isinstance(error, OSError):
             raise InputError(f"{out}: cannot be written ({error.strerror}).") from error
         raise

@@ -35,12 +35,8 @@ _RULES = {
 
 
 def keep_gguf_tokenizer(reader: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes the tokenizer's fields of a GGUF file into the folder of the checkpoint that is made of it.
-
-    Args:
-        reader: `gguf.GGUFReader` of the file.
-        tokenizer: the tokenizer that transformers made of it; one with other tokens keeps nothing.
-    """
+    """Writes the tokenizer's fields of a GGUF file, of which `reader` is the `gguf.GGUFReader`, into the folder of the
+    checkpoint that is made of it; none if the tokenizer that transformers made of it has other tokens."""
     fields = {name: field for name, field in reader.fields.items() if name.startswith(_PREFIX)}
     tokens = fields.get("tokenizer.ggml.tokens")
     if tokens is None or tokens.contents() != tokenizer.convert_ids_to_tokens(range(len(tokens.data))):
@@ -54,12 +50,8 @@ def keep_gguf_tokenizer(reader: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
-    """The tokenizer of a checkpoint, with its chat template: methods `add_...` of a `gguf.GGUFWriter`, each with its
-    arguments.
-
-    Args:
-        rows: number of rows of the embedding.
-    """
+    """The tokenizer of a checkpoint whose embedding has so many rows, with its chat template: methods `add_...` of a
+    `gguf.GGUFWriter`, each with its arguments."""
     gguf = import_extra("gguf", "gguf")
     tokenizer = load_tokenizer(folder)
     entries = _kept(folder, rows)

@@ -373,7 +373,7 @@ def shrink_checkpoint(
 
 def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:
     """Refuses a checkpoint in which a later expansion changed tensors of the earlier model."""
-    for stage in (stage for expansion in later for stage in expansion.stages):
+    for stage in History(later).stages:
         if stage.changes_everything:
             raise InputError(
                 f"{folder}: `{stage.stage}` changed the earlier experts and shared weights: leaving out the later "

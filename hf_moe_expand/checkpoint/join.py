@@ -12,7 +12,7 @@ import torch
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, count_layers
-from ..records import ExpansionRecord, History, StageRecord
+from ..records import History, StageRecord
 from ..schema import changed
 from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates, stored_gates, without_classes
 from .local import pack_and_name
@@ -210,7 +210,14 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
         for counts, record in zip(pack.counts, pack.history.expansions, strict=True):
             cumulated = [before[layer] + counts[layer] - 1 for layer in layers]
             history.append(cumulated)
-            records.append(_joined_record(record, pack, cumulated, classifiers, list(known)))
+            # What an expansion added is its own, the totals are the joined model's.
+            records.append(
+                changed(
+                    record, pack=pack.name, old_languages=list(known), experts_per_layer=cumulated,
+                    classifier_layers=classifiers, parameters=None,
+                    router_scale=None if pack.scale == 1 else pack.scale,
+                )
+            )  # fmt: skip
             known += [code for code in record.new_languages if code not in known]
     config.num_experts_per_layer = history[-1]
     config.earlier_experts_per_layer = history[:-1] or None
@@ -230,16 +237,6 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
         config.updates_of_packs = [kind.settings for kind in kinds]
     History(records).write(config)
     return config
-
-
-def _joined_record(
-    record: ExpansionRecord, pack: Pack, counts: list[int], classifiers: list[int], known: list[str]
-) -> ExpansionRecord:
-    """An expansion of a pack as one of the joined model: what it added is its own, the totals are the model's."""
-    return changed(
-        record, pack=pack.name, old_languages=known, experts_per_layer=counts, classifier_layers=classifiers,
-        parameters=None, router_scale=None if pack.scale == 1 else pack.scale,
-    )  # fmt: skip
 
 
 def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates: Gates | None) -> list[OutputTensor]:

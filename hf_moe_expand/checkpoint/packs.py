@@ -260,11 +260,7 @@ def _own_text(text: str, config: Any) -> str:
 
 
 def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) -> None:
-    """Refuses packs that do not fit together.
-
-    Args:
-        bytes_too: compare the bytes of their bases too, which reads them.
-    """
+    """Refuses packs that do not fit together; `bytes_too` compares the bytes of their bases too, which reads them."""
     first, *others = packs
     names = [pack.name for pack in packs]
     grafted = [any(stage.stage == "graft" for stage in pack.history.stages) for pack in packs]
@@ -369,11 +365,8 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
 
 
 def routing_of(packs: Sequence[Pack], layer: int, dtype: torch.dtype, gated: bool = False) -> dict[str, torch.Tensor]:
-    """The joined router of a layer that a pack expands and, if a pack has one, its classifier, by inner name.
-
-    Args:
-        gated: whether gates that were fitted take the place of the packs' classifiers.
-    """
+    """The joined router of a layer that a pack expands and, if a pack has one, its classifier, by inner name; no
+    classifier if fitted gates take its place (`gated`)."""
     hidden, tensors = packs[0].config.hidden_size, {}
     own = [pack.routing_of_layer(layer) for pack in packs]
     counts = [pack.config.num_experts_per_layer[layer] - 1 for pack in packs]

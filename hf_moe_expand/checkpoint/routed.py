@@ -46,12 +46,8 @@ class StoredFFN:
 
 
 def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> None:
-    """Refuses a model that does more than choose K of N experts and weigh them by the softmax of their scores.
-
-    Args:
-        target: the program whose architectures are meant, for the messages.
-        merge_lora: whether LoRA experts become FFN experts.
-    """
+    """Refuses a model that does more than choose K of N experts and weigh them by the softmax of their scores, which
+    the architectures of the program `target` do."""
     if config.conditional_routing:
         raise InputError(
             f"{folder}: has conditional routing, a gate between expert 0 and the routed experts; no architecture of "
@@ -94,12 +90,8 @@ def needs_bias(config: Any) -> bool:
 
 
 def check_counts(config: Any, folder: Any, biased: bool, why: str) -> None:
-    """Refuses numbers of experts that an architecture with one number for all layers cannot take.
-
-    Args:
-        biased: whether the architecture has a selection bias.
-        why: why there is none, for the message.
-    """
+    """Refuses numbers of experts that an architecture with one number for all layers cannot take, `biased` if it has a
+    selection bias; if not, `why` says why there is none."""
     sizes, top_k = sorted({*config.num_experts_per_layer} - {1}), active_experts(config)
     if not needs_bias(config):
         return
@@ -117,34 +109,24 @@ def check_counts(config: Any, folder: Any, biased: bool, why: str) -> None:
         )
 
 
-def stored_ffns(source: StoredModel, merge_lora: bool = False) -> list[StoredFFN]:
-    """The FFN of each layer.
-
-    Args:
-        merge_lora: give LoRA experts as FFNs: expert 0's weights with their updates, added in float32 and rounded
-            once. Without it, a model with LoRA experts is not taken.
-    """
+def stored_ffns(source: StoredModel) -> list[StoredFFN]:
+    """The FFN of each layer. LoRA experts are given as FFNs: expert 0's weights with their updates, added in float32
+    and rounded once."""
     ffns = []
     for number, ffn in enumerate(decoder_ffns(source.network)):
         count = source.config.num_experts_per_layer[number]
-        place = ffn.place if count == 1 else f"{ffn.place}.experts.0"
-        parts = [key.removeprefix(f"{place}.") for key in source.tensors if key.startswith(f"{place}.")]
-        experts = [_expert(source, number, ffn.place, expert, parts, count, merge_lora) for expert in range(count)]
+        own = [ffn.place] if count == 1 else [f"{ffn.place}.experts.{expert}" for expert in range(count)]
+        parts = [key.removeprefix(f"{own[0]}.") for key in source.tensors if key.startswith(f"{own[0]}.")]
+        experts = []
+        for expert, place in enumerate(own):
+            kind = source.config.kind_of(number, expert)
+            if isinstance(kind, LoraKind):
+                experts.append({part: merged(source, f"{own[0]}.{part}", expert, kind) for part in parts})
+            else:
+                experts.append({part: source.copied(f"{place}.{part}") for part in parts})
         router = None if count == 1 else source.copied(f"{ffn.place}.router.weight")
         ffns.append(StoredFFN(number, ffn.name, router, experts))
     return ffns
-
-
-def _expert(
-    source: StoredModel, layer: int, place: str, expert: int, parts: list[str], count: int, merge_lora: bool
-) -> dict[str, OutputTensor]:
-    if count == 1:
-        return {part: source.copied(f"{place}.{part}") for part in parts}
-    kind = source.config.kind_of(layer, expert)
-    if not isinstance(kind, LoraKind):
-        return {part: source.copied(f"{place}.experts.{expert}.{part}") for part in parts}
-    assert merge_lora, "check_routing refuses LoRA experts"
-    return {part: merged(source, f"{place}.experts.0.{part}", f"experts.0.{part}", expert, kind) for part in parts}
 
 
 def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[str]:
@@ -153,20 +135,11 @@ def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[st
     return (key for key in source.tensors if not key.startswith(inside))
 
 
-def merged(
-    source: StoredModel, key: str, inner: str, expert: int, update: LoraKind, name: str | None = None
-) -> OutputTensor:
-    """A tensor of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix.
-
-    Args:
-        key: the model's name of expert 0's tensor.
-        inner: its name inside the layer's FFN block.
-        expert: number of the LoRA expert.
-        update: its rank and alpha.
-        name: name to write; by default that in the files.
-    """
-    prefix, layer = key.removesuffix(inner), inner.removeprefix("experts.0.").removesuffix(".weight")
-    factors = [f"{prefix}experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
+def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: str | None = None) -> OutputTensor:
+    """The tensor `key` of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix; written as
+    `name`, by default that in the files."""
+    block, _, layer = key.removesuffix(".weight").partition(".experts.0.")
+    factors = [f"{block}.experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
     copied = source.copied(key, name)
     if factors[0] not in source.names:  # a bias
         return copied

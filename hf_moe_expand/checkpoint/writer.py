@@ -21,7 +21,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from ..disk import DEFAULT_SHARD_SIZE
+from ..disk import DEFAULT_SHARD_SIZE, free_bytes
 from ..errors import InputError, first_line, is_full_disk, named_as
 from ..jsonfile import read_json, write_json
 from ..modeling import ExpandedConfig, model_class
@@ -335,11 +335,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(out)
-        free = shutil.disk_usage(out.parent).free
-        if needed_bytes > free:
-            raise InputError(
-                f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
-            )
+        check_free(out, needed_bytes)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     except OSError as error:
@@ -360,10 +356,23 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         if replaced.is_dir() and not os.path.lexists(out):
             os.rename(replaced, out)
         if is_full_disk(error):
-            raise InputError(
-                f"{out}: the disk is full; at least {needed:,} bytes are needed. The partial output was removed."
-            ) from error
+            raise full_disk(out, needed) from error
         raise
+
+
+def check_free(out: Path, needed_bytes: int) -> None:
+    """Refuses an output for which the disk has too little room."""
+    if needed_bytes > (free := free_bytes(out)):
+        raise InputError(
+            f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
+        )
+
+
+def full_disk(out: Path, needed_bytes: int) -> InputError:
+    """The error of an output that filled the disk."""
+    return InputError(
+        f"{out}: the disk is full; at least {needed_bytes:,} bytes are needed. The partial output was removed."
+    )
 
 
 def _give_usual_modes(folder: Path) -> None:
