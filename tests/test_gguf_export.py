@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint import gguf_export as module
-from hf_moe_expand.checkpoint import gguf_tokenizer
+from hf_moe_expand.checkpoint.gguf import KEPT
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.errors import InputError
@@ -190,7 +190,7 @@ def test_a_base_from_gguf_keeps_its_tokenizers_fields(tmp_path):
     model = grown(tmp_path, "llama", [2, 2, 2])
     export_gguf(model, tmp_path / "base.gguf", expert=0)
     invoke("from-gguf", tmp_path / "base.gguf", tmp_path / "base-again")
-    kept = tmp_path / "base-again" / gguf_tokenizer.KEPT
+    kept = tmp_path / "base-again" / KEPT
     content = json.loads(kept.read_text())
     assert content["tokenizer.ggml.pre"]["value"] == "gpt-2"
     content["tokenizer.ggml.pre"]["value"] = "smollm"  # not the name that the tokenizer itself would get

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoint.expand import ffn_dtype, versions
 from ..checkpoint.merge import averaged, check_same_shape
-from ..checkpoint.new_weights import new_weight
+from ..checkpoint.new_experts import new_weight
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, computed, network_of, places
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, write_checkpoint

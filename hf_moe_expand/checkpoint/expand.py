@@ -24,8 +24,7 @@ from ..modeling.prefix_gate import PrefixRule
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..settings import LORA_ALPHA, LORA_RANK
-from .kinds import check_kinds, chosen_kind, recorded_init
-from .new_weights import first_weight
+from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places

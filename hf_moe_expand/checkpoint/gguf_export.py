@@ -26,7 +26,7 @@ from ..jsonfile import read_json, write_text
 from ..records import History
 from ..scratch import beside, remove_partial_files
 from .export import dense_config, expert_tensors
-from .gguf_tokenizer import load_tokenizer, tokenizer_fields
+from .gguf import load_tokenizer, tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite
 from .routed import (
     StoredFFN,

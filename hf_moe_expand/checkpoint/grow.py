@@ -19,7 +19,7 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed
 from .expand import versions
-from .new_weights import Block, new_router, new_weight
+from .new_experts import Block, new_router, new_weight
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, check_complete
@@ -223,19 +223,19 @@ def add_experts(
             outputs |= {tensor.name: tensor for tensor in new}
         if experts:  # else a dense layer, maybe, which has no router
             rows = experts if copy_router_rows else None
-            router = _router(reader, f"{prefix}.router.weight", len(experts), rows, (seed, layer, counts[layer]))
-            outputs[router.name] = router
+            more = partial(_more_experts, copied_rows=rows, place=(seed, layer, counts[layer]))
+            name = f"{prefix}.router.weight"
+            outputs[name] = _resized(reader, name, config.num_experts_per_layer[layer], more)
     for layer, prefix in enumerate(prefixes):
         name = f"{prefix}.classifier.weight"
         fitted = outputs.pop(f"{prefix}.classifier.bias", None) is not None
         old = outputs.pop(name, None)
         if layer in config.classifier_layers:
-            router = outputs[f"{prefix}.router.weight"]
-            shape = (before + 2, router.shape[1])
             if old is None or fitted:
-                outputs[name] = zeros(name, router.dtype, shape)
+                router = outputs[f"{prefix}.router.weight"]
+                outputs[name] = zeros(name, router.dtype, (before + 2, router.shape[1]))
             else:
-                outputs[name] = made(name, router.dtype, shape, partial(_more_classes, reader, name, before + 2))
+                outputs[name] = _resized(reader, name, before + 2, _more_classes)
     parameters = sum(tensor.numel for tensor in outputs.values())
     history.with_expansion(changed(record, parameters=parameters)).write(config)
     files = {}
@@ -262,24 +262,24 @@ def _new_expert(
                 yield made(new, info.dtype, info.shape, partial(make, inner, info.shape))
 
 
-def _more_classes(reader: CheckpointReader, name: str, classes: int) -> torch.Tensor:
-    old = reader.tensor(name)
+def _resized(
+    reader: CheckpointReader, name: str, rows: int, make: Callable[[torch.Tensor, int], torch.Tensor]
+) -> OutputTensor:
+    """A tensor with another number of rows, which `make` makes of the stored tensor."""
+    info = reader.tensors[name]
+    return made(name, info.dtype, (rows, *info.shape[1:]), lambda: make(reader.tensor(name), rows))
+
+
+def _more_classes(old: torch.Tensor, classes: int) -> torch.Tensor:
     return torch.cat([old, old[-1:].expand(classes - len(old), -1)])
 
 
-def _router(
-    reader: CheckpointReader, name: str, added: int, copied_rows: Sequence[int] | None, place: tuple[int, ...]
-) -> OutputTensor:
-    info = reader.tensors[name]
-    rows, hidden = info.shape
-
-    def weight() -> torch.Tensor:
-        old = reader.tensor(name)
-        # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
-        new = new_router((rows + added, hidden), place)[rows:] if copied_rows is None else old[list(copied_rows)]
-        return torch.cat([old, new.to(old.dtype)])
-
-    return made(name, info.dtype, (rows + added, hidden), weight)
+def _more_experts(
+    old: torch.Tensor, experts: int, copied_rows: Sequence[int] | None, place: tuple[int, ...]
+) -> torch.Tensor:
+    # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
+    new = new_router((experts, old.shape[1]), place)[len(old) :] if copied_rows is None else old[list(copied_rows)]
+    return torch.cat([old, new.to(old.dtype)])
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,11 @@ def shrink_checkpoint(
     if config.packs and to < sum(config.packs):
         raise InputError(f"{folder}: joins language packs, which have no order: take one out with --without PACK.")
     expansions = History.of(config).expansions
-    _check_left_alone(expansions[to:], folder)
+    if stage := next((stage.stage for stage in History(expansions[to:]).stages if stage.changes_everything), None):
+        raise InputError(
+            f"{folder}: `{stage}` changed the earlier experts and shared weights: leaving out the later experts does "
+            "not restore the earlier model. Shrink the checkpoint from before that stage."
+        )
     prefixes = [ffn.place for ffn in decoder_ffns(check_complete(folder, config))]
     reader = CheckpointReader(folder)
     kept_file = folder / KEPT_ROUTERS.format(to)
@@ -356,9 +360,7 @@ def shrink_checkpoint(
             if routers is not None and name in routers:
                 outputs[name] = in_memory(name, routers[name])
             elif number and name in reader.tensors and bool(known) == bool(config.gate_languages):
-                info = reader.tensors[name]
-                first = partial(_first_rows, reader, name, number)
-                outputs[name] = made(name, info.dtype, (number, *info.shape[1:]), first)
+                outputs[name] = _resized(reader, name, number, lambda old, rows: old[:rows])
             elif number:
                 lost.append(layer)
     if lost:
@@ -369,17 +371,3 @@ def shrink_checkpoint(
     write_checkpoint(out, config, outputs.values(), [(folder, companions)], "shrink", max_shard_size, overwrite)
     names = layer_names(config)
     return ShrinkReport(Path(out), routers is not None, lost, [names[layer] for layer in lost])
-
-
-def _check_left_alone(later: Sequence[ExpansionRecord], folder: Path) -> None:
-    """Refuses a checkpoint in which a later expansion changed tensors of the earlier model."""
-    for stage in History(later).stages:
-        if stage.changes_everything:
-            raise InputError(
-                f"{folder}: `{stage.stage}` changed the earlier experts and shared weights: leaving out the later "
-                "experts does not restore the earlier model. Shrink the checkpoint from before that stage."
-            )
-
-
-def _first_rows(reader: CheckpointReader, name: str, number: int) -> torch.Tensor:
-    return reader.tensor(name)[:number]
