@@ -18,21 +18,7 @@ from ..errors import InputError
 from ..modeling import layer_names
 from ..modeling.expert_kinds import LoraKind
 from ..records import StageRecord, add_stage
-from .routed import (
-    active_experts,
-    check_counts,
-    check_routing,
-    expert_part,
-    merged,
-    needs_bias,
-    other_tensors,
-    padded_router,
-    places_of_layer,
-    selection_bias,
-    stacked,
-    stored_ffns,
-    turned,
-)
+from .routed import active_experts, check_routing, merged, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
@@ -287,8 +273,7 @@ def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
     else:
         no_bias = _WITHOUT_BIAS.get(backbone, "")
     biased = [form for form in forms if form.bias]
-    check_counts(config, folder, bool(biased), no_bias)
-    if needs_bias(config):
+    if needs_bias(config, folder, bool(biased), no_bias):
         return biased[0]
     if 1 in config.num_experts_per_layer:
         return next((form for form in forms if form.dense_layers), forms[0])
@@ -320,31 +305,28 @@ def _native_config(source: StoredModel, form: NativeForm) -> Any:
 
 def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Iterator[OutputTensor]:
     ffns = stored_ffns(source)
-    for key in other_tensors(source, ffns):
-        tensor = source.copied(key, key)
-        yield turned(tensor, config) if form.turned else tensor
+    others = other_tensors(source, ffns)
+    yield from (turned(tensor, config) if form.turned else tensor for tensor in others)
     first = source.copied(next(iter(source.tensors)))
     yield from _zeros(form.zero_once, "", config, first.dtype)
     for ffn in ffns:
         layer = ffn.name.rpartition(".")[0]
         if ffn.router is None and form.dense_layers:
-            yield from (replace(tensor, name=f"{ffn.name}.{part}") for part, tensor in ffn.experts[0].items())
+            yield from ffn.dense()
             continue
-        at = places_of_layer(source.config, ffn.number)
-        dtype = next(iter(ffn.experts[0].values())).dtype
-        yield padded_router(ffn, at, f"{layer}.{form.router}", config.hidden_size, dtype)
+        yield ffn.padded_router(f"{layer}.{form.router}", config.hidden_size)
         if form.bias:
-            yield selection_bias(f"{layer}.{form.bias}", at, (1, len(at)))
-        yield from _zeros(form.zero, f"{layer}.", config, dtype)
+            yield replace(ffn.selection_bias(f"{layer}.{form.bias}"), shape=(1, len(ffn.at)))
+        yield from _zeros(form.zero, f"{layer}.", config, ffn.dtype)
         inside = {part for parts in form.stacks.values() for part in parts}
-        for place, expert in enumerate(at):
+        for place, expert in enumerate(ffn.at):
             for part in (part for part in ffn.experts[0] if part not in inside):
                 name = f"{layer}.{form.expert.format(place)}{form.parts.get(part, part)}"
-                yield replace(expert_part(ffn, expert, part), name=name)
+                yield replace(ffn.part(expert, part), name=name)
         for name, parts in form.stacks.items():
-            tensors = [expert_part(ffn, expert, part) for expert in at for part in parts]
-            rows = sum(tensor.shape[0] for tensor in tensors) // len(at)
-            yield stacked(f"{layer}.{name}", tensors, (len(at), rows, *tensors[0].shape[1:]))
+            tensors = [ffn.part(expert, part) for expert in ffn.at for part in parts]
+            rows = sum(tensor.shape[0] for tensor in tensors) // len(ffn.at)
+            yield stacked(f"{layer}.{name}", tensors, (len(ffn.at), rows, *tensors[0].shape[1:]))
 
 
 def _zeros(tensors: Mapping[str, tuple[str, ...]], prefix: str, config: Any, dtype: str) -> Iterator[OutputTensor]:

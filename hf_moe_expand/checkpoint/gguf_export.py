@@ -28,21 +28,7 @@ from ..scratch import beside, remove_partial_files
 from .export import dense_config, expert_tensors
 from .gguf import load_tokenizer, tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite
-from .routed import (
-    StoredFFN,
-    active_experts,
-    check_counts,
-    check_routing,
-    expert_part,
-    needs_bias,
-    other_tensors,
-    padded_router,
-    places_of_layer,
-    selection_bias,
-    stacked,
-    stored_ffns,
-    turned,
-)
+from .routed import StoredFFN, active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
 from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
@@ -206,8 +192,8 @@ def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:
     form = backbone.dense
     if counts is not None:
         check_routing(config, folder, "llama.cpp", merge_lora)
-        check_counts(config, folder, backbone.biased is not None, backbone.why)
-        form = backbone.biased if needs_bias(config) and backbone.biased else backbone.mixture
+        biased = needs_bias(config, folder, backbone.biased is not None, backbone.why)
+        form = backbone.biased if biased and backbone.biased else backbone.mixture
     where = f"llama.cpp's {form.architecture}"
     if config.hidden_act != "silu":
         raise InputError(f"{folder}: its FFNs have the activation {config.hidden_act}, but those of {where} have silu.")
@@ -249,32 +235,25 @@ def _mixture(source: StoredModel, form: GgufForm, config: Any) -> Iterator[Outpu
     """The tensors of an expanded model under llama.cpp's names."""
     ffns = stored_ffns(source)
     leading = _leading_dense(source.config.num_experts_per_layer, form)
-    outside = [source.copied(key, key) for key in other_tensors(source, ffns)]
-    yield from _named(outside, form, config, source.folder)
-    for ffn in ffns[:leading]:
-        dense = [replace(tensor, name=f"{ffn.name}.{part}") for part, tensor in ffn.experts[0].items()]
-        yield from _named(dense, form, config, source.folder)
+    dense = [tensor for ffn in ffns[:leading] for tensor in ffn.dense()]
+    yield from _named([*other_tensors(source, ffns), *dense], form, config, source.folder)
     for ffn in ffns[leading:]:
-        at = places_of_layer(source.config, ffn.number)
-        yield from _experts(ffn, at, form, source, config)
+        yield from _experts(ffn, form, source, config)
 
 
-def _experts(
-    ffn: StoredFFN, at: list[int | None], form: GgufForm, source: StoredModel, config: Any
-) -> Iterator[OutputTensor]:
+def _experts(ffn: StoredFFN, form: GgufForm, source: StoredModel, config: Any) -> Iterator[OutputTensor]:
     block = f"blk.{ffn.number}"
-    dtype = next(iter(ffn.experts[0].values())).dtype
-    yield padded_router(ffn, at, f"{block}.ffn_gate_inp.weight", config.hidden_size, dtype)
+    yield ffn.padded_router(f"{block}.ffn_gate_inp.weight", config.hidden_size)
     if form.bias:
-        yield selection_bias(f"{block}.exp_probs_b.bias", at, (len(at),))
+        yield ffn.selection_bias(f"{block}.exp_probs_b.bias")
     for part in ffn.experts[0]:
         if part not in _PARTS:
             raise _no_place(f"{ffn.name}.{part}", form, source.folder)
-        tensors = [expert_part(ffn, expert, part) for expert in at]
+        tensors = [ffn.part(expert, part) for expert in ffn.at]
         shape = tensors[0].shape
-        yield stacked(f"{block}.ffn_{_PARTS[part]}_exps.weight", tensors, (len(at), *shape))
+        yield stacked(f"{block}.ffn_{_PARTS[part]}_exps.weight", tensors, (len(ffn.at), *shape))
         if form.shared:
-            yield zeros(f"{block}.ffn_{_PARTS[part]}_shexp.weight", dtype, shape)
+            yield zeros(f"{block}.ffn_{_PARTS[part]}_shexp.weight", ffn.dtype, shape)
 
 
 def _leading_dense(counts: list[int], form: GgufForm) -> int:

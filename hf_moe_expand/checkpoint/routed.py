@@ -13,7 +13,7 @@ Routers keep expert 0's row in free places: the largest score, which softmax sub
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,12 +37,48 @@ class StoredFFN:
         name: prefix of the FFN's tensors in the dense model.
         router: the router's weight `[N, h]`; None for a dense layer.
         experts: tensors of each expert, by their names inside the FFN; one expert for a dense layer.
+        at: the expert at each place of the layer, where all layers have as many; None for a place that must never be
+            chosen.
     """
 
     number: int
     name: str
     router: OutputTensor | None
     experts: list[dict[str, OutputTensor]]
+    at: list[int | None]
+
+    @property
+    def dtype(self) -> str:
+        """The type of its first tensor."""
+        return next(iter(self.experts[0].values())).dtype
+
+    def dense(self) -> list[OutputTensor]:
+        """Expert 0's tensors under their names in the dense model."""
+        return [replace(tensor, name=f"{self.name}.{part}") for part, tensor in self.experts[0].items()]
+
+    def part(self, at: int | None, part: str) -> OutputTensor:
+        """A tensor of the expert at a place; zeros for one that is never chosen."""
+        if at is None:
+            like = self.experts[0][part]
+            return zeros(like.name, like.dtype, like.shape)
+        return self.experts[at][part]
+
+    def padded_router(self, name: str, hidden_size: int) -> OutputTensor:
+        """The router's weight `[places, h]`; zeros for a dense layer."""
+        shape, router = (len(self.at), hidden_size), self.router
+        if router is None:
+            return zeros(name, self.dtype, shape)
+        size = router.nbytes // router.shape[0]
+
+        def data() -> Iterable[bytes]:
+            rows = b"".join(router.data())
+            yield b"".join(rows[number * size : (number + 1) * size] for number in (row or 0 for row in self.at))
+
+        return OutputTensor(name, router.dtype, shape, data)
+
+    def selection_bias(self, name: str) -> OutputTensor:
+        """The bias `[places]` on the scores that keeps places without an expert from being chosen."""
+        return in_memory(name, torch.tensor([0.0 if expert is not None else _NEVER for expert in self.at]))
 
 
 def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> None:
@@ -77,24 +113,18 @@ def active_experts(config: Any) -> int:
     return min(config.router_top_k, max(config.num_experts_per_layer))
 
 
-def places_of_layer(config: Any, layer: int) -> list[int | None]:
-    """The expert at each place of a layer, which all have as many; None for a place that must never be chosen."""
+def _places(config: Any, layer: int) -> list[int | None]:
     count, most = config.num_experts_per_layer[layer], max(config.num_experts_per_layer)
     filler = 0 if count == 1 or active_experts(config) == 1 else None
     return [*range(count), *[filler] * (most - count)]
 
 
-def needs_bias(config: Any) -> bool:
-    """Whether an expanded model needs a selection bias (see the module)."""
-    return active_experts(config) > 1 and len({*config.num_experts_per_layer} - {1}) > 1
-
-
-def check_counts(config: Any, folder: Any, biased: bool, why: str) -> None:
-    """Refuses numbers of experts that an architecture with one number for all layers cannot take, `biased` if it has a
-    selection bias; if not, `why` says why there is none."""
+def needs_bias(config: Any, folder: Any, biased: bool, why: str) -> bool:
+    """Whether an expanded model needs a selection bias (see the module). Refuses numbers of experts that the
+    architecture cannot take; `biased` says whether it has such a bias, and `why` says why not, for the message."""
     sizes, top_k = sorted({*config.num_experts_per_layer} - {1}), active_experts(config)
-    if not needs_bias(config):
-        return
+    if top_k == 1 or len(sizes) < 2:
+        return False
     if not biased:
         raise InputError(
             f"{folder}: its layers have {', '.join(map(str, sizes))} experts, but architectures have one number for "
@@ -107,6 +137,7 @@ def check_counts(config: Any, folder: Any, biased: bool, why: str) -> None:
             f"architecture with one number of experts for all layers chooses {top_k} in each. Expand with at least "
             f"{top_k} experts in each expanded layer to export."
         )
+    return True
 
 
 def stored_ffns(source: StoredModel) -> list[StoredFFN]:
@@ -125,14 +156,14 @@ def stored_ffns(source: StoredModel) -> list[StoredFFN]:
             else:
                 experts.append({part: source.copied(f"{place}.{part}") for part in parts})
         router = None if count == 1 else source.copied(f"{ffn.place}.router.weight")
-        ffns.append(StoredFFN(number, ffn.name, router, experts))
+        ffns.append(StoredFFN(number, ffn.name, router, experts, _places(source.config, number)))
     return ffns
 
 
-def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[str]:
-    """The model's names of its tensors outside the FFNs."""
+def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> list[OutputTensor]:
+    """The tensors outside the FFNs, under the model's names."""
     inside = tuple(f"{ffn.name}." for ffn in ffns)
-    return (key for key in source.tensors if not key.startswith(inside))
+    return [source.copied(key, key) for key in source.tensors if not key.startswith(inside)]
 
 
 def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: str | None = None) -> OutputTensor:
@@ -153,34 +184,6 @@ def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: s
         yield rounded(weight + scaling * (change.T if transposed else change), copied.dtype, copied.name)
 
     return OutputTensor(copied.name, copied.dtype, copied.shape, data)
-
-
-def selection_bias(name: str, at: Sequence[int | None], shape: tuple[int, ...]) -> OutputTensor:
-    """The bias on the scores that keeps places without an expert from being chosen."""
-    return in_memory(name, torch.tensor([0.0 if expert is not None else _NEVER for expert in at]).view(shape))
-
-
-def padded_router(ffn: StoredFFN, at: Sequence[int | None], name: str, hidden_size: int, dtype: str) -> OutputTensor:
-    """The router's weight `[places, h]` of a layer; zeros for a dense layer."""
-    shape = (len(at), hidden_size)
-    if ffn.router is None:
-        return zeros(name, dtype, shape)
-    router = ffn.router
-    size = router.nbytes // router.shape[0]
-
-    def data() -> Iterable[bytes]:
-        rows = b"".join(router.data())
-        yield b"".join(rows[number * size : (number + 1) * size] for number in (row or 0 for row in at))
-
-    return OutputTensor(name, router.dtype, shape, data)
-
-
-def expert_part(ffn: StoredFFN, at: int | None, part: str) -> OutputTensor:
-    """A tensor of the expert at a place; zeros for one that is never chosen."""
-    if at is None:
-        like = ffn.experts[0][part]
-        return zeros(like.name, like.dtype, like.shape)
-    return ffn.experts[at][part]
 
 
 def stacked(name: str, tensors: Sequence[OutputTensor], shape: tuple[int, ...]) -> OutputTensor:
