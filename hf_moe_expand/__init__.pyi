@@ -8,13 +8,13 @@ from .analysis.similarity import measure_similarity as measure_similarity
 from .baselines.ensemble import evaluate_ensemble as evaluate_ensemble
 from .card import make_card as make_card
 from .checkpoint.expand import expand_checkpoint as expand_checkpoint
+from .checkpoint.expand import expand_model as expand_model
 from .checkpoint.expansion_only import save_expansion as save_expansion
 from .checkpoint.graft import graft_delta as graft_delta
 from .checkpoint.grow import grow_checkpoint as grow_checkpoint
-from .checkpoint.in_memory import expand_model as expand_model
+from .checkpoint.grow import shrink_checkpoint as shrink_checkpoint
 from .checkpoint.join import join_expansions as join_expansions
-from .checkpoint.leave_out import leave_out_pack as leave_out_pack
-from .checkpoint.shrink import shrink_checkpoint as shrink_checkpoint
+from .checkpoint.join import leave_out_pack as leave_out_pack
 from .data.packing import PackedText as PackedText
 from .data.packing import collate_blocks as collate_blocks
 from .data.packing import pack_texts as pack_texts

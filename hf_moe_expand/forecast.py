@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from .checkpoint.expand import check_layers, planned_config
-from .checkpoint.kinds import check_kinds, chosen_kind
+from .checkpoint.new_experts import check_kinds, chosen_kind
 from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .costs import activation_bytes, size_of, training_flops, weights_bytes

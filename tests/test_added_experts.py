@@ -38,7 +38,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.export import export_expert, export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
-from hf_moe_expand.checkpoint.new_weights import neurons_of
+from hf_moe_expand.checkpoint.new_experts import neurons_of
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.forecast import forecast

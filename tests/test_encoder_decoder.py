@@ -26,9 +26,8 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.export import export_expert, export_native
-from hf_moe_expand.checkpoint.join import join_expansions
-from hf_moe_expand.checkpoint.leave_out import leave_out_pack
-from hf_moe_expand.checkpoint.shrink import shrink_checkpoint
+from hf_moe_expand.checkpoint.grow import shrink_checkpoint
+from hf_moe_expand.checkpoint.join import join_expansions, leave_out_pack
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.modeling import decoder_ffns, layer_names

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_moe_expand import Plan, expand_checkpoint
 from hf_moe_expand.checkpoint import gguf_export as module
-from hf_moe_expand.checkpoint import gguf_tokenizer
+from hf_moe_expand.checkpoint.gguf import KEPT
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.source import resolve_checkpoint
 from hf_moe_expand.errors import InputError
@@ -190,7 +190,7 @@ def test_a_base_from_gguf_keeps_its_tokenizers_fields(tmp_path):
     model = grown(tmp_path, "llama", [2, 2, 2])
     export_gguf(model, tmp_path / "base.gguf", expert=0)
     invoke("from-gguf", tmp_path / "base.gguf", tmp_path / "base-again")
-    kept = tmp_path / "base-again" / gguf_tokenizer.KEPT
+    kept = tmp_path / "base-again" / KEPT
     content = json.loads(kept.read_text())
     assert content["tokenizer.ggml.pre"]["value"] == "gpt-2"
     content["tokenizer.ggml.pre"]["value"] = "smollm"  # not the name that the tokenizer itself would get
@@ -289,7 +289,7 @@ def test_the_file_is_whole_or_not_there(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=r"the disk is full; at least [\d,]+ bytes are needed"):
             export_gguf(model, out, kind="q8_0", overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "free_bytes", lambda _: 1000)
+        patch.setattr("hf_moe_expand.checkpoint.writer.free_bytes", lambda _: 1000)
         with pytest.raises(InputError, match=r"needs [\d,]+ bytes, but the disk has 1,000 bytes free"):
             export_gguf(model, out, overwrite=True)
     assert out.read_bytes() == before

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.checkpoint.expand import versions
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS, add_experts
-from hf_moe_expand.checkpoint.new_weights import new_router, new_weight
+from hf_moe_expand.checkpoint.new_experts import new_router, new_weight
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import ExpansionRecord
 from hf_moe_expand.schema import changed, read

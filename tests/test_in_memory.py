@@ -15,7 +15,7 @@ from hf_moe_expand import (
     Plan,
     expand_model,
 )
-from hf_moe_expand.checkpoint.in_memory import base_of
+from hf_moe_expand.checkpoint.expand import base_of
 from hf_moe_expand.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ..checkpoint.gates import NO_GATES
 from ..checkpoint.join import JoinReport, check_ungated, joined_config, load_packs, write_joined
-from ..checkpoint.pack_checks import check_packs
+from ..checkpoint.packs import check_packs
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
 from ..errors import InputError, named_as
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized

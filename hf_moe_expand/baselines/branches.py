@@ -6,18 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.expand import check_dense_plan, ffn_dtype, first_record, planned_config
-from ..checkpoint.folder import write_checkpoint
+from ..checkpoint.expand import check_dense_plan, ffn_dtype, planned_config, write_first_record
 from ..checkpoint.merge import averaged, check_same_shape
-from ..checkpoint.new_weights import new_weight
+from ..checkpoint.new_experts import new_weight
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, computed, network_of, places
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, write_checkpoint
 from ..errors import InputError
 from ..modeling import decoder_ffns
 from ..planning.plan import Plan
-from ..records import History
-from ..schema import changed
 
 
 def expand_branches(
@@ -58,13 +55,11 @@ def expand_branches(
     tensors = _outputs(models, config, seed)
     base_parameters = sum(info.numel for info in first.reader.tensors.values())
     parameters = sum(tensor.numel for tensor in tensors)
-    record = first_record(plan, first.name, None, "branches", seed, base_parameters, parameters)
-    record = changed(record, branches=[model.name for model in models])
-    History([record]).write(config)
+    names = [model.name for model in models]
+    write_first_record(config, plan, first.name, None, "branches", seed, base_parameters, parameters, names)
     return write_checkpoint(
-        out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches",
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches", max_shard_size, overwrite
+    )
 
 
 def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[OutputTensor]:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..checkpoint.folder import write_checkpoint
 from ..checkpoint.promises import tiny_twin
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
 from ..checkpoint.stored import StoredModel, layer_list
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, zeros
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output, write_checkpoint, zeros
 from ..errors import InputError
 from ..records import StageRecord, add_stage
 
@@ -96,10 +95,7 @@ def _insert(
             setattr(config, name, [values[source] for source, _ in sources])
     config.new_layers = new
     add_stage(config, StageRecord(stage="expand-depth", settings={"base": dense.name, "blocks": blocks}))
-    write_checkpoint(
-        out, config, tensors, [(dense.folder, TOKENIZER_FILES)], "expand-depth",
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+    write_checkpoint(out, config, tensors, [(dense.folder, TOKENIZER_FILES)], "expand-depth", max_shard_size, overwrite)
     return new
 
 

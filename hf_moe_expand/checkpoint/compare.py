@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -97,6 +96,6 @@ def _same(a: CheckpointReader, ours: str, b: CheckpointReader, theirs: str) -> b
     if left.shape != right.shape:
         return False
     if left.dtype == right.dtype:
-        return all(x == y for x, y in zip_longest(a.chunks(ours), b.chunks(theirs)))
+        return a.same_bytes(ours, b, theirs)
     pairs = zip(a.pieces(ours), b.pieces(theirs), strict=True)
     return all(torch.allclose(x.double(), y.double(), rtol=0, atol=0, equal_nan=True) for x, y in pairs)

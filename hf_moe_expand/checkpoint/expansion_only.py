@@ -14,11 +14,10 @@ from ..jsonfile import read_json, write_json
 from ..modeling import model_class
 from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
-from .folder import copy_companions
 from .reader import CheckpointReader
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, new_folder, write_weights
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_companions, new_folder, write_weights
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,7 @@ class SavedExpansion:
 
 
 def base_of(config: Any) -> BaseModel:
-    """The base that config.json records.
-
-    Raises:
-        InputError: config.json records no expansion.
-    """
+    """The base that config.json records."""
     first = History.of(config).first
     name, revision = first.base_model, first.base_revision  # of a model of the hub only
     if name is None:
@@ -93,8 +88,7 @@ def save_expansion(
     base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
     local = base is not None and Path(base).is_dir()
     # The hub's cache names a snapshot's folder by its commit.
-    id_and_revision = (None, None) if local else (str(base or origin.name), base_folder.name)
-    pointer = dict(zip(("base_model", "revision"), id_and_revision, strict=True))
+    hub_id, revision = (None, None) if local else (str(base or origin.name), base_folder.name)
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
     record, added, changed = _compare(expanded, dense)
     in_base, size = (sum(expanded.reader.info(name).nbytes for name in names) for names in (record, changed))
@@ -106,7 +100,7 @@ def save_expansion(
     size = sum(tensor.nbytes for tensor in added)
     with new_folder(out, overwrite, needed_bytes=size) as partial:
         fields = read_json(folder / "config.json", "a configuration")
-        write_json(partial / "config.json", {**fields, "expansion_base": pointer})
+        write_json(partial / "config.json", {**fields, "expansion_base": {"base_model": hub_id, "revision": revision}})
         write_json(partial / RECORD, record)
         custom_object_save(model_class(config), partial)
         copy_companions(folder, partial)

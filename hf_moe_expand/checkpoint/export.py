@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -19,24 +18,10 @@ from ..errors import InputError
 from ..modeling import layer_names
 from ..modeling.expanded_config import LoraKind
 from ..records import StageRecord, add_stage
-from .folder import write_checkpoint
-from .routed import (
-    NEVER,
-    check_counts,
-    check_routing,
-    expert_part,
-    merged,
-    needs_bias,
-    other_tensors,
-    padded_router,
-    places_of_layer,
-    stacked,
-    stored_ffns,
-    turned,
-)
+from .routed import active_experts, check_routing, merged, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, tensor_bytes, zeros
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
 
@@ -167,7 +152,7 @@ def export_native(
     source = _source(model, out, overwrite)
     form = native_form(source, merge_lora)
     config = _native_config(source, form)
-    tensors = list(_native_tensors(source, form, config, merge_lora))
+    tensors = list(_native_tensors(source, form, config))
     _check_fits(source, form, config, tensors)
     return _write(out, source, config, tensors, {}, max_shard_size, overwrite)
 
@@ -219,16 +204,12 @@ def _write(
     settings = {"model": source.name, **settings, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
     companions = [(source.folder, TOKENIZER_FILES)]
-    write_checkpoint(out, config, tensors, companions, "export", max_shard_size=max_shard_size, overwrite=overwrite)
+    write_checkpoint(out, config, tensors, companions, "export", max_shard_size, overwrite)
     return config.architectures[0]
 
 
 def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
-    """The tensors of the dense model that has one expert of every expanded layer as its FFN.
-
-    Raises:
-        InputError: an expanded layer lacks this expert, or it is an added one.
-    """
+    """The tensors of the dense model that has one expert of every expanded layer as its FFN."""
     for layer, count in enumerate(source.config.num_experts_per_layer):
         if not 0 <= expert < count and count > 1:
             name = layer_names(source.config)[layer]
@@ -245,7 +226,7 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
         if key in source.names and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
             name = _saved_name(network, place.dense)
             if isinstance(kind, LoraKind) and place.expert == 0:
-                tensors.append(merged(source, key, place.inner, expert, kind, name))
+                tensors.append(merged(source, key, expert, kind, name))
             else:
                 tensors += source.copies(key, name)
     return tensors
@@ -270,11 +251,7 @@ def _saved_name(network: Any, name: str) -> str:
 
 
 def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
-    """The form in which a model is written.
-
-    Raises:
-        InputError: no architecture of transformers computes the same; the message says why.
-    """
+    """The form in which a model is written: an architecture that computes the same."""
     config, folder = source.config, source.folder
     backbone = config.backbone_model_type
     if backbone not in NATIVE_FORMS:
@@ -284,8 +261,6 @@ def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
             f"model: {why}. Native forms exist for {', '.join(NATIVE_FORMS)}."
         )
     check_routing(config, folder, "transformers", merge_lora)
-    counts = config.num_experts_per_layer
-    top_k = min(config.router_top_k, max(counts))
     forms = NATIVE_FORMS[backbone]
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if backbone == "qwen3" and sliding:
@@ -298,10 +273,9 @@ def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
     else:
         no_bias = _WITHOUT_BIAS.get(backbone, "")
     biased = [form for form in forms if form.bias]
-    check_counts(counts, top_k, folder, bool(biased), no_bias)
-    if needs_bias(counts, top_k):
+    if needs_bias(config, folder, bool(biased), no_bias):
         return biased[0]
-    if 1 in counts:
+    if 1 in config.num_experts_per_layer:
         return next((form for form in forms if form.dense_layers), forms[0])
     return forms[0]
 
@@ -309,13 +283,13 @@ def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
 def _native_config(source: StoredModel, form: NativeForm) -> Any:
     dense = dense_config(source.config)
     counts = source.config.num_experts_per_layer
-    experts = max(counts)
+    experts, active = max(counts), active_experts(source.config)
     wanted = {
         "num_experts": experts,
         "num_local_experts": experts,
-        "num_experts_per_tok": min(source.config.router_top_k, experts),
+        "num_experts_per_tok": active,
         "moe_num_experts": experts,
-        "moe_k": min(source.config.router_top_k, experts),
+        "moe_k": active,
         "moe_intermediate_size": dense.intermediate_size,
         "norm_topk_prob": True,
         "mlp_only_layers": [layer for layer, count in enumerate(counts) if count == 1 and form.dense_layers],
@@ -329,43 +303,30 @@ def _native_config(source: StoredModel, form: NativeForm) -> Any:
     return native_class(**{name: value for name, value in {**values, **wanted}.items() if name in known})
 
 
-def _native_tensors(source: StoredModel, form: NativeForm, config: Any, merge_lora: bool) -> Iterator[OutputTensor]:
-    ffns = stored_ffns(source, merge_lora)
-    counts = source.config.num_experts_per_layer
-    top_k = min(source.config.router_top_k, max(counts))
-    for key in other_tensors(source, ffns):
-        projection = key.rpartition(".")[0].rpartition(".")[2]
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(projection)
-        tensor = source.copied(key, key)
-        yield tensor if heads is None or not form.turned else turned(tensor, heads)
+def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Iterator[OutputTensor]:
+    ffns = stored_ffns(source)
+    others = other_tensors(source, ffns)
+    yield from (turned(tensor, config) if form.turned else tensor for tensor in others)
     first = source.copied(next(iter(source.tensors)))
     yield from _zeros(form.zero_once, "", config, first.dtype)
     for ffn in ffns:
         layer = ffn.name.rpartition(".")[0]
         if ffn.router is None and form.dense_layers:
-            yield from (replace(tensor, name=f"{ffn.name}.{part}") for part, tensor in ffn.experts[0].items())
+            yield from ffn.dense()
             continue
-        at = places_of_layer(counts[ffn.number], max(counts), top_k)
-        dtype = next(iter(ffn.experts[0].values())).dtype
-        yield padded_router(ffn, at, f"{layer}.{form.router}", config.hidden_size, dtype)
+        yield ffn.padded_router(f"{layer}.{form.router}", config.hidden_size)
         if form.bias:
-            yield selection_bias(f"{layer}.{form.bias}", at, (1, len(at)))
-        yield from _zeros(form.zero, f"{layer}.", config, dtype)
+            yield replace(ffn.selection_bias(f"{layer}.{form.bias}"), shape=(1, len(ffn.at)))
+        yield from _zeros(form.zero, f"{layer}.", config, ffn.dtype)
         inside = {part for parts in form.stacks.values() for part in parts}
-        for place, expert in enumerate(at):
+        for place, expert in enumerate(ffn.at):
             for part in (part for part in ffn.experts[0] if part not in inside):
                 name = f"{layer}.{form.expert.format(place)}{form.parts.get(part, part)}"
-                yield replace(expert_part(ffn, expert, part), name=name)
+                yield replace(ffn.part(expert, part), name=name)
         for name, parts in form.stacks.items():
-            tensors = [expert_part(ffn, expert, part) for expert in at for part in parts]
-            rows = sum(tensor.shape[0] for tensor in tensors) // len(at)
-            yield stacked(f"{layer}.{name}", tensors, (len(at), rows, *tensors[0].shape[1:]))
-
-
-def selection_bias(name: str, at: list[int | None], shape: tuple[int, ...]) -> OutputTensor:
-    """The bias on the scores that keeps places without an expert from being chosen."""
-    values = torch.tensor([0.0 if expert is not None else NEVER for expert in at])
-    return OutputTensor(name, "F32", shape, lambda: [tensor_bytes(values)])
+            tensors = [ffn.part(expert, part) for expert in ffn.at for part in parts]
+            rows = sum(tensor.shape[0] for tensor in tensors) // len(ffn.at)
+            yield stacked(f"{layer}.{name}", tensors, (len(ffn.at), rows, *tensors[0].shape[1:]))
 
 
 def _zeros(tensors: Mapping[str, tuple[str, ...]], prefix: str, config: Any, dtype: str) -> Iterator[OutputTensor]:

@@ -13,11 +13,10 @@ from ..modeling import LayerMoEConfig, decoder_ffns
 from ..modeling.prefix_gate import PrefixRule
 from ..records import History, StageRecord
 from ..schema import changed
-from .folder import write_checkpoint
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory
+from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory, write_checkpoint
 
 # The fields of a configuration and of an expansion's record.
 GATE_FIELDS = ("classifier_layers", "prefix_gate", "gate_languages")
@@ -42,11 +41,7 @@ NO_GATES = Gates([], {}, None)
 
 
 def check_gated(model: str | os.PathLike) -> Any:
-    """The configuration of a checkpoint that takes gates.
-
-    Raises:
-        InputError: it is a DMoE's or an encoder-decoder's.
-    """
+    """The configuration of a checkpoint that takes gates: not a DMoE's or an encoder-decoder's."""
     config = load_expanded_config(resolve_checkpoint(model, weights=False))
     if not isinstance(config, LayerMoEConfig):
         raise InputError(f"{model}: is a DMoE, which keeps no language of its base: gates have nothing to send home.")
@@ -66,22 +61,14 @@ def write_gates(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> Path:
-    """Writes the checkpoint with these gates.
-
-    Args:
-        model: expanded checkpoint.
-        record: the step, for the history.
-
-    Raises:
-        InputError: `out` cannot be written.
-    """
+    """Writes an expanded checkpoint with these gates, and the step's `record` into its history."""
     stored = StoredModel(model)
     check_output(out, overwrite, stored.folder)
     config: Any = stored.config
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
     outputs = [one for key in stored.tensors if ".classifier." not in key for one in stored.copies(key)]
     for layer in gates.rows:
-        dtype = stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype
+        dtype = TORCH_DTYPES[stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype]
         for inner, tensor in gate_tensors(gates, layer, dtype).items():
             outputs.append(in_memory(f"{places[layer]}.{inner}", tensor))
     set_gates(config, gates)
@@ -90,9 +77,7 @@ def write_gates(
     fields = {name: getattr(config, name) for name in GATE_FIELDS}
     last = changed(history.last, parameters=parameters, **fields)
     History([*history.expansions[:-1], last]).with_stage(record).write(config)
-    return write_checkpoint(
-        out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size=max_shard_size, overwrite=overwrite
-    )
+    return write_checkpoint(out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size, overwrite)
 
 
 def set_gates(config: Any, gates: Gates) -> None:
@@ -102,10 +87,10 @@ def set_gates(config: Any, gates: Gates) -> None:
     config.gate_languages = gates.languages if gates.rows else None
 
 
-def gate_tensors(gates: Gates, layer: int, dtype: str) -> dict[str, torch.Tensor]:
+def gate_tensors(gates: Gates, layer: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A layer's gate as it is stored, by inner name."""
     kinds = ("classifier.weight", "classifier.bias")
-    return {kind: rows.to(TORCH_DTYPES[dtype]) for kind, rows in zip(kinds, gates.rows[layer], strict=True)}
+    return {kind: rows.to(dtype) for kind, rows in zip(kinds, gates.rows[layer], strict=True)}
 
 
 def stored_gates(stored: StoredModel) -> Gates | None:

@@ -20,31 +20,18 @@ import torch
 from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..disk import free_bytes
 from ..errors import InputError, is_full_disk
 from ..extra import import_extra
 from ..jsonfile import read_json, write_text
 from ..records import History
 from ..scratch import beside, remove_partial_files
-from .export import dense_config, expert_tensors, selection_bias
-from .gguf_tokenizer import load_tokenizer, tokenizer_fields
+from .export import dense_config, expert_tensors
+from .gguf import load_tokenizer, tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite
-from .routed import (
-    StoredFFN,
-    check_counts,
-    check_routing,
-    expert_part,
-    needs_bias,
-    other_tensors,
-    padded_router,
-    places_of_layer,
-    stacked,
-    stored_ffns,
-    turned,
-)
+from .routed import StoredFFN, active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
-from .writer import OutputTensor, check_apart, check_place, tensor_bytes, zeros
+from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
 
 # The types that this package writes, and the number of each in `general.file_type`.
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -162,7 +149,7 @@ def export_gguf(
     form = gguf_form(source.config, folder, merge_lora) if expert is None else gguf_form(config, folder)
     kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.copied(next(iter(source.tensors))).dtype, "f32")
     if expert is None:
-        tensors = list(_mixture(source, form, config, merge_lora))
+        tensors = list(_mixture(source, form, config))
     else:
         tensors = list(_named(expert_tensors(source, expert), form, config, folder))
     tensors += _rope_factors(config)
@@ -193,11 +180,7 @@ def modelfile_text(name: str, config: Any, folder: Path) -> str:
 
 
 def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:
-    """The form in which a model is written, by its configuration, expanded or dense.
-
-    Raises:
-        InputError: no architecture of llama.cpp computes the same; the message says why.
-    """
+    """The form in which a model is written, by its configuration, expanded or dense."""
     counts = getattr(config, "num_experts_per_layer", None)
     name = config.model_type if counts is None else config.backbone_model_type
     if name not in BACKBONES:
@@ -209,9 +192,8 @@ def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:
     form = backbone.dense
     if counts is not None:
         check_routing(config, folder, "llama.cpp", merge_lora)
-        top_k = min(config.router_top_k, max(counts))
-        check_counts(counts, top_k, folder, backbone.biased is not None, backbone.why)
-        form = backbone.biased if needs_bias(counts, top_k) and backbone.biased else backbone.mixture
+        biased = needs_bias(config, folder, backbone.biased is not None, backbone.why)
+        form = backbone.biased if biased and backbone.biased else backbone.mixture
     where = f"llama.cpp's {form.architecture}"
     if config.hidden_act != "silu":
         raise InputError(f"{folder}: its FFNs have the activation {config.hidden_act}, but those of {where} have silu.")
@@ -238,52 +220,40 @@ def _named(tensors: Sequence[OutputTensor], form: GgufForm, config: Any, folder:
     gguf = import_extra("gguf", "gguf")
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == form.architecture)
     known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for tensor in tensors:
         name = known.get_name(tensor.name, try_suffixes=(".weight", ".bias"))
         if name is None or (tensor.name.endswith(".bias") and not tensor.name.endswith(form.biases)):
             raise _no_place(tensor.name, form, folder)
-        projection = tensor.name.rpartition(".")[0].rpartition(".")[2]
-        turns = form.turned and projection in heads
-        yield replace(turned(tensor, heads[projection]) if turns else tensor, name=name)
+        yield replace(turned(tensor, config) if form.turned else tensor, name=name)
 
 
 def _no_place(name: str, form: GgufForm, folder: Path) -> InputError:
     return InputError(f"{folder}: llama.cpp's {form.architecture} has no place for the tensor {name!r}.")
 
 
-def _mixture(source: StoredModel, form: GgufForm, config: Any, merge_lora: bool) -> Iterator[OutputTensor]:
+def _mixture(source: StoredModel, form: GgufForm, config: Any) -> Iterator[OutputTensor]:
     """The tensors of an expanded model under llama.cpp's names."""
-    ffns = stored_ffns(source, merge_lora)
-    counts = source.config.num_experts_per_layer
-    top_k = min(source.config.router_top_k, max(counts))
-    leading = _leading_dense(counts, form)
-    outside = [source.copied(key, key) for key in other_tensors(source, ffns)]
-    yield from _named(outside, form, config, source.folder)
-    for ffn in ffns[:leading]:
-        dense = [replace(tensor, name=f"{ffn.name}.{part}") for part, tensor in ffn.experts[0].items()]
-        yield from _named(dense, form, config, source.folder)
+    ffns = stored_ffns(source)
+    leading = _leading_dense(source.config.num_experts_per_layer, form)
+    dense = [tensor for ffn in ffns[:leading] for tensor in ffn.dense()]
+    yield from _named([*other_tensors(source, ffns), *dense], form, config, source.folder)
     for ffn in ffns[leading:]:
-        at = places_of_layer(counts[ffn.number], max(counts), top_k)
-        yield from _experts(ffn, at, form, source, config)
+        yield from _experts(ffn, form, source, config)
 
 
-def _experts(
-    ffn: StoredFFN, at: list[int | None], form: GgufForm, source: StoredModel, config: Any
-) -> Iterator[OutputTensor]:
+def _experts(ffn: StoredFFN, form: GgufForm, source: StoredModel, config: Any) -> Iterator[OutputTensor]:
     block = f"blk.{ffn.number}"
-    dtype = next(iter(ffn.experts[0].values())).dtype
-    yield padded_router(ffn, at, f"{block}.ffn_gate_inp.weight", config.hidden_size, dtype)
+    yield ffn.padded_router(f"{block}.ffn_gate_inp.weight", config.hidden_size)
     if form.bias:
-        yield selection_bias(f"{block}.exp_probs_b.bias", at, (len(at),))
+        yield ffn.selection_bias(f"{block}.exp_probs_b.bias")
     for part in ffn.experts[0]:
         if part not in _PARTS:
             raise _no_place(f"{ffn.name}.{part}", form, source.folder)
-        tensors = [expert_part(ffn, expert, part) for expert in at]
+        tensors = [ffn.part(expert, part) for expert in ffn.at]
         shape = tensors[0].shape
-        yield stacked(f"{block}.ffn_{_PARTS[part]}_exps.weight", tensors, (len(at), *shape))
+        yield stacked(f"{block}.ffn_{_PARTS[part]}_exps.weight", tensors, (len(ffn.at), *shape))
         if form.shared:
-            yield zeros(f"{block}.ffn_{_PARTS[part]}_shexp.weight", dtype, shape)
+            yield zeros(f"{block}.ffn_{_PARTS[part]}_shexp.weight", ffn.dtype, shape)
 
 
 def _leading_dense(counts: list[int], form: GgufForm) -> int:
@@ -299,8 +269,7 @@ def _rope_factors(config: Any) -> list[OutputTensor]:
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     size = _head_size(config)
     plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    factors = plain / frequencies
-    return [OutputTensor("rope_freqs.weight", "F32", tuple(factors.shape), lambda: [tensor_bytes(factors)])]
+    return [in_memory("rope_freqs.weight", plain / frequencies)]
 
 
 def _head_size(config: Any) -> int:
@@ -349,7 +318,7 @@ def _mixture_fields(config: Any, form: GgufForm) -> _Fields:
     counts = config.num_experts_per_layer
     fields: _Fields = [
         ("expert_count", max(counts)),
-        ("expert_used_count", min(config.router_top_k, max(counts))),
+        ("expert_used_count", active_experts(config)),
         ("expert_feed_forward_length", config.intermediate_size),
     ]
     if form.leading_dense:
@@ -430,10 +399,7 @@ def check_file(out: Path, overwrite: bool) -> None:
 def _new_file(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
     """Yields a file beside `out` to write, which is renamed to `out` on success and removed on failure."""
     check_file(out, overwrite)
-    if needed_bytes > (free := free_bytes(out)):
-        raise InputError(
-            f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
-        )
+    check_free(out, needed_bytes)
     partial = beside(out, "partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -442,9 +408,7 @@ def _new_file(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
         os.replace(partial, out)
     except Exception as error:
         if is_full_disk(error):
-            raise InputError(
-                f"{out}: the disk is full; at least {needed_bytes:,} bytes are needed. The partial output was removed."
-            ) from error
+            raise full_disk(out, needed_bytes) from error
         if isinstance(error, OSError):
             raise InputError(f"{out}: cannot be written ({error.strerror}).") from error
         raise

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -14,11 +14,10 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
-from .folder import write_checkpoint
 from .reader import is_finite
-from .source import COMPANIONS, TOKENIZER_FILES
+from .source import COMPANIONS, TOKENIZER_FILES, differences
 from .stored import StoredModel, layer_list, name_before_insertion, places, rounded, widened
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that change the computation although the shapes are the same.
 COMPUTATION = (
@@ -102,35 +101,28 @@ def check_fine_tune(
     base: str | os.PathLike, instruct: str | os.PathLike, keep_tokenizer: bool = False, revision: str | None = None
 ) -> None:
     """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns if
-    `graft_delta` would warn.
-
-    Raises:
-        InputError: `instruct` is not a fine-tune of `base`, or has no tokenizer.
-    """
+    `graft_delta` would warn."""
     before, after = StoredModel(base, revision=revision), StoredModel(instruct)
     _check_same_architecture(before, after)
     _new_rows(before, after)
     _check_tokenizer(after, keep_tokenizer)
-    _warn_of_unrelated(
-        before, f"instruct ({after.name})", _cosine(before, after, {n: n for n in _ffn_matrices(before)})
-    )
+    _cosine(before, after, f"instruct ({after.name})")
 
 
 def add_delta(
     target: StoredModel,
     out: str | os.PathLike,
-    base: str | os.PathLike | StoredModel,
+    before: StoredModel,
     instruct: str | os.PathLike,
     scale: float,
     keep_tokenizer: bool,
     step: str,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
+    max_shard_size: str | int,
+    overwrite: bool,
 ) -> GraftReport:
     """`graft_delta` for a model of any kind; blocks that `expand_depth` inserted stay as they are."""
     if not isfinite(scale):
         raise InputError(f"scale is {scale}: must be a finite number.")
-    before = base if isinstance(base, StoredModel) else StoredModel(base)
     after = StoredModel(instruct)
     check_output(out, overwrite, target.folder, before.folder, after.folder)
     _check_same_architecture(before, after)
@@ -138,13 +130,12 @@ def add_delta(
     check_grew_from(target, before, homes)
     _check_tokenizer(after, keep_tokenizer)
     new_rows = _new_rows(before, after)
+    where = places(target.network)
+    own = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
     if isinstance(target.config, ExpandedConfig):
-        _check_expanded_from(target, before, after, homes)
-    sample = _sampled(target, before, homes)
-    instruct_cosine = _cosine(before, after, {home: home for home in sample})
-    model_cosine = _cosine(before, target, sample)
-    _warn_of_unrelated(before, f"instruct ({after.name})", instruct_cosine)
-    _warn_of_unrelated(before, f"the model ({target.name})", model_cosine)
+        _check_expanded_from(target, before, after, own)
+    instruct_cosine = _cosine(before, after, f"instruct ({after.name})")
+    model_cosine = _cosine(before, target, f"the model ({target.name})", own)
     config = target.config
     fields = _follow(config, before.config, after.config, () if not keep_tokenizer else _TOKEN_IDS)
     tensors = [
@@ -158,7 +149,7 @@ def add_delta(
         (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
         (tokenizer.folder, TOKENIZER_FILES),
     ]
-    write_checkpoint(out, config, tensors, companions, step, max_shard_size=max_shard_size, overwrite=overwrite)
+    write_checkpoint(out, config, tensors, companions, step, max_shard_size, overwrite)
     return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
 
 
@@ -192,11 +183,7 @@ def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
 
 
 def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> None:
-    """Refuses a dense model from which `target` cannot have been expanded.
-
-    Raises:
-        InputError: a field or tensor differs; the message names it.
-    """
+    """Refuses a dense model from which `target` cannot have been expanded."""
     backbone = getattr(target.config, "backbone_model_type", target.config.model_type)
     if backbone != base.config.model_type:
         raise InputError(
@@ -224,9 +211,7 @@ def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str
             )
 
 
-def _check_expanded_from(
-    target: StoredModel, base: StoredModel, instruct: StoredModel, homes: dict[str, str | None]
-) -> None:
+def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: StoredModel, own: dict[str, str]) -> None:
     """Refuses a base from which `target` was not expanded. Reads the tensors piece by piece.
 
     Tensors of different types are equal if one of them is the other, rounded to its type. A model whose history has a
@@ -234,24 +219,22 @@ def _check_expanded_from(
 
     Args:
         instruct: the fine-tune of `base`; the message says so if the two look swapped.
-        homes: the name in the dense model of each tensor of `target` (`dense_names`).
+        own: the tensor of `target` that the expansion copied from each tensor of `base`.
     """
     history = History.of(target.config)
     changed = any(stage.changes_everything for stage in history.stages)
     if changed or any(record.expert_init == "branches" for record in history.expansions):
         return
-    where = places(target.network)
-    copied = {key: home for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
-    wrong = next((key for key, home in copied.items() if not _same_tensor(target, key, base, home)), None)
+    wrong = next((home for home, key in own.items() if not _same_tensor(target, key, base, home)), None)
     if wrong is None:
         return
-    if all(_same_tensor(target, key, instruct, home) for key, home in copied.items()):
+    if all(_same_tensor(target, key, instruct, home) for home, key in own.items()):
         raise InputError(
             f"base ({base.folder}) and instruct ({instruct.folder}) look swapped: {target.folder} has the weights of "
-            f"instruct, and other ones in {copied[wrong]!r} than base. Give the model that was expanded as base."
+            f"instruct, and other ones in {wrong!r} than base. Give the model that was expanded as base."
         )
     raise InputError(
-        f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {copied[wrong]!r} differs "
+        f"{base.folder}: is not the model from which {target.folder} was expanded: tensor {wrong!r} differs "
         "from the model's own, which the expansion copied. Give the model that was expanded as base."
     )
 
@@ -340,51 +323,37 @@ def _grafted(
     return OutputTensor(stored, info.dtype, shape, data)
 
 
-def _sampled(target: StoredModel, base: StoredModel, homes: dict[str, str | None]) -> dict[str, str]:
-    """The first matrix of each layer's FFN: its name in the dense model, and in the model's expert 0."""
-    where = places(target.network)
-    mine = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
-    return {home: mine[home] for home in _ffn_matrices(base)}
+def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str, str] | None = None) -> float:
+    """The cosine of two models over a sample of the first matrix of each layer's FFN. Warns if it is low.
 
-
-def _ffn_matrices(base: StoredModel) -> list[str]:
-    """Names of the first matrix of each layer's FFN."""
-    return [
-        next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
-        for ffn in decoder_ffns(base.network)
-    ]
-
-
-def _warn_of_unrelated(base: StoredModel, what: str, cosine: float) -> None:
+    Args:
+        what: the other model, for the warning.
+        names: the other model's name of each tensor of `base`, where the names differ.
+    """
+    dot = left = right = 0.0
+    for ffn in decoder_ffns(base.network):
+        ours = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
+        theirs = other.home(names[ours] if names else ours)
+        stop = min(_SAMPLE, base.reader.tensors[base.home(ours)].numel)
+        pairs = zip(base.reader.pieces(base.home(ours), stop=stop), other.reader.pieces(theirs, stop=stop), strict=True)
+        for a, b in pairs:
+            a, b = a.double(), b.double()
+            dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
+    cosine = dot / max((left * right) ** 0.5, 1e-30)
     if cosine < _RELATED:
         warnings.warn(
             f"base ({base.name}) and {what} look unrelated: the cosine of their FFNs is {cosine:.3f}, while it is "
             "nearly 1 for a fine-tune. Adding this delta will hardly give a working model.",
             stacklevel=4,
         )
-
-
-def _cosine(base: StoredModel, other: StoredModel, names: dict[str, str]) -> float:
-    dot = left = right = 0.0
-    for ours, theirs in names.items():
-        stop = min(_SAMPLE, base.reader.tensors[base.home(ours)].numel)
-        pairs = zip(
-            base.reader.pieces(base.home(ours), stop=stop),
-            other.reader.pieces(other.home(theirs), stop=stop),
-            strict=True,
-        )
-        for a, b in pairs:
-            a, b = a.double(), b.double()
-            dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
-    return dot / max((left * right) ** 0.5, 1e-30)
+    return cosine
 
 
 def _follow(config: Any, base: Any, instruct: Any, keep: Iterable[str]) -> dict[str, tuple[Any, Any]]:
     """Sets the fields in which instruct differs from base to instruct's values."""
     fields = {}
-    ours, theirs = base.to_dict(), instruct.to_dict()
-    for name in sorted({*ours, *theirs} - {*_OWN, *keep}):
-        if ours.get(name) != theirs.get(name) and getattr(config, name, None) != theirs.get(name):
-            fields[name] = (getattr(config, name, None), theirs.get(name))
-            setattr(config, name, theirs.get(name))
+    for name, _, new in differences(base, instruct, (*_OWN, *keep)):
+        if (old := getattr(config, name, None)) != new:
+            fields[name] = (old, new)
+            setattr(config, name, new)
     return fields

@@ -1,14 +1,16 @@
-"""Adds experts to an expanded checkpoint; existing weights stay byte for byte; streamed, one tensor in memory."""
+"""Adds experts to an expanded checkpoint, and takes later ones out again. Existing weights stay byte for byte; all is
+streamed, one tensor in memory."""
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from ..errors import InputError, errors_at
 from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
@@ -17,12 +19,11 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed
 from .expand import versions
-from .folder import write_checkpoint
-from .new_weights import Block, new_router, new_weight
+from .new_experts import Block, new_router, new_weight
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, check_complete, network_of
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, zeros
+from .stored import StoredModel, check_complete
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_of, in_memory, made, write_checkpoint, zeros
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
@@ -132,11 +133,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
 
 
 def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
-    """What growth by the plan does to the model's classifiers, one sentence for each kind of change.
-
-    Raises:
-        InputError: see `check_growth`.
-    """
+    """What growth by the plan does to the model's classifiers, one sentence for each kind of change."""
     config = check_growth(model, plan)
     before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
     classes, names = len(History.of(config)) + 2, layer_names(config)
@@ -204,15 +201,14 @@ def add_experts(
             raise InputError(
                 f"{folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
             )
-    check_complete(folder, config)
+    prefixes = [ffn.place for ffn in decoder_ffns(check_complete(folder, config))]
     reader = CheckpointReader(folder)
-    prefixes = [ffn.place for ffn in decoder_ffns(network_of(config))]
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
     history = History.of(config)
     before = len(history)
-    outputs = {name: copied(reader, name) for name in reader.tensors}
+    outputs = {name: copy_of(reader, name) for name in reader.tensors}
     stored = StoredModel(folder) if config.expert_kind == "added" else None
     for layer, experts in sources.items():
         prefix = prefixes[layer]
@@ -227,19 +223,19 @@ def add_experts(
             outputs |= {tensor.name: tensor for tensor in new}
         if experts:  # else a dense layer, maybe, which has no router
             rows = experts if copy_router_rows else None
-            router = _router(reader, f"{prefix}.router.weight", len(experts), rows, (seed, layer, counts[layer]))
-            outputs[router.name] = router
+            more = partial(_more_experts, copied_rows=rows, place=(seed, layer, counts[layer]))
+            name = f"{prefix}.router.weight"
+            outputs[name] = _resized(reader, name, config.num_experts_per_layer[layer], more)
     for layer, prefix in enumerate(prefixes):
         name = f"{prefix}.classifier.weight"
         fitted = outputs.pop(f"{prefix}.classifier.bias", None) is not None
         old = outputs.pop(name, None)
         if layer in config.classifier_layers:
-            router = outputs[f"{prefix}.router.weight"]
-            shape = (before + 2, router.shape[1])
             if old is None or fitted:
-                outputs[name] = zeros(name, router.dtype, shape)
+                router = outputs[f"{prefix}.router.weight"]
+                outputs[name] = zeros(name, router.dtype, (before + 2, router.shape[1]))
             else:
-                outputs[name] = made(name, router.dtype, shape, partial(_more_classes, reader, name, before + 2))
+                outputs[name] = _resized(reader, name, before + 2, _more_classes)
     parameters = sum(tensor.numel for tensor in outputs.values())
     history.with_expansion(changed(record, parameters=parameters)).write(config)
     files = {}
@@ -247,15 +243,8 @@ def add_experts(
         today = {name: reader.tensor(name) for name in reader.tensors if _ROUTING.search(name)}
         files[KEPT_ROUTERS.format(before)] = save(today, metadata={"format": "pt"})
     return write_checkpoint(
-        out, config, outputs.values(), [(folder, COMPANIONS)], "grow",
-        files=files, max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
-
-
-def copied(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
-    """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
-    info = reader.tensors[source]
-    return OutputTensor(name or source, info.dtype, info.shape, lambda: reader.finite_chunks(source))
+        out, config, outputs.values(), [(folder, COMPANIONS)], "grow", max_shard_size, overwrite, files=files
+    )
 
 
 def _new_expert(
@@ -268,26 +257,117 @@ def _new_expert(
             inner = f"experts.{number}.{name.removeprefix(of_source)}"
             new = f"{prefix}.{inner}"
             if make is None:
-                yield copied(reader, name, new)
+                yield copy_of(reader, name, new)
             else:
                 yield made(new, info.dtype, info.shape, partial(make, inner, info.shape))
 
 
-def _more_classes(reader: CheckpointReader, name: str, classes: int) -> torch.Tensor:
-    old = reader.tensor(name)
+def _resized(
+    reader: CheckpointReader, name: str, rows: int, make: Callable[[torch.Tensor, int], torch.Tensor]
+) -> OutputTensor:
+    """A tensor with another number of rows, which `make` makes of the stored tensor."""
+    info = reader.tensors[name]
+    return made(name, info.dtype, (rows, *info.shape[1:]), lambda: make(reader.tensor(name), rows))
+
+
+def _more_classes(old: torch.Tensor, classes: int) -> torch.Tensor:
     return torch.cat([old, old[-1:].expand(classes - len(old), -1)])
 
 
-def _router(
-    reader: CheckpointReader, name: str, added: int, copied_rows: Sequence[int] | None, place: tuple[int, ...]
-) -> OutputTensor:
-    info = reader.tensors[name]
-    rows, hidden = info.shape
+def _more_experts(
+    old: torch.Tensor, experts: int, copied_rows: Sequence[int] | None, place: tuple[int, ...]
+) -> torch.Tensor:
+    # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
+    new = new_router((experts, old.shape[1]), place)[len(old) :] if copied_rows is None else old[list(copied_rows)]
+    return torch.cat([old, new.to(old.dtype)])
 
-    def weight() -> torch.Tensor:
-        old = reader.tensor(name)
-        # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
-        new = new_router((rows + added, hidden), place)[rows:] if copied_rows is None else old[list(copied_rows)]
-        return torch.cat([old, new.to(old.dtype)])
 
-    return made(name, info.dtype, (rows + added, hidden), weight)
+@dataclass(frozen=True)
+class ShrinkReport:
+    """Result of `shrink_checkpoint`.
+
+    Attributes:
+        routers_restored: whether routers and classifiers are restored byte for byte; else they are the first rows of
+            the later ones, which later stages retrained.
+        classifiers_lost: layers whose classifier could not be restored.
+        names_lost: the names of these layers.
+    """
+
+    out: Path
+    routers_restored: bool
+    classifiers_lost: list[int]
+    names_lost: list[str]
+
+
+def shrink_checkpoint(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    to: int,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> ShrinkReport:
+    """Writes the checkpoint as it was after expansion `to` (1 is the first).
+
+    Raises:
+        InputError: the checkpoint was not grown, or has no such expansion.
+    """
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    config: Any = load_expanded_config(folder)
+    history = list(getattr(config, "earlier_experts_per_layer", None) or [])
+    if not isinstance(config, LayerMoEConfig) or not 1 <= to <= len(history):
+        raise InputError(
+            f"{folder}: expansion {to} was asked for, but "
+            + (f"only 1..{len(history)} came before its last." if history else "it was expanded once only.")
+        )
+    if config.packs and to < sum(config.packs):
+        raise InputError(f"{folder}: joins language packs, which have no order: take one out with --without PACK.")
+    expansions = History.of(config).expansions
+    if stage := next((stage.stage for stage in History(expansions[to:]).stages if stage.changes_everything), None):
+        raise InputError(
+            f"{folder}: `{stage}` changed the earlier experts and shared weights: leaving out the later experts does "
+            "not restore the earlier model. Shrink the checkpoint from before that stage."
+        )
+    prefixes = [ffn.place for ffn in decoder_ffns(check_complete(folder, config))]
+    reader = CheckpointReader(folder)
+    kept_file = folder / KEPT_ROUTERS.format(to)
+    routers = load_file(kept_file) if kept_file.is_file() else None
+    grown: Any = config.num_experts_per_layer
+    config.num_experts_per_layer = history[to - 1]
+    config.earlier_experts_per_layer = history[: to - 1] or None
+    kept_history = History(expansions[:to])
+    kept_history.write(config)
+    config.classifier_layers = kept_history.last.classifier_layers
+    config.prefix_gate = kept_history.last.prefix_gate
+    known, config.gate_languages = config.gate_languages, kept_history.last.gate_languages
+    lost = []
+    outputs = {name: copy_of(reader, name) for name in reader.tensors if ".classifier." not in name}
+    for layer, prefix in enumerate(prefixes):
+        if grown[layer] == 1:  # never expanded; it may have experts of the backbone's own
+            continue
+        count = config.num_experts_per_layer[layer]
+        for name in reader.tensors:
+            inside = name.removeprefix(f"{prefix}.experts.")
+            if inside != name and int(inside.split(".", 1)[0]) >= count:
+                del outputs[name]
+        of_classes = to + 1 if known is None else sum(map(len, known[: to + 1]))
+        rows = {"router.weight": count, "classifier.weight": of_classes if layer in config.classifier_layers else 0}
+        rows["classifier.bias"] = rows["classifier.weight"] if config.gate_languages else 0
+        rows["conditional_gate.weight"] = int(config.conditional_routing and count > 1)
+        for inner, number in rows.items():
+            name = f"{prefix}.{inner}"
+            if routers is not None and name in routers:
+                outputs[name] = in_memory(name, routers[name])
+            elif number and name in reader.tensors and bool(known) == bool(config.gate_languages):
+                outputs[name] = _resized(reader, name, number, lambda old, rows: old[:rows])
+            elif number:
+                lost.append(layer)
+    if lost:
+        config.classifier_layers = [layer for layer in config.classifier_layers if layer not in lost]
+        config.prefix_gate = config.prefix_gate if config.classifier_layers else None
+    companions = [pattern for pattern in COMPANIONS if pattern != KEPT_ROUTERS.format("*")]
+    companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
+    write_checkpoint(out, config, outputs.values(), [(folder, companions)], "shrink", max_shard_size, overwrite)
+    names = layer_names(config)
+    return ShrinkReport(Path(out), routers is not None, lost, [names[layer] for layer in lost])

@@ -1,4 +1,5 @@
-"""Joins language packs: expansions of one base, made apart, become one model without training; streamed."""
+"""Joins language packs: expansions of one base, made apart, become one model without training; and takes one out of
+such a model. All is streamed."""
 
 import copy
 import os
@@ -11,22 +12,19 @@ import torch
 
 from ..errors import InputError
 from ..modeling import LayerMoEConfig, count_layers
-from ..records import ExpansionRecord, History, StageRecord
+from ..records import History, StageRecord
 from ..schema import changed
-from .folder import write_checkpoint
-from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates
+from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates, stored_gates, without_classes
 from .local import pack_and_name
-from .pack_checks import check_packs
-from .pack_file import PACK_FILE, ROUTING, check_pack_name
-from .packs import Pack, own_pack, packs_inside, routing_of
-from .reader import TORCH_DTYPES, is_finite
+from .packs import PACK_FILE, ROUTING, Pack, check_pack_name, check_packs, own_pack, packs_inside, routing_of
+from .reader import is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
 
 # The rows of a layer's router and classifier, by inner name.
 Routing = Callable[[int], Mapping[str, torch.Tensor]]
-_TYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_COMPANIONS = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
 
 
 @dataclass(frozen=True)
@@ -100,11 +98,7 @@ def join_expansions(
 
 
 def check_ungated(packs: Sequence[Pack]) -> None:
-    """Refuses packs with fitted gates, which know one pack's languages alone.
-
-    Raises:
-        InputError: a pack has some.
-    """
+    """Refuses packs with fitted gates, which know one pack's languages alone."""
     if fitted := [pack.name for pack in packs if pack.config.gate_languages]:
         raise InputError(
             f"{', '.join(fitted)}: has gates that were fitted for it alone: a join fits them anew, on text in each "
@@ -133,20 +127,16 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
         if stored.config.packs:
             if str(pack) != place:
                 raise InputError(f"{pack}: joins packs already, which keep their names: give it without a name.")
-            loaded += _packs_of_joined(stored)
+            if routers_changed(stored) or len(History.of(stored.config)) > sum(stored.config.packs):
+                raise InputError(
+                    f"{stored.folder}: was trained or grown after its packs were joined: join the packs themselves, "
+                    "and train afterwards."
+                )
+            loaded += packs_inside(stored)
         else:
             check_pack_name(name)  # it is published: a local folder's path is not
             loaded.append(own_pack(name, stored))
     return loaded
-
-
-def _packs_of_joined(stored: StoredModel) -> list[Pack]:
-    if routers_changed(stored) or len(History.of(stored.config)) > sum(stored.config.packs):
-        raise InputError(
-            f"{stored.folder}: was trained or grown after its packs were joined: join the packs themselves, and train "
-            "afterwards."
-        )
-    return packs_inside(stored)
 
 
 def routers_changed(stored: StoredModel) -> bool:
@@ -156,8 +146,7 @@ def routers_changed(stored: StoredModel) -> bool:
     for key, place in places(stored.network).items():
         if place.inner in ROUTING[: 1 if gated else None]:
             today = stored.reader.tensor(stored.home(key))
-            dtype = stored.reader.tensors[stored.home(key)].dtype
-            made = routing_of(packs, place.layer, dtype, gated).get(place.inner)
+            made = routing_of(packs, place.layer, today.dtype, gated).get(place.inner)
             if made is None or made.shape != today.shape or not bool((made == today).all()):
                 return True
     return False
@@ -186,11 +175,16 @@ def write_joined(
     parameters = sum(tensor.numel for tensor in outputs)
     History([*earlier, changed(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
     pack_files = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
-    companions = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
     write_checkpoint(
-        out, config, outputs, [(packs[0].stored.folder, companions)], "join", files=pack_files,
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        out,
+        config,
+        outputs,
+        [(packs[0].stored.folder, _COMPANIONS)],
+        "join",
+        max_shard_size,
+        overwrite,
+        files=pack_files,
+    )
     return JoinReport(
         Path(out),
         [pack.name for pack in packs],
@@ -216,7 +210,14 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
         for counts, record in zip(pack.counts, pack.history.expansions, strict=True):
             cumulated = [before[layer] + counts[layer] - 1 for layer in layers]
             history.append(cumulated)
-            records.append(_joined_record(record, pack, cumulated, classifiers, list(known)))
+            # What an expansion added is its own, the totals are the joined model's.
+            records.append(
+                changed(
+                    record, pack=pack.name, old_languages=list(known), experts_per_layer=cumulated,
+                    classifier_layers=classifiers, parameters=None,
+                    router_scale=None if pack.scale == 1 else pack.scale,
+                )
+            )  # fmt: skip
             known += [code for code in record.new_languages if code not in known]
     config.num_experts_per_layer = history[-1]
     config.earlier_experts_per_layer = history[:-1] or None
@@ -236,16 +237,6 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
         config.updates_of_packs = [kind.settings for kind in kinds]
     History(records).write(config)
     return config
-
-
-def _joined_record(
-    record: ExpansionRecord, pack: Pack, counts: list[int], classifiers: list[int], known: list[str]
-) -> ExpansionRecord:
-    """An expansion of a pack as one of the joined model: what it added is its own, the totals are the model's."""
-    return changed(
-        record, pack=pack.name, old_languages=known, experts_per_layer=counts, classifier_layers=classifiers,
-        parameters=None, router_scale=None if pack.scale == 1 else pack.scale,
-    )  # fmt: skip
 
 
 def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates: Gates | None) -> list[OutputTensor]:
@@ -279,13 +270,121 @@ def _routing_outputs(
     routed = next((pack for pack in packs if (layer, ROUTING[0]) in pack.routing), None)
     if routed is None:
         return
-    dtype = _TYPES[routed.routing[layer, ROUTING[0]].dtype]
+    dtype = routed.routing[layer, ROUTING[0]].dtype
     made = dict(routing_of(packs, layer, dtype, gates is not None) if routing is None else routing(layer))
     if gates is not None and layer in gates.rows:
         made |= gate_tensors(gates, layer, dtype)
     for inner, rows in made.items():
+        tensor = in_memory(keys[layer, inner], rows)
         if not is_finite(rows):
             raise InputError(
-                f"{keys[layer, inner]}: the joined values are not finite in {dtype}: a factor is too large."
+                f"{tensor.name}: the joined values are not finite in {tensor.dtype}: a factor is too large."
             )
-        yield in_memory(keys[layer, inner], rows)
+        yield tensor
+
+
+@dataclass(frozen=True)
+class LeaveOutReport:
+    """Result of `leave_out_pack`.
+
+    Attributes:
+        left: names of the packs that stay.
+        restored: whether their routers are the bytes that they were before the pack came; else the joined model's
+            routers were trained, and their rows stay as they are.
+    """
+
+    out: Path
+    left: list[str]
+    restored: bool
+
+
+def leave_out_pack(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    pack: str,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> LeaveOutReport:
+    """Writes a joined checkpoint without one of its packs.
+
+    All other tensors stay byte for byte. If nothing trained the joined routers, the result is what a join of the other
+    packs writes, or the one pack that is left, as it was.
+
+    Args:
+        pack: name of the pack, or one of its languages.
+
+    Raises:
+        InputError: the checkpoint joins no packs, it has no such pack or several, or it was grown after the join.
+    """
+    stored = StoredModel(model)
+    check_output(out, overwrite, stored.folder)
+    packs = packs_inside(stored)
+    gone = _find(packs, pack)
+    left = [one for one in packs if one is not gone]
+    history = History.of(stored.config)
+    if len(history) > sum(stored.config.packs):
+        raise InputError(f"{stored.folder}: was grown after its packs were joined: `shrink --to` the join first.")
+    if not left:
+        raise InputError(f"{stored.folder}: {gone.name} is its only pack; without it, it is the base model.")
+    later = history.last.stages[len(packs[-1].history.last.stages) :]
+    if stage := next((stage.stage for stage in later if stage.changes_everything), None):
+        raise InputError(
+            f"{stored.folder}: `{stage}` changed the shared weights after the join: leaving a pack out would not "
+            "restore them. Take it out of the checkpoint from before that stage."
+        )
+    gates = stored_gates(stored)
+    if gates is not None:
+        first = 1 + sum(one.expansions for one in packs[: packs.index(gone)])
+        gates = without_classes(gates, range(first, first + gone.expansions))
+    trained = bool(later) or routers_changed(stored)
+    if trained or len(left) > 1:
+        routing = _trained_rows(stored, packs, left, gates) if trained else None
+        write_joined(
+            left, out, max_shard_size=max_shard_size, overwrite=overwrite, routing=routing, stages=later, gates=gates
+        )
+    else:  # the one pack that is left, as it was
+        alone = left[0]
+        outputs = _outputs(left, alone.config, alone.routing_of_layer, None)
+        write_checkpoint(
+            out,
+            alone.config,
+            outputs,
+            [(alone.stored.folder, _COMPANIONS)],
+            "shrink",
+            max_shard_size,
+            overwrite,
+            files={"config.json": alone.config_text.encode()},
+        )
+    return LeaveOutReport(Path(out), [pack.name for pack in left], not trained)
+
+
+def _find(packs: Sequence[Pack], wanted: str) -> Pack:
+    named = [pack for pack in packs if pack.name == wanted]
+    named = named or [pack for pack in packs if wanted in pack.new_languages]
+    if len(named) != 1:
+        known = "; ".join(f"{pack.name} ({', '.join(pack.new_languages)})" for pack in packs)
+        problem = "several packs have it" if named else "no pack has this name or language"
+        raise InputError(f"{wanted!r}: {problem}; the model joins {known}.")
+    return named[0]
+
+
+def _trained_rows(stored: StoredModel, packs: Sequence[Pack], left: Sequence[Pack], gates: Gates | None) -> Routing:
+    """The rows of a joined model's trained routers and classifiers that belong to the packs which stay."""
+    keys = {(place.layer, place.inner): key for key, place in left[0].places.items()}
+
+    def routing(layer: int) -> dict[str, torch.Tensor]:
+        experts, classes = [0], [0]
+        next_expert = next_class = 1
+        for pack in packs:
+            own = pack.config.num_experts_per_layer[layer] - 1
+            if pack in left:
+                experts += range(next_expert, next_expert + own)
+                classes += range(next_class, next_class + pack.expansions)
+            next_expert, next_class = next_expert + own, next_class + pack.expansions
+        rows = dict(zip(ROUTING, (experts, classes), strict=False))
+        known = rows if gates is None else ROUTING[:1]
+        in_use = [inner for inner in known if any((layer, inner) in pack.routing for pack in left)]
+        return {inner: stored.reader.tensor(stored.home(keys[layer, inner]))[rows[inner]] for inner in in_use}
+
+    return routing

@@ -92,11 +92,7 @@ def _check_files(folder: Path) -> None:
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:
     """Refuses what is no checkpoint, and a dense checkpoint on this machine; names what interrupted commands left where
-    it would be.
-
-    Raises:
-        InputError: it is one of these.
-    """
+    it would be."""
     left = leftovers(Path(name)) if str(name) else []
     if left and not Path(name).exists():
         raise InputError(f"{name}: no such folder. {' '.join(left)}")

@@ -10,11 +10,10 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig
 from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import StageRecord, add_stage
-from .folder import write_checkpoint
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
 from .source import COMPANIONS
 from .stored import StoredModel, computed
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that must agree between averaged models, besides all shapes.
 _SAME = (
@@ -67,9 +66,8 @@ def average_checkpoints(
     settings = {"models": [model.name for model in stored], "weights": weights}
     add_stage(first.config, StageRecord(stage="average", settings=settings))
     return write_checkpoint(
-        out, first.config, tensors, [(first.folder, COMPANIONS)], "average",
-        max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+        out, first.config, tensors, [(first.folder, COMPANIONS)], "average", max_shard_size, overwrite
+    )
 
 
 def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence[float]) -> list[OutputTensor]:
@@ -126,11 +124,7 @@ def averaged(
 
 
 def check_same_shape(models: Sequence[StoredModel]) -> None:
-    """Refuses models that are not of one architecture and one shape.
-
-    Raises:
-        InputError: a field or tensor differs; the message names the first one.
-    """
+    """Refuses models that are not of one architecture and one shape."""
     first = models[0]
     for other in models[1:]:
         for name in _SAME:
@@ -161,4 +155,6 @@ def merge_delta(
     target = StoredModel(model)
     if isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
-    return add_delta(target, out, base, instruct, scale, keep_tokenizer, "merge delta", max_shard_size, overwrite)
+    return add_delta(
+        target, out, StoredModel(base), instruct, scale, keep_tokenizer, "merge delta", max_shard_size, overwrite
+    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,16 +20,21 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..errors import InputError
-from ..modeling import count_layers
+from ..jsonfile import parse_json
+from ..modeling import LayerMoEConfig, count_layers, model_class
 from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_config import ExpertKind
 from ..records import History
-from .pack_file import PACK_FILE, ROUTING, check_rows, own_text, read_pack_file
-from .reader import TORCH_DTYPES
+from .reader import TORCH_DTYPES, is_finite
+from .source import differences, load_expanded_config
 from .stored import Place, StoredModel, network_of, places
 
+PACK_FILE = "pack_{}.safetensors"
+ROUTING = ("router.weight", "classifier.weight", "classifier.bias")
+# float16's largest number. Scores that large make a softmax meaningless; no training comes near it.
+_LARGEST = 65504.0
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
-MAY_DIFFER = (
+_MAY_DIFFER = (
     "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages",
     "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "updates_of_packs",
     "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
@@ -107,6 +113,10 @@ class Pack:
                 experts.append((place.layer, number, place.inner.split(".", 2)[2], key))
         return experts
 
+    def routing_of_layer(self, layer: int) -> dict[str, torch.Tensor]:
+        """Its own router and classifier of a layer, by inner name."""
+        return {inner: tensor for (place, inner), tensor in self.routing.items() if place == layer}
+
     def to_keep(self) -> bytes:
         """The content of its file in a joined model."""
         tensors = {f"{layer}.{inner}": tensor.contiguous() for (layer, inner), tensor in self.routing.items()}
@@ -115,27 +125,18 @@ class Pack:
 
 
 def own_pack(name: str, stored: StoredModel) -> Pack:
-    """A checkpoint that is one pack.
-
-    Raises:
-        InputError: a router or classifier holds values that no training makes.
-    """
+    """The pack that a checkpoint is. Refuses routers and classifiers with values that no training makes."""
     routing = {}
     for key, place in places(stored.network).items():
         if place.inner in ROUTING:
             routing[place.layer, place.inner] = stored.reader.tensor(stored.home(key))
-            check_rows(stored.folder, stored.home(key), routing[place.layer, place.inner])
+            _check_rows(stored.folder, stored.home(key), routing[place.layer, place.inner])
     text = (stored.folder / "config.json").read_text("utf-8-sig")
-    return Pack(name, stored.config, own_text(text, stored.config), stored, routing, [0] * count_layers(stored.config))
+    return Pack(name, stored.config, _own_text(text, stored.config), stored, routing, [0] * count_layers(stored.config))
 
 
 def packs_inside(stored: StoredModel) -> list[Pack]:
-    """The packs of a joined checkpoint, in order.
-
-    Raises:
-        InputError: it joins no packs, or the file of a pack is missing or broken, or its record does not fit the
-            tensors.
-    """
+    """The packs of a joined checkpoint, in order. Refuses files of packs that are broken or do not fit its tensors."""
     sizes = getattr(stored.config, "packs", None)
     if not sizes:
         raise InputError(f"{stored.folder}: joins no language packs.")
@@ -146,11 +147,10 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
         start = end - sizes[number - 1]
         before = [history[start - 1][layer] - 1 if start else 0 for layer in range(layers)]
         file = stored.folder / PACK_FILE.format(number)
-        record = read_pack_file(file)
+        pack = _kept_pack(file, stored, before)
         own = [a - b for a, b in zip(history[end - 1], before, strict=True)]
-        if own != record.config.num_experts_per_layer or sizes[number - 1] != len(History.of(record.config)):
+        if own != pack.config.num_experts_per_layer or sizes[number - 1] != pack.expansions:
             raise InputError(f"{file}: does not fit config.json's counts.")
-        pack = Pack(record.name, record.config, record.text, stored, record.routing, before, record.scale)
         _check_record(pack, file)
         packs.append(pack)
     return packs
@@ -160,13 +160,11 @@ def _check_record(pack: Pack, file: Path) -> None:
     """Refuses a kept pack whose configuration describes other tensors than the joined checkpoint holds, or another
     computation."""
     stored, network = pack.stored, network_of(pack.config)
-    ours, theirs = stored.config.to_dict(), pack.config.to_dict()
-    for name in sorted((set(ours) | set(theirs)) - set(MAY_DIFFER) - set(_MAY_CHANGE_LATER)):
-        if ours.get(name) != theirs.get(name):
-            raise InputError(
-                f"{file}: says {name} is {theirs.get(name)!r:.60}, but config.json says {ours.get(name)!r:.60}: it is "
-                "not the record of a pack of this model."
-            )
+    for name, ours, theirs in differences(stored.config, pack.config, (*_MAY_DIFFER, *_MAY_CHANGE_LATER)):
+        raise InputError(
+            f"{file}: says {name} is {theirs!r:.60}, but config.json says {ours!r:.60}: it is not the record of a pack "
+            "of this model."
+        )
     shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     own = places(network)
     held = {(layer, f"experts.{number}.{rest}"): stored.shapes[key] for layer, number, rest, key in pack.experts}
@@ -202,6 +200,147 @@ def stages_after_join(folder: Path, config: Any) -> int:
     return len(History.of(config).last.stages) - len(own.last.stages)
 
 
+def _kept_pack(file: Path, stored: StoredModel, before: Sequence[int]) -> Pack:
+    """A pack of a joined checkpoint, from its file there."""
+    if not file.is_file():
+        raise InputError(f"{file}: is missing; it holds the pack's routers, without which no pack can be taken out.")
+    try:
+        with safe_open(file, "pt") as opened:
+            facts = json.loads(opened.metadata()["pack"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
+        name, text, scale = str(facts["name"]), str(facts["config"]), float(facts["scale"])
+        routing = {(int(key.split(".", 1)[0]), key.split(".", 1)[1]): tensor for key, tensor in tensors.items()}
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"the factor of its router is {scale}, not a positive number")
+        if not isinstance(parse_json(text), dict):
+            raise ValueError("its configuration is not an object")
+        check_pack_name(name)
+    except Exception as error:  # a broken file raises many types
+        raise InputError(f"{file}: cannot be read ({error}).") from None
+    for key, tensor in tensors.items():
+        _check_rows(file, key, tensor)
+    with TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(text, "utf-8")
+        try:
+            config: Any = load_expanded_config(Path(scratch))
+        except InputError as error:
+            raise InputError(str(error).replace(scratch, str(file))) from None
+    if not isinstance(config, LayerMoEConfig):
+        raise InputError(f"{file}: holds no LayerMoE configuration.")
+    return Pack(name, config, _own_text(text, config), stored, routing, before, scale)
+
+
+def _check_rows(where: Path, name: str, rows: torch.Tensor) -> None:
+    """Refuses rows of a router, classifier or gate that hold values which no training makes."""
+    if rows.dtype not in TORCH_DTYPES.values():
+        raise InputError(f"{where}: tensor {name!r} is of type {rows.dtype}; a router is of a floating-point type.")
+    if rows.numel() and not is_finite(rows):
+        raise InputError(f"{where}: tensor {name!r} holds NaN or infinite values; the checkpoint is damaged.")
+    if rows.numel() and (largest := float(rows.abs().max())) > _LARGEST:
+        raise InputError(
+            f"{where}: tensor {name!r} holds {largest:.3g}, beyond {_LARGEST:,.0f}, with which no router can choose; "
+            "the checkpoint is damaged."
+        )
+
+
+def check_pack_name(name: str) -> None:
+    """Refuses a pack's name that is empty, too long, or holds line ends or other characters that are not printed."""
+    if not name.strip() or len(name) > 200 or not name.isprintable():
+        raise InputError(f"{name[:60]!r} is no name of a pack: it must be of 1 to 200 printable characters.")
+
+
+def _own_text(text: str, config: Any) -> str:
+    """A pack's config.json as a whole checkpoint of this package has it: with no reference to a base elsewhere, and to
+    no other code than this package's. Where it is so already, the text stays byte for byte."""
+    fields = parse_json(text)
+    own = {name: value for name, value in fields.items() if name not in ("expansion_base", "custom_pipelines")}
+    if "auto_map" in own:
+        own["auto_map"] = model_class(config).auto_map(config)
+    return text if own == fields else json.dumps(own, indent=2, sort_keys=True) + "\n"
+
+
+def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) -> None:
+    """Refuses packs that do not fit together; `bytes_too` compares the bytes of their bases too, which reads them."""
+    first, *others = packs
+    names = [pack.name for pack in packs]
+    grafted = [any(stage.stage == "graft" for stage in pack.history.stages) for pack in packs]
+    for pack, is_grafted in zip(packs, grafted, strict=True):
+        if stage := pack.history.trained_base:
+            raise InputError(
+                f"{pack.name}: `{stage}` trained the base inside, which the other packs do not share: join packs whose "
+                "base stayed frozen."
+            )
+        if pack.config.conditional_routing:
+            raise InputError(
+                f"{pack.name}: has conditional routing, whose gate weighs its own experts against expert 0 alone: it "
+                "cannot be joined."
+            )
+        if is_grafted != grafted[0]:
+            with_, without = (names[grafted.index(flag)] for flag in (True, False))
+            raise InputError(
+                f"{with_}: got a graft, and {without} did not: join the packs first and graft the joined model, or "
+                "graft all of them with the same model."
+            )
+    for pack in others:
+        _check_config(first, pack)
+    for number, pack in enumerate(packs):
+        for other in packs[:number]:
+            if pack.config_text == other.config_text and _same_routing(pack, other):
+                raise InputError(f"{pack.name}: is the same pack as {other.name}: name each pack once.")
+            twice = sorted({*pack.new_languages} & {*other.new_languages})
+            if twice and not keep_both:
+                raise InputError(
+                    f"{', '.join(twice)}: {other.name} and {pack.name} both add it: leave one of them out, or keep "
+                    "both (--keep-both)."
+                )
+    for name in {pack.name for pack in packs if names.count(pack.name) > 1}:
+        raise InputError(f"{name}: two packs have this name, by which they are told apart: name one, NAME=FOLDER.")
+    for pack in others if bytes_too else ():
+        _check_base(first, pack)
+
+
+def _same_routing(one: Pack, other: Pack) -> bool:
+    return one.routing.keys() == other.routing.keys() and all(
+        bool((one.routing[key] == other.routing[key]).all()) for key in one.routing
+    )
+
+
+def _check_config(first: Pack, pack: Pack) -> None:
+    if (first.kind.name == "added") != (pack.kind.name == "added"):
+        added, another = (first, pack) if first.kind.name == "added" else (pack, first)
+        raise InputError(
+            f"{added.name}: its experts are added to expert 0's output, but those of {another.name} are "
+            f"{another.kind.words}: added experts are joined with added experts alone."
+        )
+    if first.config.router_top_k != pack.config.router_top_k:
+        raise InputError(
+            f"router_top_k is {first.config.router_top_k} in {first.name}, but {pack.config.router_top_k} in "
+            f"{pack.name}: their routers were trained for different numbers of active experts."
+        )
+    own = [one for one in (first, pack) if one.config.classifier_layers and one.config.gate_languages is None]
+    judging = {str(one.config.prefix_gate): one.name for one in own}
+    if len(judging) > 1:
+        (one, a), (other, b) = judging.items()
+        raise InputError(f"prefix_gate is {one} in {a}, but {other} in {b}: their classifiers judge in different ways.")
+    for field, ours, theirs in differences(first.config, pack.config, _MAY_DIFFER):
+        raise InputError(
+            f"{field} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}: they were not expanded from the same "
+            "base."
+        )
+
+
+def _check_base(first: Pack, pack: Pack) -> None:
+    """Refuses a pack whose base has other bytes."""
+    ours, theirs = first.base, pack.base
+    for dense in sorted(set(ours) | set(theirs)):
+        both = dense in ours and dense in theirs
+        if not both or not first.stored.same_bytes(ours[dense], pack.stored, theirs[dense]):
+            raise InputError(
+                f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs. Join packs of "
+                "one base, of the same revision and type."
+            )
+
+
 def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_size: int) -> torch.Tensor:
     """The rows of a router or classifier that joins those of several packs, float32.
 
@@ -225,21 +364,16 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
     return torch.cat(rows)
 
 
-def routing_of(packs: Sequence[Pack], layer: int, dtype: str, gated: bool = False) -> dict[str, torch.Tensor]:
-    """The joined router of a layer that a pack expands and, if a pack has one, its classifier, by inner name.
-
-    Args:
-        gated: whether gates that were fitted take the place of the packs' classifiers.
-    """
-    hidden = packs[0].config.hidden_size
-    tensors = {}
+def routing_of(packs: Sequence[Pack], layer: int, dtype: torch.dtype, gated: bool = False) -> dict[str, torch.Tensor]:
+    """The joined router of a layer that a pack expands and, if a pack has one, its classifier, by inner name; no
+    classifier if fitted gates take its place (`gated`)."""
+    hidden, tensors = packs[0].config.hidden_size, {}
+    own = [pack.routing_of_layer(layer) for pack in packs]
     counts = [pack.config.num_experts_per_layer[layer] - 1 for pack in packs]
-    routers = [pack.routing.get((layer, ROUTING[0])) for pack in packs]
-    scales = [pack.scale for pack in packs]
     if any(counts):
-        tensors[ROUTING[0]] = joined_rows(list(zip(routers, counts, scales, strict=True)), hidden)
-    classifiers = [pack.routing.get((layer, ROUTING[1])) for pack in packs]
-    if not gated and any(matrix is not None for matrix in classifiers):
-        parts = [(matrix, pack.expansions, 1.0) for matrix, pack in zip(classifiers, packs, strict=True)]
-        tensors[ROUTING[1]] = joined_rows(parts, hidden)
-    return {name: rows.to(TORCH_DTYPES[dtype]) for name, rows in tensors.items()}
+        routers = [(it.get(ROUTING[0]), n, pack.scale) for it, n, pack in zip(own, counts, packs, strict=True)]
+        tensors[ROUTING[0]] = joined_rows(routers, hidden)
+    classifiers = [(it.get(ROUTING[1]), pack.expansions, 1.0) for it, pack in zip(own, packs, strict=True)]
+    if not gated and any(matrix is not None for matrix, _, _ in classifiers):
+        tensors[ROUTING[1]] = joined_rows(classifiers, hidden)
+    return {name: rows.to(dtype) for name, rows in tensors.items()}

@@ -61,11 +61,7 @@ _EXPERTS, _WIDTH, _NEW_TOKENS = 3, 16, 4
 
 
 def tiny_twin(config: PreTrainedConfig) -> Any:
-    """A dense model of the configuration's class with at most a few million weights, drawn with a fixed seed.
-
-    Raises:
-        ValueError: no small model of this class can be built; the message has the library's reason.
-    """
+    """A dense model of the configuration's class with at most a few million weights, drawn with a fixed seed."""
     reason: Exception | None = None
     for values in _candidates(config):
         try:
@@ -163,11 +159,7 @@ class Twin:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> list["Twin"]:
         """The twins of a dense model's configuration: one with experts that are FFNs, unless all layers are mixtures of
-        experts of the backbone's own, and one with added experts if some are.
-
-        Raises:
-            ValueError: no twin can be built; the message has the reason.
-        """
+        experts of the backbone's own, and one with added experts if some are."""
         dense = tiny_twin(config)
         mixtures = [ffn.is_mixture for ffn in decoder_ffns(dense)]
         kinds: list[dict[str, Any]] = []
@@ -299,11 +291,7 @@ def in_refusal(config: PreTrainedConfig, reason: str) -> str:
 
 def check_architecture(config: PreTrainedConfig, name: Any) -> None:
     """Refuses an architecture that does not keep the promises; messages call the model `name`. A proven one passes at
-    once, any other is tried on a tiny twin.
-
-    Raises:
-        InputError: a promise does not hold; the message names it.
-    """
+    once, any other is tried on a tiny twin."""
     if is_proven(config):
         return
     values = config.to_dict()

@@ -146,7 +146,7 @@ class CheckpointReader:
         self._stored_parts |= stored
 
         def make() -> torch.Tensor:
-            return made({part: self._load(part, info) for part, info in stored.items()})
+            return made({part: _load(part, info) for part, info in stored.items()})
 
         size = prod(shape) * ITEM_BITS[first.dtype] // 8
         self.tensors[name] = TensorInfo(first.dtype, shape, first.file, 0, size, make)
@@ -157,29 +157,20 @@ class CheckpointReader:
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The bytes of a tensor, in pieces."""
-        return self._chunks(name, self.info(name))
+        return _chunks(name, self.info(name))
 
-    def _chunks(self, name: str, info: TensorInfo) -> Iterator[bytes]:
-        if info.made is not None:
-            for piece in info.made().flatten().split(_PIECE):
-                yield piece.contiguous().view(torch.uint8).numpy().tobytes()
-            return
-        with open(info.file, "rb") as file:
-            file.seek(info.start)
-            left = info.nbytes
-            while left:
-                piece = file.read(min(_CHUNK, left))
-                if not piece:
-                    raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
-                left -= len(piece)
-                yield piece
+    def same_bytes(self, name: str, other: "CheckpointReader", theirs: str) -> bool:
+        """Whether another checkpoint's tensor has the same type, shape and bytes."""
+        a, b = self.info(name), other.info(theirs)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        if (a.file, a.start) == (b.file, b.start) and a.made is None and b.made is None:
+            return True
+        return all(x == y for x, y in zip(self.chunks(name), other.chunks(theirs), strict=True))
 
     def finite_chunks(self, name: str) -> Iterator[bytes]:
-        """`chunks` of a tensor that is to be copied; a tensor is looked at once, however often it is copied.
-
-        Raises:
-            InputError: the tensor is of a floating-point type and holds NaN or infinite values.
-        """
+        """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
+        once, however often it is copied."""
         dtype = TORCH_DTYPES.get(self.info(name).dtype)
         for chunk in self.chunks(name):
             if dtype is not None and name not in self._finite and len(chunk) % dtype.itemsize == 0:
@@ -194,11 +185,7 @@ class CheckpointReader:
         self._finite.add(name)
 
     def check_finite(self) -> None:
-        """Reads every tensor.
-
-        Raises:
-            InputError: one holds NaN or infinite values.
-        """
+        """Reads every tensor and refuses NaN and infinite values."""
         for name in self.tensors:
             deque(self.finite_chunks(name), maxlen=0)
 
@@ -206,9 +193,6 @@ class CheckpointReader:
         """Elements `start` to `stop` of a floating-point tensor, flattened, in pieces that fit a cache.
 
         The same elements of tensors of different types come in the same pieces.
-
-        Raises:
-            InputError: the tensor is of another type (a quantised checkpoint).
         """
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPES:
@@ -216,18 +200,13 @@ class CheckpointReader:
                 f"{self.folder}: tensor {name!r} is stored as {info.dtype}; use the unquantised checkpoint."
             )
         size = ITEM_BITS[info.dtype] // 8
-        stop = prod(info.shape) if stop is None else stop
+        stop = info.numel if stop is None else stop
         if info.made is not None:
             whole = info.made().flatten()
             yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
             return
-        with open(info.file, "rb") as file:
-            file.seek(info.start + start * size)
-            for place in range(start, stop, _PIECE):
-                data = bytearray(file.read(min(_PIECE, stop - place) * size))
-                if len(data) < min(_PIECE, stop - place) * size:
-                    raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
-                yield torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype])
+        for piece in _read_bytes(name, info, start * size, stop * size, _PIECE * size):
+            yield torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[info.dtype])
 
     def rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         """Rows of a stored floating-point tensor, `[len(rows), h]`, whose last dimension is h; only they are read."""
@@ -246,13 +225,33 @@ class CheckpointReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""
-        return self._load(name, self.info(name))
+        return _load(name, self.info(name))
 
-    def _load(self, name: str, info: TensorInfo) -> torch.Tensor:
-        header = json.dumps(
-            {name: {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.nbytes]}}
-        ).encode()
-        return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self._chunks(name, info)))[name]
+
+def _load(name: str, info: TensorInfo) -> torch.Tensor:
+    entry = {name: {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.nbytes]}}
+    header = json.dumps(entry).encode()
+    return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(_chunks(name, info)))[name]
+
+
+def _chunks(name: str, info: TensorInfo) -> Iterator[bytes]:
+    if info.made is None:
+        yield from _read_bytes(name, info, 0, info.nbytes, _CHUNK)
+    else:
+        whole = info.made().flatten()
+        for piece in whole.split(_CHUNK // whole.element_size()):
+            yield piece.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _read_bytes(name: str, info: TensorInfo, start: int, stop: int, most: int) -> Iterator[bytes]:
+    """Bytes `start` to `stop` of a stored tensor, in pieces of `most` bytes."""
+    with open(info.file, "rb") as file:
+        file.seek(info.start + start)
+        for place in range(start, stop, most):
+            piece = file.read(min(most, stop - place))
+            if len(piece) < min(most, stop - place):
+                raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
+            yield piece
 
 
 def is_finite(piece: torch.Tensor) -> bool:

@@ -13,18 +13,19 @@ Routers keep expert 0's row in free places: the largest score, which softmax sub
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import InputError
 from ..modeling import decoder_ffns
 from ..modeling.expanded_config import LoraKind
 from .stored import StoredModel, rounded, widened
-from .writer import OutputTensor, zeros
+from .writer import OutputTensor, in_memory, zeros
 
-NEVER = -1e9
+_NEVER = -1e9
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,53 @@ class StoredFFN:
         name: prefix of the FFN's tensors in the dense model.
         router: the router's weight `[N, h]`; None for a dense layer.
         experts: tensors of each expert, by their names inside the FFN; one expert for a dense layer.
+        at: the expert at each place of the layer, where all layers have as many; None for a place that must never be
+            chosen.
     """
 
     number: int
     name: str
     router: OutputTensor | None
     experts: list[dict[str, OutputTensor]]
+    at: list[int | None]
+
+    @property
+    def dtype(self) -> str:
+        """The type of its first tensor."""
+        return next(iter(self.experts[0].values())).dtype
+
+    def dense(self) -> list[OutputTensor]:
+        """Expert 0's tensors under their names in the dense model."""
+        return [replace(tensor, name=f"{self.name}.{part}") for part, tensor in self.experts[0].items()]
+
+    def part(self, at: int | None, part: str) -> OutputTensor:
+        """A tensor of the expert at a place; zeros for one that is never chosen."""
+        if at is None:
+            like = self.experts[0][part]
+            return zeros(like.name, like.dtype, like.shape)
+        return self.experts[at][part]
+
+    def padded_router(self, name: str, hidden_size: int) -> OutputTensor:
+        """The router's weight `[places, h]`; zeros for a dense layer."""
+        shape, router = (len(self.at), hidden_size), self.router
+        if router is None:
+            return zeros(name, self.dtype, shape)
+        size = router.nbytes // router.shape[0]
+
+        def data() -> Iterable[bytes]:
+            rows = b"".join(router.data())
+            yield b"".join(rows[number * size : (number + 1) * size] for number in (row or 0 for row in self.at))
+
+        return OutputTensor(name, router.dtype, shape, data)
+
+    def selection_bias(self, name: str) -> OutputTensor:
+        """The bias `[places]` on the scores that keeps places without an expert from being chosen."""
+        return in_memory(name, torch.tensor([0.0 if expert is not None else _NEVER for expert in self.at]))
 
 
 def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> None:
-    """Refuses a model that does more than choose K of N experts and weigh them by the softmax of their scores.
-
-    Args:
-        target: the program whose architectures are meant, for the messages.
-        merge_lora: whether LoRA experts become FFN experts.
-
-    Raises:
-        InputError: the message says why.
-    """
+    """Refuses a model that does more than choose K of N experts and weigh them by the softmax of their scores, which
+    the architectures of the program `target` do."""
     if config.conditional_routing:
         raise InputError(
             f"{folder}: has conditional routing, a gate between expert 0 and the routed experts; no architecture of "
@@ -78,37 +108,23 @@ def check_routing(config: Any, folder: Any, target: str, merge_lora: bool) -> No
         raise InputError(f"{folder}: has no LoRA experts, so that there is nothing to merge; leave --merge-lora out.")
 
 
-def places_of_layer(count: int, experts: int, top_k: int) -> list[int | None]:
-    """The expert at each place of a layer with `experts` places; None for an expert that must never be chosen.
-
-    Raises:
-        ValueError: a layer has fewer experts than are active, but more than one: some would be active that must not.
-    """
-    if count in (1, experts) or top_k == 1:
-        return [*range(count), *[0] * (experts - count)]
-    if count < top_k:
-        raise ValueError(f"{count} experts in a layer are fewer than the {top_k} that are active")
-    return [*range(count), *[None] * (experts - count)]
+def active_experts(config: Any) -> int:
+    """The number of experts that are active for a token where each layer has as many experts as the largest one."""
+    return min(config.router_top_k, max(config.num_experts_per_layer))
 
 
-def needs_bias(counts: Sequence[int], top_k: int) -> bool:
-    """Whether a model with these numbers of experts needs a selection bias (see the module)."""
-    return top_k > 1 and len({count for count in counts if count > 1}) > 1
+def _places(config: Any, layer: int) -> list[int | None]:
+    count, most = config.num_experts_per_layer[layer], max(config.num_experts_per_layer)
+    filler = 0 if count == 1 or active_experts(config) == 1 else None
+    return [*range(count), *[filler] * (most - count)]
 
 
-def check_counts(counts: Sequence[int], top_k: int, folder: Any, biased: bool, why: str) -> None:
-    """Refuses numbers of experts that an architecture with one number for all layers cannot take.
-
-    Args:
-        biased: whether the architecture has a selection bias.
-        why: why there is none, for the message.
-
-    Raises:
-        InputError: see the module.
-    """
-    sizes = sorted({count for count in counts if count > 1})
-    if not needs_bias(counts, top_k):
-        return
+def needs_bias(config: Any, folder: Any, biased: bool, why: str) -> bool:
+    """Whether an expanded model needs a selection bias (see the module). Refuses numbers of experts that the
+    architecture cannot take; `biased` says whether it has such a bias, and `why` says why not, for the message."""
+    sizes, top_k = sorted({*config.num_experts_per_layer} - {1}), active_experts(config)
+    if top_k == 1 or len(sizes) < 2:
+        return False
     if not biased:
         raise InputError(
             f"{folder}: its layers have {', '.join(map(str, sizes))} experts, but architectures have one number for "
@@ -121,58 +137,40 @@ def check_counts(counts: Sequence[int], top_k: int, folder: Any, biased: bool, w
             f"architecture with one number of experts for all layers chooses {top_k} in each. Expand with at least "
             f"{top_k} experts in each expanded layer to export."
         )
+    return True
 
 
-def stored_ffns(source: StoredModel, merge_lora: bool = False) -> list[StoredFFN]:
-    """The FFN of each layer.
-
-    Args:
-        merge_lora: give LoRA experts as FFNs: expert 0's weights with their updates, added in float32 and rounded
-            once. Without it, a model with LoRA experts is not taken.
-    """
+def stored_ffns(source: StoredModel) -> list[StoredFFN]:
+    """The FFN of each layer. LoRA experts are given as FFNs: expert 0's weights with their updates, added in float32
+    and rounded once."""
     ffns = []
     for number, ffn in enumerate(decoder_ffns(source.network)):
         count = source.config.num_experts_per_layer[number]
-        place = ffn.place if count == 1 else f"{ffn.place}.experts.0"
-        parts = [key.removeprefix(f"{place}.") for key in source.tensors if key.startswith(f"{place}.")]
-        experts = [_expert(source, number, ffn.place, expert, parts, count, merge_lora) for expert in range(count)]
+        own = [ffn.place] if count == 1 else [f"{ffn.place}.experts.{expert}" for expert in range(count)]
+        parts = [key.removeprefix(f"{own[0]}.") for key in source.tensors if key.startswith(f"{own[0]}.")]
+        experts = []
+        for expert, place in enumerate(own):
+            kind = source.config.kind_of(number, expert)
+            if isinstance(kind, LoraKind):
+                experts.append({part: merged(source, f"{own[0]}.{part}", expert, kind) for part in parts})
+            else:
+                experts.append({part: source.copied(f"{place}.{part}") for part in parts})
         router = None if count == 1 else source.copied(f"{ffn.place}.router.weight")
-        ffns.append(StoredFFN(number, ffn.name, router, experts))
+        ffns.append(StoredFFN(number, ffn.name, router, experts, _places(source.config, number)))
     return ffns
 
 
-def _expert(
-    source: StoredModel, layer: int, place: str, expert: int, parts: list[str], count: int, merge_lora: bool
-) -> dict[str, OutputTensor]:
-    if count == 1:
-        return {part: source.copied(f"{place}.{part}") for part in parts}
-    kind = source.config.kind_of(layer, expert)
-    if not isinstance(kind, LoraKind):
-        return {part: source.copied(f"{place}.experts.{expert}.{part}") for part in parts}
-    assert merge_lora, "check_routing refuses LoRA experts"
-    return {part: merged(source, f"{place}.experts.0.{part}", f"experts.0.{part}", expert, kind) for part in parts}
-
-
-def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> Iterable[str]:
-    """The model's names of its tensors outside the FFNs."""
+def other_tensors(source: StoredModel, ffns: Sequence[StoredFFN]) -> list[OutputTensor]:
+    """The tensors outside the FFNs, under the model's names."""
     inside = tuple(f"{ffn.name}." for ffn in ffns)
-    return (key for key in source.tensors if not key.startswith(inside))
+    return [source.copied(key, key) for key in source.tensors if not key.startswith(inside)]
 
 
-def merged(
-    source: StoredModel, key: str, inner: str, expert: int, update: LoraKind, name: str | None = None
-) -> OutputTensor:
-    """A tensor of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix.
-
-    Args:
-        key: the model's name of expert 0's tensor.
-        inner: its name inside the layer's FFN block.
-        expert: number of the LoRA expert.
-        update: its rank and alpha.
-        name: name to write; by default that in the files.
-    """
-    prefix, layer = key.removesuffix(inner), inner.removeprefix("experts.0.").removesuffix(".weight")
-    factors = [f"{prefix}experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
+def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: str | None = None) -> OutputTensor:
+    """The tensor `key` of expert 0 with a LoRA expert's update: `W + alpha / r * B A`, if it is a matrix; written as
+    `name`, by default that in the files."""
+    block, _, layer = key.removesuffix(".weight").partition(".experts.0.")
+    factors = [f"{block}.experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
     copied = source.copied(key, name)
     if factors[0] not in source.names:  # a bias
         return copied
@@ -188,35 +186,8 @@ def merged(
     return OutputTensor(copied.name, copied.dtype, copied.shape, data)
 
 
-def padded_router(ffn: StoredFFN, at: Sequence[int | None], name: str, hidden_size: int, dtype: str) -> OutputTensor:
-    """The router's weight `[places, h]` of a layer; zeros for a dense layer."""
-    shape = (len(at), hidden_size)
-    if ffn.router is None:
-        return zeros(name, dtype, shape)
-    router = ffn.router
-    size = router.nbytes // router.shape[0]
-
-    def data() -> Iterable[bytes]:
-        rows = b"".join(router.data())
-        yield b"".join(rows[number * size : (number + 1) * size] for number in (row or 0 for row in at))
-
-    return OutputTensor(name, router.dtype, shape, data)
-
-
-def expert_part(ffn: StoredFFN, at: int | None, part: str) -> OutputTensor:
-    """A tensor of the expert at a place; zeros for one that is never chosen."""
-    if at is None:
-        like = ffn.experts[0][part]
-        return zeros(like.name, like.dtype, like.shape)
-    return ffn.experts[at][part]
-
-
 def stacked(name: str, tensors: Sequence[OutputTensor], shape: tuple[int, ...]) -> OutputTensor:
-    """Tensors one after another, as one of another shape.
-
-    Raises:
-        InputError: they are of several types.
-    """
+    """Tensors of one type, one after another, as one of another shape."""
     if len(types := sorted({tensor.dtype for tensor in tensors})) > 1:
         raise InputError(f"Tensor {name!r} stacks tensors of several types ({', '.join(types)}): convert them to one.")
 
@@ -227,12 +198,17 @@ def stacked(name: str, tensors: Sequence[OutputTensor], shape: tuple[int, ...]) 
     return OutputTensor(name, tensors[0].dtype, shape, data)
 
 
-def turned(tensor: OutputTensor, heads: int) -> OutputTensor:
-    """The rows of a query's or key's projection, or its bias, for rotations of neighbouring elements.
+def turned(tensor: OutputTensor, config: Any) -> OutputTensor:
+    """The rows of a query's or key's projection, or its bias, for rotations of neighbouring elements; any other tensor
+    as it is.
 
     transformers' Llama rotates element i of a head with element i + d / 2 (d is the head's size), llama.cpp's and
     ERNIE 4.5 element 2i with element 2i + 1. The same rotations of rows in the other order give the same scores.
     """
+    projection = tensor.name.rpartition(".")[0].rpartition(".")[2]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(projection)
+    if heads is None:
+        return tensor
     size = tensor.nbytes // tensor.shape[0]
 
     def data() -> Iterable[bytes]:

@@ -1,7 +1,7 @@
 """Finds the folder of a checkpoint, for a folder or hub id, and reads its configuration, checked."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,6 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -107,8 +106,6 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
                 "or download one of them and make a checkpoint of it with `hf-moe-expand from-gguf FILE OUT`."
             )
         return snapshot
-    except HFValidationError:
-        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
     except (RepositoryNotFoundError, GatedRepoError):
         raise InputError(
             f"{name}: no such folder, and the hub shows no model of that name: check the name, or, if it is private or "
@@ -142,17 +139,11 @@ def lies_inside(folder: Path, file: Path) -> bool:
 
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
     """The configuration of a dense checkpoint from its folder or the hub's cache, without the network; None if neither
-    has it.
-
-    Raises:
-        InputError: see `load_base_config`; or `name` is neither a folder nor a hub id.
-    """
-    if Path(name).exists():
-        return load_base_config(resolve_checkpoint(name))
-    try:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:
-        raise InputError(f"{name}: no such folder, and not a hub id (namespace/name).") from None
+    has it."""
+    folder = local_checkpoint(name)
+    if folder is not None:
+        return load_base_config(folder)
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
     return load_base_config(Path(cached).parent) if isinstance(cached, str) else None
 
 
@@ -181,12 +172,18 @@ def load_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def load_expanded_config(folder: Path) -> Any:
-    """The configuration of an expanded checkpoint.
+def differences(
+    one: PreTrainedConfig, other: PreTrainedConfig, ignored: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Each field that differs between two configurations, in order, with its two values; those `ignored` left out."""
+    ours, theirs = one.to_dict(), other.to_dict()
+    for name in sorted({*ours, *theirs}.difference(ignored)):
+        if ours.get(name) != theirs.get(name):
+            yield name, ours.get(name), theirs.get(name)
 
-    Raises:
-        InputError: the checkpoint is not expanded.
-    """
+
+def load_expanded_config(folder: Path) -> Any:
+    """The configuration of an expanded checkpoint."""
     config = load_config(folder)
     if not isinstance(config, ExpandedConfig):
         raise not_expanded(folder, config.model_type)
@@ -226,11 +223,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None:
-    """Refuses the configuration of a model that cannot be expanded; messages use `name` for the model.
-
-    Raises:
-        InputError: see `load_base_config`.
-    """
+    """Refuses the configuration of a model that cannot be expanded; messages use `name` for the model."""
     if isinstance(config, ExpandedConfig):
         raise InputError(f"{name}: is an expanded checkpoint already; give the dense model that it came from.")
     reason = reason_left_out(config)
@@ -258,11 +251,7 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
 
 def grown_from(name: str) -> tuple[list[int], list[str], int]:
     """Experts of each layer of an expanded checkpoint that can grow, all its languages, and the number of its encoder's
-    layers.
-
-    Raises:
-        InputError: the checkpoint is not expanded, or is a DMoE checkpoint.
-    """
+    layers."""
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
     if config.model_type == "dmoe":
         raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")

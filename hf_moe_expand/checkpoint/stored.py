@@ -21,7 +21,7 @@ from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.backbone import mixture_rules
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
-from .writer import OutputTensor, tensor_bytes
+from .writer import OutputTensor, copy_of, tensor_bytes
 
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
@@ -64,26 +64,20 @@ class StoredModel:
         """Tensors of the files that the model does not have."""
         return sorted(set(self.reader.tensors) - {self.names[key] for key in self.tensors})
 
-    def info(self, key: str) -> TensorInfo | None:
-        """The stored tensor's header; None for a tensor that is tied to another one and not stored."""
-        stored = self.names.get(key)
-        return None if stored is None else self.reader.tensors[stored]
-
     def home(self, key: str) -> str:
-        """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner.
-
-        Raises:
-            InputError: neither tensor is stored.
-        """
+        """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
         for candidate in (key, self._tied.get(key)):
             if candidate in self.names:
                 return self.names[candidate]
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
 
+    def same_bytes(self, key: str, other: "StoredModel", theirs: str) -> bool:
+        """Whether another model stores the same bytes, in the same type and shape, under its own name."""
+        return self.reader.same_bytes(self.home(key), other.reader, other.home(theirs))
+
     def copied(self, key: str, name: str | None = None) -> OutputTensor:
         """A byte-for-byte copy of a tensor, under its name in the files or under `name`."""
-        stored = self.home(key)
-        return self._copy(stored, name or stored)
+        return copy_of(self.reader, self.home(key), name)
 
     def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
         """`copied`; of a tensor whose parts are stored, a mixture's, its parts under the names of the same layout."""
@@ -95,7 +89,7 @@ class StoredModel:
         while same < len(key) and key[-same - 1 :] == name[-same - 1 :]:
             same += 1
         old, new = key[: len(key) - same], name[: len(name) - same]
-        return [self._copy(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
+        return [copy_of(self.reader, stored, new + part.removeprefix(old)) for part, stored in parts.items()]
 
     def files_names(self, key: str) -> list[str]:
         """The names in the files of a tensor or, of a mixture's, of its parts; none of a tensor that the library puts
@@ -115,38 +109,29 @@ class StoredModel:
     def _mixtures(self) -> tuple[str, ...]:
         return tuple(f"{ffn.place}." for ffn in decoder_ffns(self.network) if ffn.is_mixture)
 
-    def _copy(self, stored: str, name: str) -> OutputTensor:
-        info = self.reader.info(stored)
-        return OutputTensor(name, info.dtype, info.shape, lambda: self.reader.finite_chunks(stored))
-
 
 def load_any_config(folder: Path) -> Any:
-    """The configuration of an expanded checkpoint, or of a dense one that can be expanded.
-
-    Raises:
-        InputError: the checkpoint is neither.
-    """
+    """The configuration of an expanded checkpoint, or of a dense one that can be expanded."""
     config = load_config(folder)
     return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
 
 
-def check_complete(folder: Path, config: Any) -> None:
-    """Checks that a checkpoint holds every tensor of the model that its configuration describes.
+def check_complete(folder: Path, config: Any) -> Any:
+    """The model that a configuration describes, on the meta device, after checking that the checkpoint holds every
+    tensor of it.
 
     Raises:
         InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
             stored in a quantised type. The message names the tensor.
     """
     reader = CheckpointReader(folder)
-    complete_names(reader, network_of(config, reader))
+    network = network_of(config, reader)
+    complete_names(reader, network)
+    return network
 
 
 def check_size(config: Any, reader: CheckpointReader) -> None:
-    """Checks, before a model is built, that the files hold enough tensors for it.
-
-    Raises:
-        InputError: the configuration asks for more layers or experts than the files have tensors.
-    """
+    """Checks, before a model is built, that the files hold enough tensors for it."""
     stored = len(reader.tensors)
     config = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     experts = sum(getattr(config, "num_experts_per_layer", None) or [])
@@ -170,11 +155,7 @@ def built_whole() -> Iterator[None]:
 
 
 def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
-    """The model that a configuration describes, on the meta device; `reader` holds its tensors.
-
-    Raises:
-        InputError: no model can be built from the configuration.
-    """
+    """The model that a configuration describes, on the meta device; `reader` holds its tensors."""
     if reader is not None:
         check_size(config, reader)
     try:
@@ -186,11 +167,7 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
 
 
 def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
-    """`stored_names` of a checkpoint that holds the whole model.
-
-    Raises:
-        InputError: see `check_complete`.
-    """
+    """`stored_names` of a checkpoint, after checking that it holds the whole model (see `check_complete`)."""
     names = stored_names(reader, network)
     tied = getattr(network, "all_tied_weights_keys", None) or {}
     computed_keys: list[str] = []
@@ -235,12 +212,10 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     names: dict[str, str] = {}
     parts: dict[str, list[tuple[str, str, str]]] = {}
     for name in sorted(reader.tensors, key=dot_natural_key):
-        key, pattern = rename_source_key(name, renamings, converters, network.base_model_prefix, known)
-        if key not in known:
-            inner = _OF_TEXT.sub("", name)
+        for inner in (name, _OF_TEXT.sub("", name)):
             key, pattern = rename_source_key(inner, renamings, converters, network.base_model_prefix, known)
-        else:
-            inner = name
+            if key in known:
+                break
         if pattern is None or key not in known:
             names[key] = name
         else:
@@ -336,11 +311,7 @@ def widened(piece: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
-    """The bytes of `piece` in another type.
-
-    Raises:
-        InputError: a value is not finite in that type.
-    """
+    """The bytes of `piece` in another type, in which its values must be finite."""
     result = piece.to(TORCH_DTYPES[dtype])
     if not is_finite(result):
         raise InputError(f"Tensor {name!r}: the result is not finite in {dtype}.")

@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -15,13 +15,21 @@ from typing import Any
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from safetensors.torch import save as save_safetensors
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+from transformers.core_model_loading import dot_natural_key
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from ..disk import DEFAULT_SHARD_SIZE
+from ..disk import DEFAULT_SHARD_SIZE, free_bytes
 from ..errors import InputError, first_line, is_full_disk, named_as
+from ..jsonfile import read_json, write_json
+from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
-from .reader import ITEM_BITS, TORCH_DTYPES
-from .source import CODE, COMPANIONS
+from .local import EXPANDED
+from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader
+from .source import CODE, COMPANIONS, lies_inside
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
 _BELONGS = (
@@ -31,6 +39,7 @@ _BELONGS = (
     "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
     "rng_state*.pth", "adapter_config.json", "__pycache__/*.pyc",
 )  # fmt: skip
+_CODE_OF_THE_BASE = ("auto_map", "custom_pipelines")
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -75,6 +84,12 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     stored = save_safetensors({"t": tensor.contiguous()})
     (length,) = struct.unpack("<Q", stored[:8])
     return stored[8 + length :]
+
+
+def copy_of(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
+    """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
+    info = reader.info(source)
+    return OutputTensor(name or source, info.dtype, info.shape, lambda: reader.finite_chunks(source))
 
 
 def check_shard_size(size: str | int) -> None:
@@ -132,6 +147,108 @@ def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:
             written = sum(file.write(piece) for piece in tensor.data())
             if written != tensor.nbytes:
                 raise RuntimeError(f"{tensor.name}: wrote {written} bytes instead of {tensor.nbytes}")
+
+
+def write_checkpoint(
+    out: str | os.PathLike,
+    config: Any,
+    tensors: Iterable[OutputTensor],
+    companions: Sequence[tuple[Path, Sequence[str]]],
+    what: str,
+    max_shard_size: str | int,
+    overwrite: bool,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Writes a checkpoint folder, whole or not at all.
+
+    Args:
+        config: configuration of the model, dense or expanded; code is written for an expanded one.
+        tensors: the tensors, in any order.
+        companions: folders and the file patterns to copy from each.
+        what: name of the progress bar.
+        files: further files to write: content by name.
+    """
+    ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
+    with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
+        if isinstance(config, ExpandedConfig):
+            static = model_class(config)
+            config.architectures = [static.__name__]
+            config.auto_map = static.auto_map(config)
+            for name in ("expansion_base", "custom_pipelines"):  # the whole model is written, and no other code
+                vars(config).pop(name, None)
+            custom_object_save(static, partial)
+        else:
+            for name in _CODE_OF_THE_BASE:
+                vars(config).pop(name, None)
+        config.save_pretrained(partial)
+        for folder, patterns in companions:
+            copy_companions(folder, partial, patterns)
+            if isinstance(config, ExpandedConfig) and "tokenizer_config.json" in patterns:
+                _keep_tokenizer_class(folder, partial)
+        for name, content in (files or {}).items():
+            (partial / name).write_bytes(content)
+        with tqdm(total=len(ordered), desc=what, unit="tensor") as bar:
+            write_weights(partial, [_counted(tensor, bar) for tensor in ordered], max_shard_size)
+    return Path(out)
+
+
+def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPANIONS) -> None:
+    """Copies tokenizer, generation config and chat template, without references to code (`auto_map`): loading a
+    checkpoint of this package runs no other code."""
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            _check_companion(source, file)
+            destination = target / file.relative_to(source)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, destination)
+            if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
+                fields = read_json(file, "a JSON file")
+                write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
+
+
+def _check_companion(folder: Path, file: Path) -> None:
+    """Refuses a link out of a checkpoint's folder, which could lead a file of the user's into what is published, and a
+    folder, pipe or device, whose reading may never end."""
+    if not lies_inside(folder, file):
+        raise InputError(f"{file}: is a link that leads out of the folder; put the file itself there.")
+    if not file.is_file():
+        raise InputError(f"{file}: is not a file; a checkpoint's parts are files.")
+
+
+def _counted(tensor: OutputTensor, bar: Any) -> OutputTensor:
+    def data() -> Iterable[bytes]:
+        yield from tensor.data()
+        bar.update()
+
+    return replace(tensor, data=data)
+
+
+def _keep_tokenizer_class(source: Path, target: Path) -> None:
+    """Writes the class of a dense checkpoint's tokenizer into the copied `tokenizer_config.json` if it says another.
+
+    For some model types the library overrules the class in this file (it loads every tokenizer of a Qwen2 model as
+    `Qwen2Tokenizer`, which cuts words in its own way). It does not know the model types of expanded models, so that
+    their text would be cut in another way than the base's.
+    """
+    file = target / "tokenizer_config.json"
+    if not file.is_file():
+        return
+    model_type = read_json(source / "config.json", "a configuration").get("model_type")
+    fields = read_json(file, "a JSON file")
+    told = str(fields.get("tokenizer_class"))
+    registered = TOKENIZER_MAPPING_NAMES.get(str(model_type))
+    if model_type in EXPANDED or registered is None or _plain(registered) == _plain(told):
+        return
+    try:
+        actual = type(AutoTokenizer.from_pretrained(source, trust_remote_code=False)).__name__
+    except Exception:  # the library raises many types; who loads the tokenizer will see which
+        return
+    if _plain(actual) != _plain(told):
+        write_json(file, {**fields, "tokenizer_class": actual})
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix("Fast")
 
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:
@@ -218,11 +335,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(out)
-        free = shutil.disk_usage(out.parent).free
-        if needed_bytes > free:
-            raise InputError(
-                f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
-            )
+        check_free(out, needed_bytes)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
     except OSError as error:
@@ -243,10 +356,23 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
         if replaced.is_dir() and not os.path.lexists(out):
             os.rename(replaced, out)
         if is_full_disk(error):
-            raise InputError(
-                f"{out}: the disk is full; at least {needed:,} bytes are needed. The partial output was removed."
-            ) from error
+            raise full_disk(out, needed) from error
         raise
+
+
+def check_free(out: Path, needed_bytes: int) -> None:
+    """Refuses an output for which the disk has too little room."""
+    if needed_bytes > (free := free_bytes(out)):
+        raise InputError(
+            f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
+        )
+
+
+def full_disk(out: Path, needed_bytes: int) -> InputError:
+    """The error of an output that filled the disk."""
+    return InputError(
+        f"{out}: the disk is full; at least {needed_bytes:,} bytes are needed. The partial output was removed."
+    )
 
 
 def _give_usual_modes(folder: Path) -> None:

@@ -164,13 +164,13 @@ def shrink(
         raise InputError("Give --to EXPANSION, for a model that grew, or --without PACK, for one that joins packs.")
     check_checkpoints(model, expanded=True)
     if without is not None:
-        from ..checkpoint.leave_out import leave_out_pack
+        from ..checkpoint.join import leave_out_pack
 
         left = leave_out_pack(model, out, without, overwrite=overwrite)
         state = "as before the pack came" if left.restored else "their rows as trained after the join"
         print(f"routers and classifiers: {state}\npacks left: {', '.join(left.left)}\nwrote {left.out}")
         return
-    from ..checkpoint.shrink import shrink_checkpoint
+    from ..checkpoint.grow import shrink_checkpoint
 
     assert to is not None
     report = shrink_checkpoint(model, out, to, overwrite=overwrite)

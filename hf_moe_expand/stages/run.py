@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from ..checkpoint.compare import compare_checkpoints
-from ..checkpoint.folder import copy_companions
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
 from ..checkpoint.stored import check_complete, network_of
-from ..checkpoint.writer import check_output, new_folder
+from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..data.sources import LanguageText
 from ..disk import check_room, folder_bytes, names_the_need, saved_at_once, training_checkpoint
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights

@@ -5,7 +5,7 @@ from typing import Any
 from ..analysis.routing import nearest_experts
 from ..checkpoint.expand import check_dense_plan, expand_checkpoint, planned_config
 from ..checkpoint.grow import grow_checkpoint
-from ..checkpoint.kinds import check_kinds, chosen_kind
+from ..checkpoint.new_experts import check_kinds, chosen_kind
 from ..checkpoint.stored import network_of
 from ..checkpoint.writer import check_shard_size
 from ..disk import StepOutput

@@ -7,8 +7,7 @@ from typing import Any
 from ..analysis.calibration import OF_CALIBRATION, check_calibrated, first_tokens, join_calibrated
 from ..checkpoint.join import join_expansions, joined_config, load_packs
 from ..checkpoint.local import pack_and_name
-from ..checkpoint.pack_checks import check_packs, same_bytes
-from ..checkpoint.packs import Pack
+from ..checkpoint.packs import Pack, check_packs
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import resolve_checkpoint
 from ..checkpoint.stored import StoredModel, network_of
@@ -71,7 +70,7 @@ class JoinPacks(RunStep):
         base = StoredModel(recipe.base, revision=recipe.revision)
         for dense, key in sorted(pack.base.items()):
             same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
-            if not same or (contents and not same_bytes(base, dense, pack.stored, key)):
+            if not same or (contents and not base.same_bytes(dense, pack.stored, key)):
                 raise InputError(f"{pack.name}: is no expansion of `base`, {recipe.base}: tensor {dense!r} differs.")
 
     def _check_text(self, packs: Sequence[Pack], config: Any, offline: bool) -> None:
