@@ -182,11 +182,13 @@ def expand_model(
     expanded.load_state_dict(state, assign=True)
     _tie(expanded)
     _copy_buffers(dense, expanded)
-    counts = [_parameters(model) for model in (dense, expanded)]
     static = model_class(config)
     expanded.config.architectures = [static.__name__]
     expanded.config.auto_map = static.auto_map(config)
-    write_first_record(expanded.config, plan, name, revision, recorded_init(kind, expert_init), seed, *counts)
+    write_first_record(
+        expanded.config, plan, name, revision, recorded_init(kind, expert_init), seed,
+        _parameters(dense), _parameters(expanded),
+    )  # fmt: skip
     expanded.generation_config = copy.deepcopy(dense.generation_config)
     return expanded.train(dense.training)
 

@@ -52,7 +52,7 @@ class AnalyzeSimilarity(_Analysis):
     def _measured(self, model: Any, tokenizer: Any) -> SimilarityResult:
         return measure_similarity(*self._text(model, tokenizer), **self.run.expansion.analysis.model_dump())
 
-    def _text(self, model: Any, tokenizer: Any) -> tuple[Any, ...]:
+    def _text(self, model: Any, tokenizer: Any) -> tuple[Any, Any, dict[str, Any], list[str], list[str]]:
         """The model, and the text that it reads."""
         run = self.run
         return model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new
