@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..errors import InputError, first_line, is_full_disk
 
 # In the order of `--help`.
-from . import analyze, asking, evaluate, gates, plan, publish, run, surgery, train  # noqa: F401
+from . import analyze, asking, evaluate, gates, plan, run, surgery, train  # noqa: F401
 from .options import app
 
 __all__ = ["app", "main"]
