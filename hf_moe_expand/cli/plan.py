@@ -79,8 +79,8 @@ def _key_options(name: str, key: FieldInfo) -> dict[str, tuple[Any, Any]]:
     if options := _options(key):
         given = {}
         for option in options:
-            kind, default = (bool, False) if option.kind is bool else (Optional[option.kind], None)  # noqa: UP045
-            given[_name(option)] = (Annotated[kind, typer.Option(option.flag, help=option.help)], default)
+            kind, unset = (bool, False) if option.kind is bool else (Optional[option.kind], None)  # noqa: UP045
+            given[_name(option)] = (Annotated[kind, typer.Option(option.flag, help=option.help)], unset)
         return given
     flag = f"--{name.replace('_', '-')}"
     default = _EMPTY if key.is_required() else key.default
