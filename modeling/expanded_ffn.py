@@ -3,7 +3,6 @@
 Shape suffixes as in `routing.py`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,18 +96,19 @@ class ExpandedFFN(nn.Module):
             if self.classifier is not None and text is not None:
                 text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
             return self._run_alone(alone, hidden_states, residual, self.training)
-        classes = self._classes(x_Th, text)
-        if classes.all_home and self.control.capture is None:
+        class_T, classifier_logits_TC, home_T = self._classes(x_Th, text)
+        all_home = self._is_all_home(class_T)
+        if all_home and self.control.capture is None:
             return self._run_alone(0, hidden_states, residual, training=False)
-        routing = self.route(x_Th, classes)
+        routing = self.route(x_Th, class_T, classifier_logits_TC)
         if self.control.capture is not None:
             self.control.capture.layers[self.layer_index] = routing
-        alone = 0 if classes.all_home else alone
+        alone = 0 if all_home else alone
         if alone is not None:
             return self._run_alone(alone, hidden_states, residual, self.training)
         if self.is_added:
             return self._run_added(hidden_states, residual, routing)
-        index_TK, home_T = routing.experts, classes.told_home
+        index_TK = routing.experts
         if home_T is not None:
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
         y_Th = dispatch(
@@ -148,9 +148,10 @@ class ExpandedFFN(nn.Module):
             y = torch.cat([y.flatten(0, -2), *idle]).view(y.shape)
         return y
 
-    def route(self, x_Th: torch.Tensor, classes: "_Classes | None" = None) -> LayerRouting:
-        """The routing of each token, from its hidden states `[T, h]` and what is known of its language."""
-        classes = self._classes(x_Th, None) if classes is None else classes
+    def route(
+        self, x_Th: torch.Tensor, class_T: torch.Tensor | None, classifier_logits_TC: torch.Tensor | None
+    ) -> LayerRouting:
+        """The routing of each token, from its hidden states `[T, h]` and what `_classes` says of its language."""
         logits_TN = self.router(x_Th)
         conditional = self.conditional_gate is not None
         if self.control.change_logits is not None:
@@ -163,10 +164,12 @@ class ExpandedFFN(nn.Module):
             allowed_TN, weights_TK = None, ones_T1
             index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
         else:
-            allowed_TN = self._allowed(logits_TN, classes.of_tokens)
+            allowed_TN = self._allowed(logits_TN, class_T)
             weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
         rule = self.prefix_rule if self.training and self.classifier is not None else None
-        return LayerRouting(logits_TN, classes.logits, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule)
+        return LayerRouting(
+            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule
+        )
 
     def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
         """The texts that prefix gates judge; without the model's own, each sequence is a text."""
@@ -177,9 +180,17 @@ class ExpandedFFN(nn.Module):
         B, S = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, hidden_states.shape[0])
         return RunningText(self.prefix_rule, TextMarks.of((B, S), hidden_states.device))
 
-    def _classes(self, x_Th: torch.Tensor, text: RunningText | None) -> "_Classes":
-        """The class of each token: the one that the user gives its sequence, or else, but in training, the one of the
-        layer's classifier, or else the one of an earlier layer's gate."""
+    def _classes(
+        self, x_Th: torch.Tensor, text: RunningText | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What is known of the tokens' languages before they are routed.
+
+        Returns:
+            The class of each token, `[T]`: the one that the user gives its sequence, or else, but in training, the one
+            of the layer's classifier, or else the one of an earlier layer's gate; the classifier's logits, `[T, C]`;
+            and the tokens that the user sends to expert 0, `[T]` bool, unless it has the dense layer's shapes anyway.
+            Each may be None.
+        """
         logits_TC = None if self.classifier is None else self.classifier(x_Th)
         if logits_TC is not None and text is not None:
             logits_TC = text.judge(self.layer_index, logits_TC)
@@ -201,7 +212,7 @@ class ExpandedFFN(nn.Module):
             # Where all experts run on all tokens, expert 0 has the dense layer's shapes already.
             all_run = len(self.experts) <= self.top_k and self.model_config._experts_implementation != "grouped_mm"
             home_T = None if all_run or 0 not in told else told_T == 0
-        return _Classes(class_T, logits_TC, self._is_all_home(class_T), home_T)
+        return class_T, logits_TC, home_T
 
     def _is_all_home(self, class_T: torch.Tensor | None) -> bool:
         """Whether expert 0 alone runs for all tokens, as far as the host knows without waiting for a device."""
@@ -237,24 +248,6 @@ class ExpandedFFN(nn.Module):
         if not conditional:
             return choice.weights, choice.experts
         return beside_shared(logits_TN, choice.weights, choice.experts, choice.closed)
-
-
-@dataclass(frozen=True)
-class _Classes:
-    """What is known of the tokens' languages before they are routed.
-
-    Attributes:
-        of_tokens: `[T]`, each token's class; None if nothing tells classes apart.
-        logits: `[T, C]` of the layer's classifier; None without one.
-        all_home: whether the host knows that expert 0 alone runs.
-        told_home: `[T]` bool, the tokens that the user sends to expert 0; None if there are none, or expert 0 has the
-            dense layer's shapes anyway.
-    """
-
-    of_tokens: torch.Tensor | None
-    logits: torch.Tensor | None
-    all_home: bool
-    told_home: torch.Tensor | None
 
 
 def _run_whole(expert: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:

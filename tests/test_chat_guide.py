@@ -8,7 +8,7 @@ import pytest
 import torch
 import trl
 from conftest import byte_tokenizer, invoke, save_dense, tiny_dense
-from test_docs import commands
+from guides import commands
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

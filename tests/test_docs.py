@@ -6,55 +6,44 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from bpe import bpe_tokenizer
-from conftest import BACKBONE_NAMES, DATA, byte_tokenizer, invoke, save_dense, tiny_config, write_texts
+from conftest import DATA, byte_tokenizer, invoke, save_dense, write_texts
 from encoder_decoders import SENTENCES, save_tiny
-from transformers import AutoModel, AutoTokenizer
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from guides import (
+    DOCS,
+    EXTRA,
+    LAUNCH,
+    ROOT,
+    bash_lines,
+    blocks,
+    commands,
+    expanded,
+    parsed,
+    run,
+    small_file,
+    workplace_in,
+)
 
 from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.analysis import gating
 from hf_moe_expand.checkpoint import gguf
-from hf_moe_expand.checkpoint.export import NATIVE_FORMS
 from hf_moe_expand.demo import real
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
-from hf_moe_expand.modeling import LayerMoEConfig
 from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe, packaged_files
 from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.arguments import check_training_arguments
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
-from hf_moe_expand.yamlfile import read_yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-STAGES = ("post_pretrain", "review", "group", "joint")
-LAUNCH = re.compile(r"^accelerate launch ((?:--\S+ \S+ )*)\$\(which hf-moe-expand\)")
-# What a tiny model on little text needs besides the guide's own options.
-EXTRA = {
-    "analyze similarity": ["--tokens", "300", "--block-size", "32"],
-    "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
-    "analyze routing": ["--tokens", "300", "--block-size", "32"],
-    "analyze separability": ["--tokens", "300", "--block-size", "32"],
-    "plan layer-moe": ["--similarity-floor", "0.01"],
-    "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
-    "plan separable": ["--similarity-floor", "0.01", "--min-separability", "0.5"],
-    "evaluate-translation nllb": ["--max-new-tokens", "8"],
-    "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
-}
 # The test that runs each guide's blocks of a kind. Of the scripts of benchmarks/ the options are read
 # (test_benchmarks_take_the_options_that_the_guides_give); test_benchmarks.py and test_real_text_benchmarks.py run them.
 TESTED = {
@@ -103,8 +92,8 @@ TESTED = {
     ("gemma.md", "yaml"): "test_docs.py::test_the_guide_to_a_real_model",
     ("recipes.md", "bash"): "test_docs.py::test_the_recipes_guide",
     ("recipes.md", "yaml"): "test_docs.py::test_the_recipes_guide",
-    ("serving.md", "bash"): "test_docs.py::test_the_serving_guide",
-    ("serving.md", "python"): "test_docs.py::test_the_serving_guide",
+    ("serving.md", "bash"): "test_serving_guide.py::test_the_serving_guide",
+    ("serving.md", "python"): "test_serving_guide.py::test_the_serving_guide",
     ("study.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
     ("study_lengths.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
     ("speed.md", "bash"): "test_docs.py::test_benchmarks_take_the_options_that_the_guides_give",
@@ -112,90 +101,9 @@ TESTED = {
 }
 
 
-def blocks(guide: str, kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / guide).read_text("utf-8"), re.DOTALL)
-
-
-def bash_lines(guide: str) -> list[str]:
-    return [line for block in blocks(guide, "bash") for line in block.splitlines()]
-
-
-def commands(guide: str) -> list[list[str]]:
-    lines = [LAUNCH.sub("hf-moe-expand", line) for line in bash_lines(guide)]
-    return [shlex.split(line)[1:] for line in lines if line.startswith("hf-moe-expand")]
-
-
-def parsed(text: str) -> dict:
-    """A block of YAML as the package reads it."""
-    path = Path("block.yaml")
-    path.write_text(text, "utf-8")
-    return read_yaml(path)
-
-
-def small(settings: dict, steps: int = 1) -> dict:
-    """A stage's settings at the size of a test."""
-    training = {**settings["training"], "max_steps": steps, "per_device_train_batch_size": 2, "disable_tqdm": True}
-    for name in ("num_train_epochs", "gradient_accumulation_steps", *(["max_steps"] * ("curriculum" in settings))):
-        training.pop(name, None)
-    kept = {name: value for name, value in settings.items() if name != "old_documents"}
-    if "validation" in kept:
-        kept["validation"] = {**kept["validation"], "every": 1}
-    return {**kept, "block_size": 32, "training": training}
-
-
-def small_file(text: str, steps: int = 1) -> dict:
-    settings = parsed(text)
-    if "base" not in settings:
-        return small(settings, steps)
-    for part in (settings, *settings.get("expansions", ())):
-        part |= {name: small(part[name], steps) for name in STAGES if name in part}
-        if "plan" in part and part["plan"]["method"] == "layer-moe":
-            part["plan"]["similarity_floor"] = 0.01
-    if "join" in settings:
-        return settings
-    if "gates" in settings:  # a tiny model with random weights knows no language
-        settings["gates"] = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.5}
-    settings["analysis"] = {"tokens": 300, "block_size": 32}
-    if "self_written" in settings:
-        settings["self_written"] |= {"documents": 30, "tokens": 30}
-    settings["deviation"] = {"steps": 2, "batch_size": 2, "block_size": 32, "micro_batch_size": 2}
-    return settings
-
-
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, help_text):
-    """The folder that the guides speak of: a base model, text, and the settings files of the guide and of MoE-LPR's."""
-    monkeypatch.chdir(tmp_path)
-    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=8)
-    for code in ("en", "es", "el", "hu", "tr", "hi"):
-        write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 20)])
-        write_texts(tmp_path / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
-
-    def prepare(guide: str, steps: int = 1) -> None:
-        for source in ("../README.md", "moe_lpr_layermoe.md", guide):
-            for text in blocks(source, "yaml"):
-                if named := re.match(r"# (\S+)\n", text):
-                    (tmp_path / named.group(1)).write_text(yaml.safe_dump(small_file(text, steps)))
-
-    return prepare
-
-
-def run(guide: str) -> dict[str, str]:
-    said = {}
-    for words in commands(guide):
-        verb = " ".join(words[:2])
-        said[verb] = invoke(*words, *EXTRA.get(verb, []))
-    return said
-
-
-def expanded(folder: str, counts: Sequence[int], classifiers: Sequence[int] = (), new: str = "el") -> None:
-    plan = Plan("layer-moe", list(counts), list(classifiers), old=["en"], new=[new])
-    expand_checkpoint("Qwen/Qwen2.5-0.5B", folder, plan)
-
-
-def plain(name: str) -> str:
-    """`GPT-Neo` and `gpt_neo` alike."""
-    return re.sub(r"[^a-z0-9]|text$", "", name.lower())
+    return workplace_in(tmp_path, monkeypatch, help_text)
 
 
 def test_every_block_runs_somewhere():
@@ -299,75 +207,6 @@ def test_the_planning_guide_prints_what_it_says(tmp_path, monkeypatch, help_text
     assert Plan.load("separable.json").separability
     expand_checkpoint(small, tmp_path / "grown", Plan.load("separable.json"))
     assert "separability by layer" in invoke("inspect", "grown")
-
-
-def test_the_serving_guide(workplace, monkeypatch):
-    expanded("qwen-el-2", [3, 2, 2, 2, 2, 2, 2, 4], [1])
-    expanded("qwen-moe-lpr-2", [3] * 8)
-    bpe_tokenizer().save_pretrained("qwen-moe-lpr-2")  # llama.cpp wants a tokenizer that merges
-    Path("me").mkdir()
-    Path("me/qwen-el").symlink_to(Path("qwen-el-2").resolve())
-    pushed = []
-    monkeypatch.setattr(hub, "push_to_hub", lambda *where, **how: pushed.append((where, how)))
-    said = run("serving.md")
-    assert [where for where, _ in pushed] == [("qwen-el-2", "me/qwen-el")]
-    assert pushed[0][1]["expansion_only"]
-    assert pushed[0][1]["dry_run"]
-    assert said["export qwen-moe-lpr-2"].strip().endswith("qwen-moe-lpr.gguf: llama")  # the last of two
-    assert Path("qwen-moe-lpr-native/config.json").is_file()
-    assert len(Path("Modelfile").read_text().splitlines()) == 4
-    assert said["export qwen-el-2"].strip().endswith(": Qwen2ForCausalLM")
-    served = []
-    vllm = SimpleNamespace(LLM=lambda model, **options: served.append((model, options)))
-    monkeypatch.setitem(sys.modules, "vllm", vllm)  # which is not installed: the block alone is looked at
-    namespace = {}
-    for block in blocks("serving.md", "python"):
-        exec(block, namespace)
-    assert type(namespace["model"]).__name__ == "LayerMoEForCausalLM"
-    assert [name for name, _ in served] == ["qwen-el-2"]
-    assert AutoTokenizer.from_pretrained("qwen-el-2", trust_remote_code=True).padding_side == "right"
-
-
-def test_native_forms_are_those_of_the_serving_guide():
-    rows = re.findall(r"^\| ([^|]+) \| (?:Mixtral|Qwen|Granite|Flex)", (DOCS / "serving.md").read_text("utf-8"), re.M)
-    assert {plain(name) for row in rows for name in row.split(", ")} == {plain(name) for name in NATIVE_FORMS}
-
-
-def test_what_serving_back_ends_ask_for_holds_where_the_guide_says_so(workplace, monkeypatch):
-    expanded("model", [2] * 8, [1])
-    auto_map = json.loads(Path("model/config.json").read_text("utf-8"))["auto_map"]
-    assert {"AutoConfig", "AutoModel"} <= set(auto_map)
-    assert get_class_from_dynamic_module(auto_map["AutoModel"], "model").is_backend_compatible()
-    sdpa, asked = ALL_ATTENTION_FUNCTIONS["sdpa"], []
-
-    def attention(module, query, key, value, *_, attention_instances=None, scaling=None, **__):
-        asked.append(attention_instances)
-        return sdpa(module, query, key, value, None, scaling=scaling)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", attention)
-    ids, ready, planned = torch.arange(12)[None], set(), set()
-    for backbone in BACKBONE_NAMES:
-        config = LayerMoEConfig.from_dense(tiny_config(backbone), num_experts_per_layer=[3, 1, 2])
-        assert config.get_text_config() is config
-        fields = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
-        assert not any(hasattr(config, name) for name in fields)
-        config._attn_implementation = "vllm"
-        instances: dict = {}
-        asked.clear()
-        try:
-            model = AutoModel.from_config(config).eval()
-            model(ids, position_ids=ids, use_cache=False, attention_instances=instances, return_dict=False)
-        except (AttributeError, KeyError):  # attention that is none of the interface's
-            continue
-        if model.is_backend_compatible() and [given is instances for given in asked] == [True] * 3:
-            ready.add(plain(backbone))
-            if any("experts" in rule for rule in model.tp_plan):
-                planned.add(plain(backbone))
-    row = re.search(r"the backbone's own: (.*?)\. Not (.*?) \|", (DOCS / "serving.md").read_text("utf-8"))
-    named, others = ({plain(name) for name in group.split(", ")} for group in row.groups())
-    assert ready == named
-    assert named | others == {plain(name) for name in BACKBONE_NAMES}
-    assert named - planned == {"gpt2", "opt"}
 
 
 def test_the_guide_to_little_text(workplace):

@@ -12,7 +12,7 @@ from conftest import start_python
 from tqdm.auto import tqdm
 
 from hf_moe_expand import cli
-from hf_moe_expand.cli.ending import orderly_stops
+from hf_moe_expand.cli import orderly_stops
 
 # A verb that writes a folder until something stops it.
 # It undoes the SIG_IGN that `nohup` and `&` hand down, as in a terminal.
@@ -127,7 +127,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored(monkeypatch, cap
 def test_a_forked_worker_ends_as_it_would_without_handlers(tmp_path):
     program = (
         "import os, signal, sys, time\n"
-        "from hf_moe_expand.cli.ending import orderly_stops\n"
+        "from hf_moe_expand.cli import orderly_stops\n"
         "with orderly_stops():\n"
         "    child = os.fork()\n"
         "    if not child:\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import byte_tokenizer, save_dense, tiny_config
-from hub_server import OTHER_TOKEN, TOKEN, HubServer
+from hub_server import OTHER_TOKEN, TOKEN, Client, HubServer
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 
@@ -21,53 +21,6 @@ from hf_moe_expand.errors import InputError
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
 WEIGHTS = "model-00001-of-00003.safetensors"
 SCORE = {"perplexity": 9.5, "bits_per_byte": 1.25, "tokens": 100, "bytes": 200}
-
-# Runs the code that it is sent, so that many pushes share one start of the interpreter.
-LOOP = """
-import contextlib, io, json, sys
-answers = sys.stdout
-for line in sys.stdin:
-    asked, said = json.loads(line), io.StringIO()
-    scope = dict(asked["values"])
-    try:
-        with contextlib.redirect_stdout(said):
-            exec(asked["code"], scope)
-        answer = {"value": scope.get("result")}
-    except Exception as error:
-        answer = {"error": type(error).__name__, "message": str(error)}
-    print(json.dumps({**answer, "said": said.getvalue()}), file=answers, flush=True)
-"""
-PUSH = """
-import dataclasses, os
-import hf_moe_expand.hub as hub
-from hf_moe_expand.hub_files import check_loads_alone
-hub.check_loads_alone = check_loads_alone if check else (lambda folder: None)
-os.environ.update(environment)
-if environment.get("HF_TOKEN") == "":
-    del os.environ["HF_TOKEN"]
-result = dataclasses.asdict(hub.push_to_hub(model, repo_id, **options))
-"""
-
-
-class Client:
-    """A process with the package and a token for the server."""
-
-    def __init__(self, environment):
-        command = [sys.executable, "-c", LOOP]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, cwd="/")
-
-    def run(self, code, **values):
-        self.process.stdin.write(json.dumps({"code": code, "values": values}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        assert "error" not in answer or answer["error"] == "InputError", answer
-        return answer
-
-    def push(self, model, repo_id, token=TOKEN, check=False, **options):
-        """`push_to_hub` in the process: {"value": the Push} or {"message": what it refused}, and "said"."""
-        values = {"environment": {"HF_TOKEN": token}, "check": check, "options": options}
-        return self.run(PUSH, model=str(model), repo_id=repo_id, **values)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from conftest import invoke, save_dense, write_texts
 from transformers import TrainerCallback
 
 from hf_moe_expand import LanguageText, Plan, PostPretrainConfig, expand_checkpoint, train_stage
-from hf_moe_expand.cli.ending import tell_full_disk
+from hf_moe_expand.cli import tell_full_disk
 from hf_moe_expand.errors import InputError, is_full_disk
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.jsonfile import read_json, write_json, write_text

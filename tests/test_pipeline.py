@@ -201,7 +201,7 @@ def test_a_run_that_dies_after_a_stage_and_before_its_record(recipe, root, monke
 def test_two_ranks_run_a_recipe_together(recipe, root):
     recipe = changed(recipe, output=str(root / "ranks"))
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump()))
-    said = run_ranks("-m", "hf_moe_expand.cli", "run", str(root / "recipe.yaml"))
+    said = run_ranks("-m", "hf_moe_expand", "run", str(root / "recipe.yaml"))
     assert said.count("[1/6] analyze ...") == said.count("[6/6] evaluate: 4 languages, 3 models") == 1
     assert said.count("frozen tensors are byte-identical") == 2
     stages = json.loads((root / "ranks" / "review" / "config.json").read_text())["expansions"][-1]["stages"]

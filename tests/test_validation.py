@@ -131,7 +131,7 @@ def test_two_ranks_score_what_one_does_and_one_writes(root):
     expand_checkpoint(save_dense(root / "no-dropout"), root / "plain", Plan("moe-lpr", [2, 1, 1], new=["el", "tr"]))
     invoke("train", "post-pretrain", root / "plain", root / "one", *text, "--config", root / "4.yaml")
     fork_ranks(
-        "hf_moe_expand.cli", "train", "post-pretrain", *map(str, (root / "plain", root / "two")), *text,
+        "hf_moe_expand", "train", "post-pretrain", *map(str, (root / "plain", root / "two")), *text,
         "--config", str(root / "2.yaml"),
     )  # fmt: skip
     one, two = curves(root / "one"), curves(root / "two")

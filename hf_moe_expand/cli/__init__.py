@@ -5,21 +5,31 @@ The modules of the work, and with them the Trainer, are imported inside the verb
 
 import io
 import os
+import shlex
+import signal
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partialmethod
+from pathlib import Path
+from types import FrameType
 
 from tqdm import tqdm
 
-from ..errors import InputError, is_full_disk
+from ..errors import InputError, first_line, is_full_disk
 
 # In the order of `--help`.
-from . import analyze, asking, evaluate, gates, plan, publish, run, surgery, train  # noqa: F401
-from .ending import INTERRUPTED, orderly_stops, tell_full_disk, tell_interrupted, tell_unforeseen
+from . import analyze, asking, evaluate, gates, plan, run, surgery, train  # noqa: F401
 from .options import app
 
 __all__ = ["app", "main"]
+
+INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
+UNFORESEEN = 70  # EX_SOFTWARE of sysexits.h
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 def main() -> None:
@@ -74,3 +84,75 @@ def _leave_ranks() -> None:
         from ..distributed import leave_ranks
 
         leave_ranks()
+
+
+@contextmanager
+def orderly_stops() -> Iterator[list[int]]:
+    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that all three clean up in the same way;
+    yields the received signals. An ignored signal, as under nohup, stays ignored."""
+    came: list[int] = []
+    process, before = os.getpid(), {}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a forked worker: it ends as it would without this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not came or number == signal.SIGINT:  # a second signal must not stop the clean-up
+            came.append(number)
+            raise KeyboardInterrupt
+
+    try:
+        for number in _SIGNALS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, stop)
+    except ValueError:  # only the main thread may set handlers
+        pass
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def tell_interrupted(came: list[int]) -> int:
+    """Prints the interrupted command, once for all ranks; returns the exit code."""
+    number = came[0] if came else signal.SIGINT
+    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"interrupted{by}: hf-moe-expand {shlex.join(_verb())}. Run the same command again: it continues, or "
+            "starts from the beginning if no progress was saved.",
+            file=sys.stderr,
+        )
+    return 128 + number
+
+
+def tell_full_disk(error: BaseException) -> int:
+    """Prints that the disk is full; returns the exit code."""
+    print(f"error: the disk is full ({first_line(error)}). Make room, and run the same command again.", file=sys.stderr)
+    return 2
+
+
+def tell_unforeseen(error: BaseException) -> int:
+    """Prints the name of an error, and writes its traceback to a file; returns the exit code."""
+    text = f"hf-moe-expand {shlex.join(sys.argv[1:])}\nPython {sys.version}\n\n"
+    text += "".join(traceback.format_exception(error))
+    name = f"hf-moe-expand-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    where = ""
+    for folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
+        try:
+            file = folder() / name
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            where = f" The traceback is in {file}."
+            break
+        except OSError:
+            continue
+    kind, message = type(error).__name__, first_line(error)
+    message = message if message.startswith(kind) else f"{kind}: {message}"
+    print(f"error: {message}. This error was not expected.{where}", file=sys.stderr)
+    return UNFORESEEN
+
+
+def _verb() -> list[str]:
+    words = sys.argv[1:3]
+    return [word for word in words if word.replace("-", "").isalpha() and not word.startswith("-")]

@@ -1,4 +1,5 @@
-"""Verbs for recipes: validate, run, demo and `recipes ...`; and `sample`, which writes old text for one."""
+"""Verbs for recipes: validate, run, demo, `recipes ...`, and `sample`, which writes old text for one. And verbs that
+show a run or a checkpoint to others: its card, its repository and its report."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,13 +7,100 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
+from . import options as opt
 from .common import check_checkpoints, check_file, print_or_write, text_sources
-from .options import Model, New, Out, Overwrite, Revision, Seed, app, recipes_app
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe (YAML file), or a name from `recipes ls`.")]
 
 
-@app.command()
+@opt.app.command()
+def card(
+    model: opt.Model,
+    evaluation: opt.Evaluated = None,
+    evaluated_as: opt.EvaluatedAs = None,
+    repo_id: Annotated[str | None, typer.Option(help="Repository of the published checkpoint: namespace/name.")] = None,
+    license: opt.License = None,
+    base: opt.BaseId = None,
+    out: Annotated[Path | None, typer.Option(help="File to write, such as README.md in the checkpoint.")] = None,
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Print the model card that `push` would write.
+
+    Example: hf-moe-expand card qwen-el-2 --evaluation evaluation.json
+    """
+    check_file(out, overwrite)
+    check_checkpoints(model, expanded=True)
+    from ..card import make_card
+
+    print_or_write(str(make_card(model, repo_id, evaluation, evaluated_as, license, base)), out, overwrite)
+
+
+@opt.app.command()
+def push(
+    model: opt.Model,
+    repo_id: Annotated[str, typer.Argument(help="Repository: namespace/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to; main by default.")] = None,
+    evaluation: opt.Evaluated = None,
+    evaluated_as: opt.EvaluatedAs = None,
+    include: Annotated[list[str] | None, typer.Option(help="Further file of the folder to publish; repeat.")] = None,
+    license: opt.License = None,
+    base: opt.BaseId = None,
+    expansion_only: Annotated[
+        bool, typer.Option("--expansion-only", help="Publish only the added tensors; loading fetches the base model.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print files and card without uploading.")] = False,
+) -> None:
+    """Publish a checkpoint on the hub. A second run continues a broken upload, and sends only files that changed.
+
+    Example: hf-moe-expand push qwen-el-2 me/qwen-el --evaluation evaluation.json
+    """
+    check_checkpoints(model, expanded=True)
+    from ..hub import push_to_hub
+
+    push_to_hub(
+        model, repo_id, private=private, revision=revision, evaluation=evaluation, evaluated_as=evaluated_as,
+        include=include or (), license=license, base=base, expansion_only=expansion_only, dry_run=dry_run,
+    )  # fmt: skip
+
+
+@opt.app.command()
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER...",
+            help="Folder of a run: the recipe's `output`. Or checkpoints that single commands made, in the order of "
+            "their stages, and the folder with the commands' JSON files.",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; by default report.html in a run's folder, or where you are.")
+    ] = None,
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Write the HTML page of a run, or of single commands' outputs: languages before and after, plan, losses, routing,
+    frozen tensors. Loads no weights.
+
+    For routing heat maps, run `analyze routing MODEL --out FOLDER/routing.json` first.
+
+    Example: hf-moe-expand report runs/qwen-el
+
+    Example: hf-moe-expand report . qwen-el-1 qwen-el-2 --out report.html
+    """
+    alone = len(folders) == 1 and not (folders[0] / "config.json").is_file()
+    out = out or (folders[0] / "report.html" if alone else Path("report.html"))
+    from ..run_record import run_folder
+
+    for folder in folders:
+        run_folder(folder)
+    check_file(out, overwrite)
+    from ..report.page import make_page
+
+    print_or_write(make_page(*folders), out, overwrite)
+
+
+@opt.app.command()
 def validate(
     recipe: RecipeName,
     offline: Annotated[
@@ -32,7 +120,7 @@ def validate(
     print(f"{recipe}: ok")
 
 
-@app.command()
+@opt.app.command()
 def run(recipe: RecipeName) -> None:
     """Run all steps of a recipe: analyse, plan, expand, train each stage, evaluate. A second run resumes the first.
 
@@ -45,7 +133,7 @@ def run(recipe: RecipeName) -> None:
     run_recipe(Recipe.load(find_recipe(recipe)))
 
 
-@recipes_app.command("ls")
+@opt.recipes_app.command("ls")
 def recipes_ls() -> None:
     """List the recipes that come with the package: name, method, base model and description.
 
@@ -60,7 +148,7 @@ def recipes_ls() -> None:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(columns, widths, strict=True)), about]))
 
 
-@recipes_app.command("show")
+@opt.recipes_app.command("show")
 def recipes_show(name: Annotated[str, typer.Argument(help="A name from `recipes ls`.")]) -> None:
     """Print a recipe, to read it or to start your own from it.
 
@@ -72,10 +160,10 @@ def recipes_show(name: Annotated[str, typer.Argument(help="A name from `recipes 
     print(read_text(find_recipe(name)), end="")
 
 
-@recipes_app.command("new")
+@opt.recipes_app.command("new")
 def recipes_new(
     base: Annotated[str, typer.Option("--base", help="Folder or hub id of the dense model.")],
-    new: New,
+    new: opt.New,
     out: Annotated[Path, typer.Option("--out", help="Recipe to write (YAML).")],
     old: Annotated[
         list[str] | None,
@@ -88,9 +176,9 @@ def recipes_new(
     output: Annotated[
         str | None, typer.Option(help="Folder of the run; by default runs/, the base and the new languages.")
     ] = None,
-    revision: Revision = None,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
+    revision: opt.Revision = None,
+    seed: opt.Seed = 0,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Write the recommended recipe for a base and your text, with the steps of one epoch, and say what it costs here.
 
@@ -102,10 +190,10 @@ def recipes_new(
         key: {code: text.source for code, text in text_sources(arguments or []).items()}
         for key, arguments in (("old", old), ("new", new), ("test", test))
     }
+    from ..forecast import new_recipe
     from ..jsonfile import write_text
     from ..pipeline import validate_recipe
     from ..recipe import Recipe
-    from ..recommended import new_recipe
 
     text = new_recipe(base, **sources, output=output, revision=revision, seed=seed)
     lines = validate_recipe(Recipe.of_text(text, out))
@@ -115,10 +203,10 @@ def recipes_new(
     print(f"wrote {out}: read it, then `hf-moe-expand run {out}`")
 
 
-@recipes_app.command("schema")
+@opt.recipes_app.command("schema")
 def recipes_schema(
     out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Write the JSON schema of a recipe, with which editors complete and check keys.
 
@@ -133,10 +221,10 @@ def recipes_schema(
     print_or_write(json.dumps(recipe_schema(), indent=2) + "\n", out, overwrite)
 
 
-@recipes_app.command("settings")
+@opt.recipes_app.command("settings")
 def recipes_settings(
     out: Annotated[Path | None, typer.Option(help="File to write; on the screen by default.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Write every key of a recipe and of a stage's file, with its default and its meaning, in Markdown.
 
@@ -147,7 +235,7 @@ def recipes_settings(
     print_or_write(settings_page(), out, overwrite)
 
 
-@app.command()
+@opt.app.command()
 def demo(
     real: Annotated[
         bool, typer.Option("--real", help="A real model, SmolLM2-135M-Instruct, learns Spanish: about twelve minutes.")
@@ -159,7 +247,7 @@ def demo(
         str | None,
         typer.Option(help="With --real: folder or hub id of a model to take, instead of downloading SmolLM2 (93 MB)."),
     ] = None,
-    seed: Seed = 0,
+    seed: opt.Seed = 0,
 ) -> None:
     """Run all steps with a tiny model, which the demo makes itself, on a CPU in a few minutes; or with a real one.
 
@@ -184,10 +272,10 @@ def demo(
         run_demo(out or Path("runs/demo"), seed)
 
 
-@app.command()
+@opt.app.command()
 def sample(
-    model: Model,
-    out: Out,
+    model: opt.Model,
+    out: opt.Out,
     language: Annotated[
         str, typer.Option(help="Code of the old language for which the text stands, e.g. en; und: undetermined.")
     ] = "und",
@@ -200,9 +288,9 @@ def sample(
     temperature: Annotated[float, typer.Option(help="Divisor of the logits.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Draw among the tokens with this share of the probability.")] = 1.0,
     batch_size: Annotated[int, typer.Option(help="Documents written at once.")] = 16,
-    seed: Seed = 0,
-    revision: Revision = None,
-    overwrite: Overwrite = False,
+    seed: opt.Seed = 0,
+    revision: opt.Revision = None,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Let a base model write text, for a review without any text that the base was trained on.
 

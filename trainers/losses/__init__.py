@@ -2,8 +2,11 @@
 trainer is given (`router_losses=[BalanceLoss(0.01), LanguagePriorLoss(0.1)]`)."""
 
 from .balance import BalanceLoss as BalanceLoss
+from .balance import LocalizedBalanceLoss as LocalizedBalanceLoss
 from .balance import expert_selections as expert_selections
+from .balance import language_importance as language_importance
 from .balance import load_balance_loss as load_balance_loss
+from .balance import localized_balance_loss as localized_balance_loss
 from .base import OLD as OLD
 from .base import LayerLoss as LayerLoss
 from .base import LossBatch as LossBatch
@@ -20,9 +23,6 @@ from .gate_budget import GateBudgetLoss as GateBudgetLoss
 from .gate_budget import gate_budget_loss as gate_budget_loss
 from .language_prior import LanguagePriorLoss as LanguagePriorLoss
 from .language_prior import language_prior_routing_loss as language_prior_routing_loss
-from .localized_balance import LocalizedBalanceLoss as LocalizedBalanceLoss
-from .localized_balance import language_importance as language_importance
-from .localized_balance import localized_balance_loss as localized_balance_loss
 
 # Logged by a trainer without losses, since they cost little and show how a model routes.
 LOGGED: tuple[RouterLoss, ...] = (BalanceLoss(0.0), LanguagePriorLoss(0.0), GateBudgetLoss(0.0))

@@ -1,4 +1,5 @@
-"""The load-balancing loss of MoE-LPR and LayerMoE, under which experts are chosen equally often.
+"""The load-balancing loss of MoE-LPR and LayerMoE, under which experts are chosen equally often. LoRAMoE's localized
+balancing constraint, under which one half of the experts is for old languages, the other for new ones.
 
 Shape suffixes: T tokens, N experts of a layer, K active experts of a token.
 """
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...errors import InputError
 from .base import LayerLoss, LossBatch
 
 
@@ -60,3 +62,78 @@ class BalanceLoss(LayerLoss):
     def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
         routing, selections_N = batch.routing[layer], batch.selections[layer]
         return load_balance_loss(routing.routed_logits, routing.top_k, batch.tokens.counted_T, selections_N, count)
+
+
+def language_importance(router_logits_TN: torch.Tensor, old_T: torch.Tensor, new_T: torch.Tensor) -> torch.Tensor:
+    """`[2, N]`: each expert's scores, summed over the tokens of old and of new languages."""
+    masks_2T = torch.stack([old_T, new_T]).to(router_logits_TN.dtype)
+    return masks_2T @ router_logits_TN.softmax(-1)
+
+
+def localized_balance_loss(
+    router_logits_TN: torch.Tensor,
+    old_T: torch.Tensor,
+    new_T: torch.Tensor,
+    delta: float = 0.1,
+    importance_2N: torch.Tensor | None = None,
+    tokens_2: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`L_lbc = variance(Z) / mean(Z)`, `Z = I * Q`: LoRAMoE's localized balancing constraint (Dou et al. 2024).
+
+    The first `N // 2` experts are the old languages' half (expert 0 is one of them), the others the new ones'.
+    `Q_nm = N * mean over m's tokens of G_n`, the importance of expert n to the languages m (old or new), 1 under even
+    routing. `I_nm` is `1 - delta` if n is in m's half, else `1 + delta`. The loss is 0 if Z is constant: then all
+    experts of a half have equal importance, and m's own half has `(1 + delta) / (1 - delta)` times that of the other.
+
+    Args:
+        old_T, new_T: bool, the tokens of old and of new languages. Languages without tokens do not count.
+        delta: imbalance of the halves, at least 0 and less than 1.
+        importance_2N, tokens_2: `language_importance` and the numbers of tokens over all ranks of a distributed run.
+            The result is then this rank's share, and the ranks' results sum to the loss of all their tokens.
+    """
+    N = router_logits_TN.shape[-1]
+    here_2N = language_importance(router_logits_TN, old_T, new_T)
+    here_2 = torch.stack([old_T.sum(), new_T.sum()]).to(here_2N)
+    # The loss is not linear in the tokens: its slope is taken at the sums over ranks, its argument's change locally.
+    all_2N = here_2N if importance_2N is None else importance_2N + here_2N - here_2N.detach()
+    all_2 = here_2 if tokens_2 is None else tokens_2.to(here_2)
+    is_own_2N = (torch.arange(N, device=here_2N.device) >= N // 2) == torch.tensor([[False], [True]]).to(here_2N.device)
+    Z_2N = (1 + delta - 2 * delta * is_own_2N) * N * all_2N / all_2.clamp(min=1).unsqueeze(-1)
+    Z = Z_2N[all_2 > 0]
+    if not Z.numel():
+        return here_2N.sum() * 0
+    loss = Z.var(correction=0) / Z.mean()
+    share = here_2.sum() / all_2.sum()
+    return loss - (1 - share) * loss.detach()
+
+
+@dataclass(frozen=True)
+class LocalizedBalanceLoss(LayerLoss):
+    """`localized_balance_loss` of each micro-batch.
+
+    Args:
+        delta: imbalance of the halves, at least 0 and less than 1.
+
+    Raises:
+        InputError: delta is outside its range.
+    """
+
+    name = "localized_balance"
+    metrics = ("localized_balance_loss",)
+    needs_languages = True
+    per_micro_batch = True
+    logged_at_zero = False
+
+    delta: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.delta < 1:
+            raise InputError(f"LocalizedBalanceLoss: delta is {self.delta}: must be at least 0 and less than 1.")
+
+    def layer_loss(self, batch: LossBatch, layer: int, count: torch.Tensor) -> torch.Tensor:
+        logits_TN, old_T, new_T = batch.routing[layer].router_logits, batch.tokens.old_T, batch.tokens.new_T
+        importance_2N = language_importance(logits_TN.detach(), old_T, new_T)
+        counts_21 = torch.stack([old_T.sum(), new_T.sum()]).to(importance_2N).unsqueeze(-1)
+        sums = batch.sum_over_ranks(torch.cat([counts_21, importance_2N], -1))
+        return localized_balance_loss(logits_TN, old_T, new_T, self.delta, sums[:, 1:], sums[:, 0])

@@ -1,0 +1,115 @@
+"""Runs the guides of docs/: their commands and settings, at the size of a test."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from conftest import invoke, save_dense, write_texts
+
+from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand.yamlfile import read_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+STAGES = ("post_pretrain", "review", "group", "joint")
+LAUNCH = re.compile(r"^accelerate launch ((?:--\S+ \S+ )*)\$\(which hf-moe-expand\)")
+# What a tiny model on little text needs besides the guide's own options.
+EXTRA = {
+    "analyze similarity": ["--tokens", "300", "--block-size", "32"],
+    "analyze deviation": ["--steps", "2", "--batch-size", "2", "--block-size", "32", "--micro-batch-size", "2"],
+    "analyze routing": ["--tokens", "300", "--block-size", "32"],
+    "analyze separability": ["--tokens", "300", "--block-size", "32"],
+    "plan layer-moe": ["--similarity-floor", "0.01"],
+    "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
+    "plan separable": ["--similarity-floor", "0.01", "--min-separability", "0.5"],
+    "evaluate-translation nllb": ["--max-new-tokens", "8"],
+    "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
+}
+
+
+def blocks(guide: str, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / guide).read_text("utf-8"), re.DOTALL)
+
+
+def bash_lines(guide: str) -> list[str]:
+    return [line for block in blocks(guide, "bash") for line in block.splitlines()]
+
+
+def commands(guide: str) -> list[list[str]]:
+    lines = [LAUNCH.sub("hf-moe-expand", line) for line in bash_lines(guide)]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("hf-moe-expand")]
+
+
+def parsed(text: str) -> dict:
+    """A block of YAML as the package reads it."""
+    path = Path("block.yaml")
+    path.write_text(text, "utf-8")
+    return read_yaml(path)
+
+
+def small(settings: dict, steps: int = 1) -> dict:
+    """A stage's settings at the size of a test."""
+    training = {**settings["training"], "max_steps": steps, "per_device_train_batch_size": 2, "disable_tqdm": True}
+    for name in ("num_train_epochs", "gradient_accumulation_steps", *(["max_steps"] * ("curriculum" in settings))):
+        training.pop(name, None)
+    kept = {name: value for name, value in settings.items() if name != "old_documents"}
+    if "validation" in kept:
+        kept["validation"] = {**kept["validation"], "every": 1}
+    return {**kept, "block_size": 32, "training": training}
+
+
+def small_file(text: str, steps: int = 1) -> dict:
+    settings = parsed(text)
+    if "base" not in settings:
+        return small(settings, steps)
+    for part in (settings, *settings.get("expansions", ())):
+        part |= {name: small(part[name], steps) for name in STAGES if name in part}
+        if "plan" in part and part["plan"]["method"] == "layer-moe":
+            part["plan"]["similarity_floor"] = 0.01
+    if "join" in settings:
+        return settings
+    if "gates" in settings:  # a tiny model with random weights knows no language
+        settings["gates"] = {"tokens": 200, "anchor_tokens": 100, "unseen_share": 0.5}
+    settings["analysis"] = {"tokens": 300, "block_size": 32}
+    if "self_written" in settings:
+        settings["self_written"] |= {"documents": 30, "tokens": 30}
+    settings["deviation"] = {"steps": 2, "batch_size": 2, "block_size": 32, "micro_batch_size": 2}
+    return settings
+
+
+def workplace_in(tmp_path, monkeypatch, help_text):
+    """Makes the folder that the guides speak of, with a base model and text; returns what writes the settings files of
+    a guide, and of MoE-LPR's, there."""
+    monkeypatch.chdir(tmp_path)
+    save_dense(tmp_path / "Qwen" / "Qwen2.5-0.5B", num_hidden_layers=8)
+    for code in ("en", "es", "el", "hu", "tr", "hi"):
+        write_texts(tmp_path / f"{code}.jsonl", [text[:300] for text in help_text(code, "train", 20)])
+        write_texts(tmp_path / f"{code}.test.jsonl", [text[:300] for text in help_text(code, "test", 3)])
+
+    def prepare(guide: str, steps: int = 1) -> None:
+        for source in ("../README.md", "moe_lpr_layermoe.md", guide):
+            for text in blocks(source, "yaml"):
+                if named := re.match(r"# (\S+)\n", text):
+                    (tmp_path / named.group(1)).write_text(yaml.safe_dump(small_file(text, steps)))
+
+    return prepare
+
+
+def run(guide: str) -> dict[str, str]:
+    said = {}
+    for words in commands(guide):
+        verb = " ".join(words[:2])
+        said[verb] = invoke(*words, *EXTRA.get(verb, []))
+    return said
+
+
+def expanded(folder: str, counts: Sequence[int], classifiers: Sequence[int] = (), new: str = "el") -> None:
+    plan = Plan("layer-moe", list(counts), list(classifiers), old=["en"], new=[new])
+    expand_checkpoint("Qwen/Qwen2.5-0.5B", folder, plan)
+
+
+def plain(name: str) -> str:
+    """`GPT-Neo` and `gpt_neo` alike."""
+    return re.sub(r"[^a-z0-9]|text$", "", name.lower())

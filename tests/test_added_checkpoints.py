@@ -1,0 +1,237 @@
+"""Added experts in checkpoints: grown, joined, exported, grafted, inspected, and made by every verb."""
+
+import json
+
+import pytest
+import torch
+from added import COUNTS, EXPERTS, IDS, PLAN, WIDTH, load, moved, saved_in, tensors
+from conftest import (
+    ADDED,
+    byte_tokenizer,
+    invoke,
+    tiny_config,
+    write_texts,
+)
+from safetensors.torch import load_file
+
+from hf_moe_expand import (
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    expand_checkpoint,
+    graft_delta,
+    grow_checkpoint,
+    join_expansions,
+    leave_out_pack,
+    save_expansion,
+    shrink_checkpoint,
+)
+from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.forecast import forecast
+from hf_moe_expand.inspection import inspect_checkpoint
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return saved_in(tmp_path_factory.mktemp("added"))
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_growing_and_shrinking(base, saved, tmp_path):
+    folder = saved(base)
+    plan = Plan("moe-lpr", [5, 1, 4], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    grow_checkpoint(folder / "moved", tmp_path / "grown", plan, copy_from={0: 2}, keep_routers=True)
+    plain = Plan("moe-lpr", [4, 1, 5], [2], old=["en", "el"], new=["tr"], grows_from=COUNTS)
+    grow_checkpoint(folder / "moved", tmp_path / "anew", plain)
+    before, copied, anew = tensors(folder / "moved"), tensors(tmp_path / "grown"), tensors(tmp_path / "anew")
+    prefix = "model.layers.0.mlp.experts"
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        assert torch.equal(copied[f"{prefix}.4.{part}.weight"], before[f"{prefix}.2.{part}.weight"])
+    assert not anew[f"{prefix}.3.down_proj.weight"].any()
+    if base == "qwen2":
+        rows = {tuple(row.tolist()) for row in before[f"{prefix}.0.gate_proj.weight"]}
+        assert all(tuple(row.tolist()) in rows for row in anew[f"{prefix}.3.gate_proj.weight"])
+    for name, value in before.items():
+        if ".mlp.router." not in name and "classifier" not in name:
+            assert torch.equal(copied[name], value)
+    old, new = load(folder / "moved"), load(tmp_path / "anew")
+    with torch.no_grad(), new.use_expert(1), old.use_expert(1):
+        assert torch.equal(new(IDS).logits, old(IDS).logits)
+    shrink_checkpoint(tmp_path / "grown", tmp_path / "shrunk", 1)
+    shrunk = tensors(tmp_path / "shrunk")
+    assert shrunk.keys() == before.keys()
+    assert all(torch.equal(shrunk[name], value) for name, value in before.items())
+
+
+def pack_of(folder, base, plan, seed, **arguments):
+    """An expanded checkpoint whose new experts and routers are no one else's."""
+    expand_checkpoint(base, folder, plan, seed=seed, **arguments)
+    model = moved(load(folder))
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            ffn.router.weight.add_(seed)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_packs_of_any_width_are_joined_and_taken_out(base, saved, tmp_path):
+    folder = saved(base)
+    plans = [
+        Plan("moe-lpr", [2, 1, 3], old=["en"], new=["el"]),
+        Plan("moe-lpr", [2, 2, 2], old=["en"], new=["hu"]),
+        Plan("moe-lpr", [3, 1, 1], old=["en"], new=["tr"]),
+    ]
+    widths = (WIDTH, 24, WIDTH)
+    packs = [
+        pack_of(tmp_path / plan.new[0], folder / "base", plan, seed, expert_kind="added", expert_width=width)
+        for seed, (plan, width) in enumerate(zip(plans, widths, strict=True))
+    ]
+    join_expansions(packs, tmp_path / "joined")
+    joined = load(tmp_path / "joined")
+    assert joined.config.updates_of_packs == [[16], [24], [16]]
+    first = 1
+    for number, (pack, plan) in enumerate(zip(packs, plans, strict=True), start=1):
+        alone = load(pack)
+        for e in range(1, plan.experts_per_layer[0]):
+            ours, theirs = (m.expanded_ffns()[0].experts for m in (joined, alone))
+            assert torch.equal(ours[first].down_proj.weight, theirs[e].down_proj.weight)
+            first += 1
+        assert f"pack {number}              {plan.new[0]}" in invoke("inspect", tmp_path / "joined")
+    with torch.no_grad(), joined.use_expert(0):
+        assert torch.equal(joined(IDS).logits, load(folder / "base")(IDS).logits)
+    leave_out_pack(tmp_path / "joined", tmp_path / "left", "hu")
+    join_expansions([packs[0], packs[2]], tmp_path / "two")
+    assert (tmp_path / "left/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    assert load(tmp_path / "left").config.updates_of_packs is None
+    leave_out_pack(tmp_path / "left", tmp_path / "one", "tr")
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (packs[0] / "model.safetensors").read_bytes()
+    if base == "qwen2":
+        copies = tmp_path / "copies"
+        expand_checkpoint(folder / "base", copies, Plan("u", [2, 2, 2], old=["en"], new=["de"]))
+        with pytest.raises(InputError, match="added experts are joined with added experts alone"):
+            join_expansions([packs[0], copies], tmp_path / "out")
+
+
+@pytest.mark.parametrize("base", ["olmoe", "mixtral", "gpt_oss", "qwen2"])
+def test_an_expansion_alone_loads_with_its_base(base, saved, tmp_path):
+    folder = saved(base)
+    written = save_expansion(folder / "moved", tmp_path / "added", folder / "base")
+    assert written.changed == []
+    own = load_file(tmp_path / "added" / "expansion.safetensors")
+    assert not any(".experts.0." in name for name in own)
+    whole, found = load(folder / "moved"), load(tmp_path / "added", base_model=folder / "base")
+    with torch.no_grad():
+        assert torch.equal(found(IDS).logits, whole(IDS).logits)
+
+
+@pytest.mark.parametrize("base", ["olmoe", "mixtral", "qwen2"])
+def test_expert_0_is_exported_as_the_base(base, saved, tmp_path):
+    folder = saved(base)
+    export_expert(folder / "moved", tmp_path / "base", 0)
+    a, b = (load_file(where / "model.safetensors") for where in (folder / "base", tmp_path / "base"))
+    if base != "mixtral":  # whose files have other names than the library's own modules
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "base")(IDS).logits, load(folder / "base")(IDS).logits)
+    with pytest.raises(InputError, match="only expert 0, the base, is written"):
+        export_expert(folder / "moved", tmp_path / "out", 1)
+    with pytest.raises(InputError, match=r"no (mixture-of-experts )?architecture of transformers"):
+        export_native(folder / "moved", tmp_path / "out")
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_a_graft_goes_to_expert_0_and_averages_are_means(base, saved, tmp_path):
+    folder = saved(base)
+    instruct = load(folder / "base")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in instruct.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    instruct.save_pretrained(tmp_path / "instruct")
+    byte_tokenizer().save_pretrained(tmp_path / "instruct")
+    graft_delta(folder / "new", tmp_path / "grafted", folder / "base", tmp_path / "instruct")
+    with torch.no_grad():
+        torch.testing.assert_close(load(tmp_path / "grafted")(IDS).logits, instruct(IDS).logits, rtol=1e-4, atol=1e-5)
+    average_checkpoints([folder / "new", folder / "moved"], tmp_path / "mean")
+    models = [load(where).state_dict() for where in (folder / "new", folder / "moved", tmp_path / "mean")]
+    for name, value in models[2].items():
+        torch.testing.assert_close(value, (models[0][name] + models[1][name]) / 2)
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_inspect_and_the_forecast_count_what_there_is(base, saved, tmp_path):
+    folder = saved(base)
+    Plan("moe-lpr", COUNTS, [2], top_k=2, old=["en"], new=["el"]).save(tmp_path / "plan.json")
+    found = inspect_checkpoint(folder / "new")
+    model, dense = load(folder / "new"), load(folder / "base")
+    added, whole = 3 * 32 * WIDTH, sum(p.numel() for p in dense.parameters())
+    routers = (3 + 4 + 2) * 32
+    assert found.total == sum(p.numel() for p in model.parameters()) == whole + 5 * added + routers
+    assert found.base == whole
+    idle = 0 if base == "qwen2" else 3 * 2 * 3 * 32 * 48  # two of four experts in each of three layers
+    assert found.active == found.total - idle - (0 + 1) * added
+    assert found.trainable["post-pretrain"] == 5 * added + 7 * 32
+    looked_up = 0 if dense.config.tie_word_embeddings else dense.get_input_embeddings().weight.numel()
+    plan = Plan.load(tmp_path / "plan.json")
+    fine_tuning = forecast(folder / "base", plan, expert_kind="added", expert_width=WIDTH).stages[-1]
+    assert fine_tuning.flops == 6 * (whole - idle - looked_up)
+    options = ("--plan", tmp_path / "plan.json", "--expert-kind", "added", "--expert-width", WIDTH)
+    said = invoke("inspect", folder / "base", *options)
+    assert f"{found.total:,}" in said
+    assert f"active for a token  {found.active:,}" in said
+
+
+@pytest.mark.parametrize("base", ["olmoe", "qwen2"])
+def test_every_verb_once(base, saved, tmp_path, help_text):
+    folder, moved_ = saved(base), saved(base) / "moved"
+    dense = folder / "base"
+    for code in ("en", "el"):
+        write_texts(tmp_path / f"{code}.jsonl", [text[:400] for text in help_text(code, "train", 12)])
+    en, el = (f"{code}={tmp_path / f'{code}.jsonl'}" for code in ("en", "el"))
+    out = {name: tmp_path / f"{name}.json" for name in ("analysis", "separability", "plan", "routing", "evaluation")}
+    both = ("--old", en, "--new", el, "--tokens", 400, "--block-size", 32)
+    invoke("analyze", "similarity", dense, *both, "--out", out["analysis"])
+    invoke("analyze", "separability", dense, *both, "--out", out["separability"])
+    measured = ("--analysis", out["analysis"], "--separability", out["separability"], "--similarity-floor", 2)
+    invoke("plan", "separable", *measured, "--total-experts", 7, "--out", out["plan"])
+    expanded = tmp_path / "expanded"
+    kind = ("--expert-kind", "added", "--expert-width", WIDTH)
+    invoke("expand", dense, expanded, "--plan", out["plan"], *kind)
+    config = json.loads((expanded / "config.json").read_text())
+    assert (config["expert_kind"], config["expert_width"]) == ("added", WIDTH)
+    invoke("diff", expanded, expanded)
+    data = ("--data", en, "--data", el)
+    invoke("analyze", "routing", moved_, *data, "--tokens", 200, "--block-size", 32, "--out", out["routing"])
+    invoke("evaluate", moved_, "--data", en, "--block-size", 32, "--out", out["evaluation"])
+    fitted = ("--tokens", 200, "--anchor-tokens", 100)
+    invoke("gates", moved_, tmp_path / "gated", *data, *fitted)
+    gated, before = load(tmp_path / "gated"), load(moved_)
+    with torch.no_grad(), gated.use_expert(2), before.use_expert(2):
+        assert torch.equal(gated(IDS).logits, before(IDS).logits)
+    said = invoke("generate", moved_, "Hello", "--languages", "en", "--base", "inside", "--max-new-tokens", 4)
+    assert "Hello" in said
+
+
+def test_refusals(saved, tmp_path):
+    mixture, dense = saved("olmoe") / "base", saved("qwen2") / "base"
+
+    def refused(message, base, plan=PLAN, **options):
+        with pytest.raises(InputError, match=message):
+            expand_checkpoint(base, tmp_path / "out", plan, **options)
+
+    refused("Layers 0, 2 are mixtures of experts.*no copies are made: take --expert-kind added", mixture)
+    refused("of which no LoRA experts are made", mixture, expert_kind="lora")
+    refused("there is no expert_width: give the width", dense, expert_kind="added")
+    refused("expert_width is 0: must be at least 1", dense, expert_kind="added", expert_width=0)
+    refused("would not fit into this machine's memory", mixture, expert_kind="added", expert_width=1 << 40)
+    refused("expert_width is 16, but expert_kind is 'ffn'", dense, expert_width=16)
+    refused("expert_kind is 'added', but DMoE", dense, Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]]), **ADDED)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="expert_width is None: added experts need a width of at least 1"):
+        LayerMoEConfig.from_dense(tiny_config("qwen2"), expert_kind="added")
+    with pytest.raises(ValueError, match="mixtures of experts of the backbone's own, beside which only added experts"):
+        LayerMoEForCausalLM(LayerMoEConfig.from_dense(tiny_config("olmoe", **EXPERTS), num_experts_per_layer=[2, 1, 1]))
