@@ -100,11 +100,11 @@ class Asked:
         """Whether its tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def answer(self, question: str, how: Answering, language: str | None = None, streamer: Any = None) -> Answer:
+    def answer(self, question: str, how: Answering, language: str | None = None) -> Answer:
         """The answer to one question; see `reply`."""
-        if not how.chat:
-            return self._write(self.tokenizer(question, return_tensors="pt"), how, language, streamer)
-        return self.reply([{"role": "user", "content": question}], how, language, streamer)
+        if how.chat:
+            return self.reply([{"role": "user", "content": question}], how, language)
+        return self._write(self.tokenizer(question, return_tensors="pt"), how, language)
 
     def reply(
         self, messages: Sequence[Message], how: Answering, language: str | None = None, streamer: Any = None
@@ -134,7 +134,7 @@ class Asked:
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
         return self._write(inputs, how, language, streamer)
 
-    def _write(self, inputs: Any, how: Answering, language: str | None, streamer: Any) -> Answer:
+    def _write(self, inputs: Any, how: Answering, language: str | None, streamer: Any = None) -> Answer:
         inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
         length = inputs["input_ids"].shape[1]
         if not length:

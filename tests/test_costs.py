@@ -19,7 +19,7 @@ from hf_moe_expand.trainers.freezing import freeze
 VOCABULARY = 512
 
 
-def build(experts=2, top_k=2, **sizes):
+def build(experts=2, top_k=2, fields=None, **sizes):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4} | sizes
     config = AutoConfig.for_model(
@@ -31,7 +31,8 @@ def build(experts=2, top_k=2, **sizes):
         **sizes,
     )
     counts = [experts] * config.num_hidden_layers
-    model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(config, num_experts_per_layer=counts, router_top_k=top_k))
+    own = {"num_experts_per_layer": counts, "router_top_k": top_k, **(fields or {})}
+    model = LayerMoEForCausalLM(LayerMoEConfig.from_dense(config, **own))
     freeze(model, trained_parts("post-pretrain"))
     return model.train()
 
@@ -96,6 +97,23 @@ def test_arithmetic_counts_k_of_n_experts():
     assert training_flops(four) == 4 * (met + router / 4) + 2 * (trained + router / 4 + 4 * (1.5 - 1) * ffn)
     # Where all train, as in the stages `group` and `joint`, embeddings that are looked up take part in no product.
     assert training_flops(two.requires_grad_(True)) == 6 * met
+
+
+@pytest.mark.parametrize(
+    ("fields", "expert", "share"),
+    [
+        ({"conditional_routing": True}, 3 * 128 * 256, 1 / 3),  # of the routed experts
+        ({"expert_kind": "lora", "lora_rank": 4, "lora_alpha": 8}, 3 * 4 * (128 + 256), 1 / 4),
+        ({"expert_kind": "added", "expert_width": 8}, 3 * 128 * 8, 1 / 4),
+    ],
+)
+def test_each_token_meets_expert_0_where_it_is_shared_or_changed(fields, expert, share):
+    model = build(experts=4, top_k=1, fields=fields)
+    total = sum(p.numel() for p in model.parameters())
+    idle = (1 - share) * 4 * 3 * expert  # three other experts in each of four layers, all of which train
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    met = total - model.get_input_embeddings().weight.numel() - idle
+    assert training_flops(model) == pytest.approx(4 * met + 2 * (trained - idle))
 
 
 def test_tokens_are_estimated_from_the_beginning_of_each_file(tmp_path):
