@@ -174,7 +174,7 @@ def _render(template: str, **facts: Any) -> str:
         loader=jinja2.FunctionLoader(_read), undefined=jinja2.StrictUndefined, finalize=_escaped
     )
     filters: dict[str, Any] = {"count": "{:,}".format, "is_hub_id": _is_hub_id, "table": _table}
-    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name, "start": _start_of_experts}
+    environment.filters |= {**filters, "settings": _settings, "layer_name": layer_name, "copied": _copied}
     facts["bibtex"] = lambda name: Markup(_read(f"{name}.bib").rstrip())
     return environment.get_template(f"{template}.md").render(facts) + "\n"
 
@@ -252,15 +252,8 @@ def _trainings(history: History, after_join: int) -> Iterator[dict[str, Any]]:
         yield {"title": "The joined model", "stages": history.last.stages[-after_join:]}
 
 
-def _start_of_experts(record: ExpansionRecord, added: list[int]) -> str:
-    """The initial weights of an expansion's new experts, in words."""
-    starts = {
-        "copy": "copies of expert 0", "random": "random weights", "branches": "fine-tuned models",
-        "neurons": "expert 0, with neurons of its block beside it",
-        "random neurons": "expert 0, with random neurons beside it",
-    }  # fmt: skip
-    if record.expert_init is not None:
-        return starts.get(record.expert_init, record.expert_init)
+def _copied(record: ExpansionRecord, added: list[int]) -> str:
+    """Which experts a further expansion's new experts are copies of."""
     if record.copied_expert is not None:
         return f"copies of expert {record.copied_expert}"
     # JSON has no integers as keys.

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from hf_moe_expand.demo import run
-from hf_moe_expand.demo.sentences import NEW, OLD, documents
+from hf_moe_expand.demo.run import NEW, OLD, documents
 
 
 def test_the_demo_goes_the_whole_way_and_again(tmp_path, monkeypatch, capsys):

@@ -86,7 +86,8 @@ def calibrate_join(
     ends = [0, *accumulate(model.config.packs)]
     packs = [(records[start].pack or "", records[start:end]) for start, end in pairwise(ends)]
     check_calibrated(texts, packs, tokens)
-    return _search(model, _streams(tokenizer, texts, tokens), len(packs))
+    streams = {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
+    return _search(model, streams, len(packs))
 
 
 def join_calibrated(
@@ -126,7 +127,8 @@ def join_calibrated(
     settings = (GateSettings() if gates is True else gates) or None
     classes = History.of(joined_config(loaded)).classes
     chosen = check_languages(classes, texts, anchors) if settings else {}
-    streams = _streams(load_tokenizer(loaded[0].stored.folder, packs[0]), texts, tokens)
+    tokenizer = load_tokenizer(loaded[0].stored.folder, packs[0])
+    streams = {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
     place = beside(Path(out), "joined")
     with scratch_folder(place, True) as scratch, named_as(place / "model", out):
         without = NO_GATES if settings else None
@@ -201,10 +203,6 @@ def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens
         f"Language {language!r} has {count:,} tokens, but the calibration reads {tokens:,} of each language: give more "
         "text, or fewer tokens (--tokens; `join: {tokens: ...}` in a recipe)."
     )
-
-
-def _streams(tokenizer: Any, texts: Mapping[str, Iterable[str]], tokens: int) -> dict[str, TextStream]:
-    return {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
 
 
 @torch.no_grad()

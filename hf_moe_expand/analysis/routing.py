@@ -309,11 +309,9 @@ def _perplexity(
         if receive:
             receive(routing, batch)
         targets = batch.targets
-        if model.config.is_encoder_decoder:
-            nats += F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum").item()
-        else:
-            for row, target in zip(logits, targets, strict=True):  # row by row: the softmax takes as much memory again
-                nats += F.cross_entropy(row[:-1].float(), target, reduction="sum").item()
+        predicted = logits if model.config.is_encoder_decoder else logits[:, :-1]
+        for row, target in zip(predicted, targets, strict=True):  # row by row: the softmax takes as much memory again
+            nats += F.cross_entropy(row.float(), target, reduction="sum").item()
         count += int((targets != IGNORED).sum())
         bar.update(batch.tokens)
     return math.exp(min(nats / count, 700.0))

@@ -62,7 +62,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
     steps = read_steps(root / "steps.json")
     steps.pop(BEGUN, None)
     history = next((made for part in reversed(parts) if len(made := part.history())), History())
-    evaluation = Evaluation.from_json(root / "evaluation.json") if _has(root, "evaluation.json") else None
+    evaluation = Evaluation.from_json(root / "evaluation.json") if (root / "evaluation.json").is_file() else None
     plans = [plan for part in parts if (plan := part.plan())]
     planned = [ExpansionRecord(method=plan.method, old_languages=plan.old, new_languages=plan.new) for plan in plans]
     expansions = history.expansions or planned
@@ -74,7 +74,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         "scores": _scores(evaluation, history) if evaluation and evaluation.models else None,
         "tasks": evaluation.task_rows() if evaluation and evaluation.tasks else None,
         "chats": evaluation.chats if evaluation else [],
-        "recipe": without_paths(read_text(root / "recipe.yaml")) if _has(root, "recipe.yaml") else None,
+        "recipe": without_paths(read_text(root / "recipe.yaml")) if (root / "recipe.yaml").is_file() else None,
         "plans": [_plan(part, plan) for part in parts if (plan := part.plan())],
         "training": [stage for part in parts for name in part.stages() if (stage := _training(part, name, steps))],
         "routing": [_routing(path, root) for path in routing],
@@ -97,14 +97,10 @@ def make_page(run: str | Path, *others: str | Path) -> str:
     return page
 
 
-def _has(folder: Path, name: str) -> bool:
-    return (folder / name).is_file()
-
-
 def _base(root: Path, first: ExpansionRecord) -> str | None:
     """The base as the recipe names it, an absolute path by its last part."""
     name, written = first.base_model, None
-    if _has(root, "recipe.yaml"):
+    if (root / "recipe.yaml").is_file():
         with suppress(InputError):  # a recipe that was broken after the run
             written = read_yaml(root / "recipe.yaml").get("base")
     name = without_folders(written) if isinstance(written, str) else name
@@ -224,7 +220,7 @@ def _plan(part: Part, plan: Plan) -> dict[str, Any]:
 
 def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
     """The figure of the separability by layer, and its columns for the plan's table."""
-    if not _has(folder, "separability.json"):
+    if not (folder / "separability.json").is_file():
         return None
     result = SeparabilityResult.from_json(folder / "separability.json")
     if len(result.token) != len(plan.experts_per_layer):
@@ -253,10 +249,10 @@ def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]
     folder = part.folder / name
     entry = _entry(folder)
     logs: list[dict[str, Any]] = []
-    if _has(folder, "trainer_state.json"):
+    if (folder / "trainer_state.json").is_file():
         state = read_json(folder / "trainer_state.json", "a trainer's state")
         logs = _logs(state.get("log_history"), folder / "trainer_state.json")
-    curves = ValidationCurves.load(folder) if _has(folder, VALIDATION) else None
+    curves = ValidationCurves.load(folder) if (folder / VALIDATION).is_file() else None
     if entry is None and not logs and curves is None:
         return None
     entry = entry or StageRecord(stage=name)
