@@ -166,7 +166,11 @@ def expand_model(
     kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if wanted is not None:
-        _check_same(wanted, config)
+        for field, own, needed in differences(wanted, config, _OF_LOADING):
+            raise InputError(
+                f"The configuration is for another model: its {field} is {own!r}, but this dense model needs "
+                f"{needed!r}. Make it with `from_dense(dense.config, ...)`."
+            )
     with torch.device("meta"), init.no_init_weights():
         expanded: Any = auto_class(config).from_config(
             config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
@@ -320,15 +324,6 @@ def _plan_of(config: ExpandedConfig) -> Plan:
         top_k=config.router_top_k, groups=groups,
         prefix_gate=PrefixRule.of(config),
     )  # fmt: skip
-
-
-def _check_same(wanted: ExpandedConfig, config: ExpandedConfig) -> None:
-    """Refuses a configuration that was made for another dense model."""
-    for field, own, needed in differences(wanted, config, _OF_LOADING):
-        raise InputError(
-            f"The configuration is for another model: its {field} is {own!r}, but this dense model needs {needed!r}. "
-            "Make it with `from_dense(dense.config, ...)`."
-        )
 
 
 def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -> dict[str, torch.Tensor]:
