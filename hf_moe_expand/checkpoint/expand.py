@@ -106,13 +106,14 @@ def expand_checkpoint(
     kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     tensors = _outputs(dense, config, expert_init, seed)
-    base_parameters = sum(dense.reader.tensors[dense.names[key]].numel for key in dense.tensors)
+    known = {dense.names[key] for key in dense.tensors}
+    base_parameters = sum(dense.reader.tensors[name].numel for name in known)
     parameters = sum(tensor.numel for tensor in tensors)
     # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
     _write_history(config, plan, name, commit, recorded_init(kind, expert_init), seed, base_parameters, parameters)
     write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
-    return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
+    return ExpansionReport(Path(out), base_parameters, parameters, sorted(set(dense.reader.tensors) - known))
 
 
 def expand_model(

@@ -60,11 +60,6 @@ class StoredModel:
         """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
         return [key for key in self.shapes if key in self.names]
 
-    @property
-    def unknown(self) -> list[str]:
-        """Tensors of the files that the model does not have."""
-        return sorted(set(self.reader.tensors) - {self.names[key] for key in self.tensors})
-
     def home(self, key: str) -> str:
         """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
         for candidate in (key, self._tied.get(key)):
