@@ -113,13 +113,14 @@ def expand_checkpoint(
     kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
     tensors = _outputs(dense, config, expert_init, seed)
-    base_parameters = sum(dense.reader.tensors[dense.names[key]].numel for key in dense.tensors)
+    known = {dense.names[key] for key in dense.tensors}
+    base_parameters = sum(dense.reader.tensors[name].numel for name in known)
     parameters = sum(tensor.numel for tensor in tensors)
     # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
     write_first_record(config, plan, name, commit, recorded_init(kind, expert_init), seed, base_parameters, parameters)
     write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
-    return ExpansionReport(Path(out), base_parameters, parameters, dense.unknown)
+    return ExpansionReport(Path(out), base_parameters, parameters, sorted(set(dense.reader.tensors) - known))
 
 
 def expand_model(
@@ -173,7 +174,11 @@ def expand_model(
     kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if wanted is not None:
-        _check_same(wanted, config)
+        for field, own, needed in differences(wanted, config, _OF_LOADING):
+            raise InputError(
+                f"The configuration is for another model: its {field} is {own!r}, but this dense model needs "
+                f"{needed!r}. Make it with `from_dense(dense.config, ...)`."
+            )
     with torch.device("meta"), init.no_init_weights():
         expanded: Any = auto_class(config).from_config(
             config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
@@ -329,15 +334,6 @@ def _plan_of(config: ExpandedConfig) -> Plan:
         top_k=config.router_top_k, groups=groups,
         prefix_gate=PrefixRule.of(config),
     )  # fmt: skip
-
-
-def _check_same(wanted: ExpandedConfig, config: ExpandedConfig) -> None:
-    """Refuses a configuration that was made for another dense model."""
-    for field, own, needed in differences(wanted, config, _OF_LOADING):
-        raise InputError(
-            f"The configuration is for another model: its {field} is {own!r}, but this dense model needs {needed!r}. "
-            "Make it with `from_dense(dense.config, ...)`."
-        )
 
 
 def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -> dict[str, torch.Tensor]:

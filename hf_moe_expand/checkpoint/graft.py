@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
 from .reader import is_finite
 from .source import COMPANIONS, TOKENIZER_FILES, differences
-from .stored import StoredModel, layer_list, name_before_insertion, places, rounded, widened
+from .stored import StoredModel, computed, layer_list, name_before_insertion, places, rounded
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that change the computation although the shapes are the same.
@@ -103,9 +103,7 @@ def check_fine_tune(
     """Refuses an `instruct` that `graft_delta` would refuse, as far as shapes and configurations tell, and warns if
     `graft_delta` would warn."""
     before, after = StoredModel(base, revision=revision), StoredModel(instruct)
-    _check_same_architecture(before, after)
-    _new_rows(before, after)
-    _check_tokenizer(after, keep_tokenizer)
+    _new_rows(before, after, keep_tokenizer)
     _cosine(before, after, f"instruct ({after.name})")
 
 
@@ -125,11 +123,9 @@ def add_delta(
         raise InputError(f"scale is {scale}: must be a finite number.")
     after = StoredModel(instruct)
     check_output(out, overwrite, target.folder, before.folder, after.folder)
-    _check_same_architecture(before, after)
+    new_rows = _new_rows(before, after, keep_tokenizer)
     homes = dense_names(target)
     check_grew_from(target, before, homes)
-    _check_tokenizer(after, keep_tokenizer)
-    new_rows = _new_rows(before, after)
     where = places(target.network)
     own = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
     if isinstance(target.config, ExpandedConfig):
@@ -151,11 +147,6 @@ def add_delta(
     ]
     write_checkpoint(out, config, tensors, companions, step, max_shard_size, overwrite)
     return GraftReport(Path(out), instruct_cosine, model_cosine, new_rows, fields)
-
-
-def _check_tokenizer(instruct: StoredModel, keep_tokenizer: bool) -> None:
-    if not keep_tokenizer and not any(any(instruct.folder.glob(pattern)) for pattern in TOKENIZER_FILES[:-1]):
-        raise InputError(f"{instruct.folder}: has no tokenizer; pass --keep-tokenizer to keep the model's own.")
 
 
 def _check_same_architecture(base: StoredModel, instruct: StoredModel) -> None:
@@ -212,14 +203,11 @@ def check_grew_from(target: StoredModel, base: StoredModel, homes: dict[str, str
 
 
 def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: StoredModel, own: dict[str, str]) -> None:
-    """Refuses a base from which `target` was not expanded. Reads the tensors piece by piece.
+    """Refuses a base from which `target` was not expanded; `own` names the tensor of `target` that the expansion copied
+    from each tensor of the base. Reads the tensors piece by piece.
 
     Tensors of different types are equal if one of them is the other, rounded to its type. A model whose history has a
     step that changes every tensor is not checked.
-
-    Args:
-        instruct: the fine-tune of `base`; the message says so if the two look swapped.
-        own: the tensor of `target` that the expansion copied from each tensor of `base`.
     """
     history = History.of(target.config)
     changed = any(stage.changes_everything for stage in history.stages)
@@ -269,8 +257,12 @@ def _embeddings(model: StoredModel) -> set[str]:
     return {key for key, value in model.network.named_parameters(remove_duplicate=False) if id(value) in own}
 
 
-def _new_rows(base: StoredModel, instruct: StoredModel) -> int:
-    """The number of tokens that only instruct has."""
+def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) -> int:
+    """The number of tokens that only instruct has, after checking that it is a fine-tune of base with all that is taken
+    from it."""
+    _check_same_architecture(base, instruct)
+    if not keep_tokenizer and not any(any(instruct.folder.glob(pattern)) for pattern in TOKENIZER_FILES[:-1]):
+        raise InputError(f"{instruct.folder}: has no tokenizer; pass --keep-tokenizer to keep the model's own.")
     if differ := sorted(set(base.shapes) ^ set(instruct.shapes)):
         where = base if differ[0] in base.shapes else instruct
         raise InputError(
@@ -296,31 +288,26 @@ def _new_rows(base: StoredModel, instruct: StoredModel) -> int:
 def _grafted(
     target: StoredModel, key: str, home: str, base: StoredModel, instruct: StoredModel, scale: float
 ) -> OutputTensor:
-    stored, of_base, of_instruct = target.names[key], base.home(home), instruct.home(home)
+    stored, of_instruct = target.names[key], instruct.home(home)
     info = target.reader.tensors[stored]
-    shape = instruct.shapes[home]
-    shared = info.numel
+
+    def moved(now: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        delta = after - before
+        if not is_finite(delta):
+            raise InputError(f"Tensor {home!r}: {instruct.folder} minus {base.folder} is not finite (NaN or inf).")
+        result = now + scale * delta
+        # If training left the tensor alone, the sum is `after`, except for its rounding.
+        return torch.where(now == before, after, result) if scale == 1 else result
+
+    sources = [(target.reader, stored), (base.reader, base.home(home)), (instruct.reader, of_instruct)]
+    shared = computed(stored, info, sources, moved)
 
     def data() -> Iterable[bytes]:
-        pieces = zip(
-            target.reader.pieces(stored),
-            base.reader.pieces(of_base),
-            instruct.reader.pieces(of_instruct, stop=shared),
-            strict=True,
-        )
-        for piece in pieces:
-            now, before, after = map(widened, piece)
-            delta = after - before
-            if not is_finite(delta):
-                raise InputError(f"Tensor {home!r}: {instruct.folder} minus {base.folder} is not finite (NaN or inf).")
-            result = now + scale * delta
-            if scale == 1:  # if training left the tensor alone, the sum is `after`, except for its rounding
-                result = torch.where(now == before, after, result)
-            yield rounded(result, info.dtype, stored)
-        for rest in instruct.reader.pieces(of_instruct, start=shared):
+        yield from shared.data()
+        for rest in instruct.reader.pieces(of_instruct, start=info.numel):
             yield rounded(rest, info.dtype, stored)
 
-    return OutputTensor(stored, info.dtype, shape, data)
+    return replace(shared, shape=instruct.shapes[home], data=data)
 
 
 def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str, str] | None = None) -> float:

@@ -133,13 +133,8 @@ class CheckpointReader:
         parts: Mapping[str, str],
         made: Callable[[dict[str, torch.Tensor]], Any],
     ) -> None:
-        """Replaces stored tensors by the one that transformers makes of them when it loads the checkpoint.
-
-        Args:
-            name: name of the tensor that is made.
-            parts: names of the stored tensors, by their names in the model.
-            made: makes the tensor from its parts.
-        """
+        """Replaces stored tensors, by their names in the model, with the one that transformers makes of them (`made`)
+        when it loads the checkpoint."""
         stored = {part: self.tensors.pop(part) for part in parts.values()}
         first = next(iter(stored.values()))
         self.parts[name] = dict(parts)

@@ -59,11 +59,6 @@ class StoredModel:
         """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
         return [key for key in self.shapes if key in self.names]
 
-    @property
-    def unknown(self) -> list[str]:
-        """Tensors of the files that the model does not have."""
-        return sorted(set(self.reader.tensors) - {self.names[key] for key in self.tensors})
-
     def home(self, key: str) -> str:
         """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
         for candidate in (key, self._tied.get(key)):
@@ -236,11 +231,8 @@ def _put_together(
     parts: list[tuple[str, str, str]],
     converters: list[WeightConverter],
 ) -> None:
-    """Puts a tensor of the model together from stored ones, as the library's rule does.
-
-    Args:
-        parts: the rule's pattern for each stored tensor, the tensor's name, and that in the model before the rule.
-    """
+    """Puts a tensor of the model together from stored ones, as the library's rule does. Of each of the `parts` are
+    given the rule's pattern, its name, and its name in the model before the rule."""
     rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
     parts = sorted(parts, key=lambda part: rule.source_patterns.index(part[0]))  # stable
 
@@ -295,11 +287,11 @@ def computed(
     sources: Sequence[tuple[CheckpointReader, str]],
     function: Callable[..., torch.Tensor],
 ) -> OutputTensor:
-    """An element-wise function of tensors of equal shape, computed piece by piece in float32 (float64 if a tensor is),
-    and rounded once to the type of `info`; the output has the shape of `info`."""
+    """An element-wise function of tensors, computed piece by piece in float32 (float64 if a tensor is) and rounded once
+    to the type of `info`, whose shape it has. Of a larger tensor the first elements are taken."""
 
     def data() -> Iterable[bytes]:
-        for pieces in zip(*(reader.pieces(stored) for reader, stored in sources), strict=True):
+        for pieces in zip(*(reader.pieces(stored, stop=info.numel) for reader, stored in sources), strict=True):
             yield rounded(function(*map(widened, pieces)), info.dtype, name)
 
     return OutputTensor(name, info.dtype, info.shape, data)

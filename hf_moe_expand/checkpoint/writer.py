@@ -362,7 +362,7 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
 
 def check_free(out: Path, needed_bytes: int) -> None:
     """Refuses an output for which the disk has too little room."""
-    if needed_bytes > (free := free_bytes(out)):
+    if needed_bytes > (free := free_bytes(out.parent)):
         raise InputError(
             f"{out}: needs {needed_bytes:,} bytes, but the disk has {free:,} bytes free; choose another disk."
         )
