@@ -98,7 +98,7 @@ def build_commands(folder: Path, options: argparse.Namespace, mergekit: Path | N
     experts = [{"source_model": base} for _ in range(options.experts)]
     Path(config).write_text(yaml.safe_dump({**settings, "experts": experts}), "utf-8")
     python = sys.executable
-    found = {BUILDERS[0]: [python, "-m", "hf_moe_expand.cli", "expand", base, out, "--plan", plan]}
+    found = {BUILDERS[0]: [python, "-m", "hf_moe_expand", "expand", base, out, "--plan", plan]}
     if mergekit:
         found[BUILDERS[1]] = [str(mergekit.with_name("mergekit-moe")), config, out]
     found[BUILDERS[2]] = [python, str(HERE / "peers_upcycle.py"), base, out, str(options.experts)]

@@ -158,7 +158,7 @@ def test_one_pack_among_others_that_stay_at_home_computes_what_it_did(packs, tmp
     for ffn in joined.expanded_ffns().values():
         own = EL.experts_per_layer[ffn.layer_index]
         route = ffn.route
-        ffn.route = lambda x_Th, classes, route=route, own=own: _without_others(route, x_Th, classes, own)
+        ffn.route = lambda *inputs, route=route, own=own: _without_others(route, inputs, own)
     with torch.no_grad():
         for ffn in joined.expanded_ffns().values():
             ffn.classifier = None
@@ -167,11 +167,11 @@ def test_one_pack_among_others_that_stay_at_home_computes_what_it_did(packs, tmp
         torch.testing.assert_close(joined(IDS).logits, alone(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
-def _without_others(route, x_Th, classes, own):
+def _without_others(route, inputs, own):
     """The routing with the experts from `own` on out of reach."""
     from dataclasses import replace
 
-    found = route(x_Th, classes)
+    found = route(*inputs)
     allowed = (torch.arange(found.router_logits.shape[1]) < own).expand_as(found.router_logits)
     weights, experts = select_experts(found.router_logits, found.top_k, allowed)
     return replace(found, weights=weights, experts=experts)
