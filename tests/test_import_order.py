@@ -29,7 +29,7 @@ ROOMS = (
     ("stages",),
     ("inspection", "recipe"),
     ("forecast", "steps"),
-    ("pipeline",),
+    ("pipeline", "recommended"),
     ("hub_files",),
     ("card", "report"),
     ("backbones", "demo", "hub", "settings_page"),

@@ -7,12 +7,12 @@ import yaml
 from conftest import invoke, save_dense, write_texts
 from encoder_decoders import save_tiny
 
-from hf_moe_expand import forecast
+from hf_moe_expand import recommended
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.forecast import blocks_a_step, new_recipe, rates_for
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.recipes import find_recipe
+from hf_moe_expand.recommended import blocks_a_step, new_recipe, rates_for
 from hf_moe_expand.settings import GateSettings
 
 
@@ -100,7 +100,7 @@ def test_the_batch_fits_the_memory(base, texts, monkeypatch):
     given = ({"en": str(texts["en"])}, {"hu": "hub:some/text"}, {})
     sizes = []
     for memory in (10**12, 1):
-        monkeypatch.setattr(forecast, "device_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(recommended, "device_memory", lambda memory=memory: memory)
         training = Recipe.of_text(new_recipe(str(base), *given), "x").post_pretrain.training
         assert training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] == 16
         sizes.append((training["per_device_train_batch_size"], any("checkpointing" in name for name in training)))

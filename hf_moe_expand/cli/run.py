@@ -190,10 +190,10 @@ def recipes_new(
         key: {code: text.source for code, text in text_sources(arguments or []).items()}
         for key, arguments in (("old", old), ("new", new), ("test", test))
     }
-    from ..forecast import new_recipe
     from ..jsonfile import write_text
     from ..pipeline import validate_recipe
     from ..recipe import Recipe
+    from ..recommended import new_recipe
 
     text = new_recipe(base, **sources, output=output, revision=revision, seed=seed)
     lines = validate_recipe(Recipe.of_text(text, out))

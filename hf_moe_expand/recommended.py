@@ -1,0 +1,217 @@
+"""`recipes new`: writes the recommended recipe for a base and text that are at hand."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checkpoint.expand import planned_config
+from .checkpoint.local import own_name
+from .checkpoint.promises import check_architecture
+from .checkpoint.source import load_base_config, resolve_checkpoint
+from .checkpoint.stored import network_of
+from .costs import activation_bytes, size_of, tokens_at_hand, weights_bytes
+from .data.sources import LanguageText
+from .errors import InputError, errors_at
+from .forecast import PROCESS
+from .languages import UNDETERMINED, check_old_and_new
+from .memory import device_memory
+from .modeling import count_layers
+from .models import load_tokenizer, longest_block
+from .planning.plan import Plan
+from .recipe import Recipe
+from .recipe_paths import filled_in
+from .stages import stage_of
+from .trainers.freezing import freeze
+from .trainers.router_losses import CHECKPOINTING
+from .yamlfile import parse_yaml
+
+# The blocks of the study whose rates these are (docs/recipes.md#learning-rates).
+BLOCK = 512
+_BLOCKS_A_STEP = 16
+# A training of fewer steps takes smaller ones; one of more takes larger ones.
+_FEWEST_STEPS, _MOST_STEPS = 100, 10_000
+# Review takes a quarter of all tokens, as in the study.
+_REVIEW = 3
+# The share of the device's memory that the estimate may fill.
+_ROOM = 0.7
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak learning rates of stage 1 and of review, and where they come from."""
+
+    stage: str
+    review: str
+    source: str
+
+
+def rates_for(parameters: int) -> Rates:
+    """The rates to start from, by the size of the base. Two sizes are measured: SmolLM2's 135 million parameters, here,
+    and 1.8 billion, in the paper."""
+    if parameters < 300_000_000:
+        return Rates("2e-3", "3e-3", "measured on SmolLM2, 135 million parameters")
+    if parameters < 1_000_000_000:
+        return Rates("2e-4", "3e-4", "not measured for this size: between SmolLM2's and the paper's for 1.8 billion")
+    return Rates("5e-5", "5e-5", "the paper's, for 1.8 billion parameters and 524,288 tokens a step")
+
+
+def blocks_a_step(tokens: int | None) -> int:
+    """Blocks of `BLOCK` tokens in a step of a training on so many tokens; 16 where their number is not known."""
+    blocks = _BLOCKS_A_STEP
+    while tokens is not None and blocks > 1 and tokens < _FEWEST_STEPS * blocks * BLOCK:
+        blocks //= 2
+    while tokens is not None and tokens > _MOST_STEPS * blocks * BLOCK and blocks < 1024:
+        blocks *= 2
+    return blocks
+
+
+def new_recipe(
+    base: str,
+    old: Mapping[str, str],
+    new: Mapping[str, str],
+    test: Mapping[str, str],
+    output: str | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+) -> str:
+    """The text of the recommended recipe for a base and text: reads the amounts of text with the base's tokenizer.
+
+    Args:
+        old, new, test: the source of each language's text, as in a recipe. Without `old`, the base writes old text.
+        output: folder of the run; by default `runs/`, the base's name and the new languages.
+
+    Raises:
+        InputError: the base cannot be expanded or is an encoder-decoder, or a text is missing or empty.
+    """
+    if not new:
+        raise InputError("No new language is given: name its text with --new LANGUAGE=FILE.")
+    check_old_and_new(list(old), list(new))
+    texts = {}
+    for option, sources in (("--old", old), ("--new", new), ("--test", test)):
+        for code, source in sources.items():
+            with errors_at(f"{option} {code}"):
+                texts[option, code] = LanguageText(code, filled_in(source, code, unset_ok=False))
+                texts[option, code].check()
+    folder = resolve_checkpoint(base, revision, weights=False)
+    dense = load_base_config(folder)
+    check_architecture(dense, base)
+    if dense.is_encoder_decoder:
+        raise InputError(f"{base}: is an encoder-decoder, for which docs/encoder_decoder.md has recipes.")
+    longest = longest_block(dense)
+    if longest is not None and longest < BLOCK:
+        raise InputError(f"{base}: takes {longest} positions, but this recipe's blocks have {BLOCK}: write your own.")
+    tokenizer = load_tokenizer(folder, base)
+    counts = {code: tokens_at_hand(text, tokenizer) for (option, code), text in texts.items() if option == "--new"}
+    known = [count for count in counts.values() if count is not None]
+    tokens = sum(known) if len(known) == len(counts) else None
+    blocks = blocks_a_step(tokens)
+    steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
+    at_once, extra = _on_this_device(dense, old, new, blocks)
+    rates = rates_for(size_of(network_of(dense)))
+    review_steps = 50 if steps is None else max(steps // _REVIEW, 1)
+    epoch = "one epoch" if steps is None else f"one epoch: about {steps:,} steps, of {tokens:,} tokens of new text"
+    name = Path(own_name(base)).name
+    fields: dict[str, Any] = {
+        "base": _value(base), "output": _value(output or f"runs/{name}-{'-'.join(new)}"), "seed": seed,
+        "revision": "" if revision is None else f"revision: {_value(revision)}\n",
+        "old": _old(old, review_steps * blocks * BLOCK), "new": _texts("new", new),
+        "test": _texts("test", test) if test else "# test: held-out text of old and new languages; without it the run "
+        "evaluates nothing\n",
+        "rate": rates.stage, "review_rate": rates.review, "rates": rates.source, "epoch": epoch, "blocks": blocks,
+        "step": f"{blocks * BLOCK:,}", "review_steps": review_steps,
+        "review_said": "as in the study: how much new text there is, is not known" if steps is None else "a third of "
+        "stage 1's", "at_once": at_once, "block": BLOCK,
+        "accumulated": blocks // at_once, "extra": extra,
+        "save": 50 if steps is None else max(min(steps // 4, 500), 1),
+        "review_save": max(min(review_steps // 2, 500), 1),
+    }  # fmt: skip
+    text = TEMPLATE.format(**fields)
+    Recipe.of_text(text, "the recipe")
+    return text
+
+
+def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> tuple[int, str]:
+    """What fits this machine: blocks at a time, and further training arguments, lines of YAML."""
+    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new))
+    network = network_of(planned_config(dense, plan))
+    trained = freeze(network, stage_of("post_pretrain").trains).trainable  # type: ignore[attr-defined]
+    half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    extra = "    bf16: true  # mixed precision\n" if half else ""
+    memory = device_memory()
+    if memory is None:
+        return 1, extra
+    room = _ROOM * memory - weights_bytes(size_of(network), trained) - PROCESS
+    blocks = most
+    while blocks > 1 and activation_bytes(network, blocks * BLOCK, half) > room:
+        blocks //= 2
+    if activation_bytes(network, blocks * BLOCK, half) > room:
+        extra += f"    {CHECKPOINTING}: true  # keeps fewer activations, for about one more forward pass\n"
+    return blocks, extra
+
+
+def _value(text: str | os.PathLike) -> str:
+    """A text as YAML has it: plain where that reads back as the same text."""
+    plain = str(text)
+    try:
+        same = parse_yaml(plain, plain) == plain and parse_yaml(f"{{a: {plain}}}", plain) == {"a": plain}
+    except InputError:
+        same = False
+    return plain if same else json.dumps(plain, ensure_ascii=False)
+
+
+def _texts(key: str, sources: Mapping[str, str]) -> str:
+    return f"{key}:\n" + "".join(f"  {_value(code)}: {_value(source)}\n" for code, source in sources.items())
+
+
+def _old(old: Mapping[str, str], review_tokens: int) -> str:
+    """The old text, or how much of it the base writes: about a third of review's tokens."""
+    if old:
+        return _texts("old", old)
+    documents = min(max(review_tokens // (3 * 256), 100), 5000)
+    return f"self_written: {{documents: {documents}}}  # the base writes the old text itself\n"
+
+
+TEMPLATE = """\
+# `hf-moe-expand recipes new` wrote this: the recommended recipe (`recipes show recommended`) for this base and text.
+# docs/recipes.md explains each choice; check it with `hf-moe-expand validate`, run it with `hf-moe-expand run`.
+
+base: {base}
+{revision}output: {output}  # folder of the run; an interrupted run resumes here
+seed: {seed}
+# languages that the base is good at: gates and review read them
+{old}# languages to learn
+{new}# scored at the end
+{test}plan: {{method: moe-lpr, experts: 2}}  # in each layer the original FFN, frozen, and one new expert
+# stage 1: new experts and routers learn the new languages
+post_pretrain:
+  block_size: {block}
+  training:
+    per_device_train_batch_size: {at_once}  # blocks at a time: what the memory of this machine allows
+    gradient_accumulation_steps: {accumulated}  # {step} tokens a step on one device; on 4 devices take a quarter
+    learning_rate: {rate}  # {rates}
+    lr_scheduler_type: cosine
+    warmup_steps: 0.1  # a tenth of the steps
+    num_train_epochs: 1  # {epoch}
+    save_steps: {save}
+{extra}# gates that send home every text whose language they do not recognise as new; no training
+gates: {{}}
+# stage 2: routers learn, on text of all languages, what stays with the original FFN
+review:
+  block_size: {block}
+  classifier_coef: 0  # gates stay as fitted
+  distillation_coef: 1  # old languages keep the base's predictions
+  training:
+    per_device_train_batch_size: {at_once}
+    gradient_accumulation_steps: {accumulated}
+    learning_rate: {review_rate}  # {rates}
+    lr_scheduler_type: cosine
+    warmup_steps: 0.1
+    max_steps: {review_steps}  # {review_said}
+    save_steps: {review_save}
+{extra}evaluation: {{block_size: {block}, batch_size: 4, max_tokens: 40000}}
+"""
