@@ -15,6 +15,7 @@ from ..data.sources import LanguageText
 from ..errors import InputError, errors_at
 from ..jsonfile import read_json, write_json
 from ..schema import read
+from ..trainers.freezing import evaluating
 from .perplexity import LanguageScore, score_stream, stream_for
 
 VALIDATION = "validation.json"
@@ -149,14 +150,8 @@ class ValidationCallback(TrainerCallback):
 @contextmanager
 def _untouched(model: Any) -> Iterator[None]:
     """Puts the model into evaluation mode; restores each module's mode and the random numbers' state at the end."""
-    modes = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes.items():
-                module.training = training
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
+        yield
 
 
 def validation_sources(settings: Any) -> dict[str, LanguageText]:
