@@ -33,11 +33,14 @@ def restore(
     lengths = report.get("lengths", {"None": report})
     if not all(isinstance(one, Mapping) and "rows" in one for one in lengths.values()):
         raise InputError(f"{published}: is no JSON of `study.py report`: it has no `rows`.")
-    theirs = next((one["rows"]["base"]["seeds"][0] for one in lengths.values() if "base" in one["rows"]), None)
+    bases = [
+        seed.get("scores", {}) for one in lengths.values() for seed in one["rows"].get("base", {}).get("seeds", [])
+    ]
+    theirs = next((scores for scores in bases if all(scores.get(domain) for domain in DOMAINS)), None)
     if theirs is None:
-        raise InputError(f"{published}: has no row `base`, by which its base is compared with this one.")
-    same = _is_same_base(studies[0].result("base", 0)["scores"], theirs["scores"], published, retrained)
-    own_base = {} if same else {"base": {"scores": theirs["scores"]}}
+        raise InputError(f"{published}: has no scores of a row `base`, by which its base is compared with this one.")
+    same = _is_same_base(studies[0].result("base", 0)["scores"], theirs, published, retrained)
+    own_base = {} if same else {"base": {"scores": theirs}}
     for study in studies:
         rows = lengths.get(str(study.tokens), {"rows": {}})["rows"]
         for name, row in rows.items():

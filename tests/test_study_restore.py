@@ -90,7 +90,8 @@ def test_another_base_and_another_file_are_refused(tmp_path):
     path = report(tmp_path)
     rows = json.loads(path.read_text())["rows"]
     del rows["base"]
-    path.write_text(json.dumps({"rows": rows}))
-    with pytest.raises(InputError, match="has no row `base`"):
-        restore([study(tmp_path)], path)
+    for base in ({}, {"base": {"seeds": []}}, {"base": {"seeds": [{"scores": {"help": {}, "flores": {}}}]}}):
+        path.write_text(json.dumps({"rows": rows | base}))
+        with pytest.raises(InputError, match="has no scores of a row `base`"):
+            restore([study(tmp_path)], path)
     assert not (tmp_path / "results").exists()
