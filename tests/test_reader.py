@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, shrink_checkpoint
+from hf_moe_expand.checkpoint import reader as reader_module
 from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
@@ -346,3 +347,19 @@ def test_json_files_with_a_byte_order_mark_are_read(expanded, tmp_path):
     from hf_moe_expand.jsonfile import read_json
 
     assert read_json(folder / "config.json", "x") == json.loads(text)
+
+
+def test_a_tensor_put_together_has_the_bytes_of_one_stored_whole(tmp_path, monkeypatch):
+    """However large the pieces are in which both are read; and two of one file are not taken for the same."""
+    monkeypatch.setattr(reader_module, "_CHUNK", 8)
+    parts = {f"{name}{row}": torch.full((3,), float(row + 10 * (name == "b"))) for name in "ab" for row in range(2)}
+    whole = torch.stack([parts["a0"], parts["a1"]])
+    save_file({**parts, "whole": whole}, tmp_path / "model.safetensors")
+    reader = CheckpointReader(tmp_path)
+    for name in "ab":
+        reader.put_together(
+            name, (2, 3), {"0": f"{name}0", "1": f"{name}1"}, lambda rows: torch.stack([*rows.values()])
+        )
+    assert reader.same_bytes("a", reader, "whole")
+    assert reader.same_bytes("whole", reader, "a")
+    assert not reader.same_bytes("a", reader, "b")
