@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.expand import check_dense_plan, ffn_dtype, planned_config, write_first_record
+from ..checkpoint.expand import check_dense_plan, ffn_dtype, planned_config, planned_record
 from ..checkpoint.merge import averaged, check_same_shape
 from ..checkpoint.new_experts import new_weight
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
@@ -15,6 +15,7 @@ from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, 
 from ..errors import InputError
 from ..modeling import decoder_ffns
 from ..planning.plan import Plan
+from ..records import History
 
 
 def expand_branches(
@@ -56,7 +57,11 @@ def expand_branches(
     base_parameters = sum(info.numel for info in first.reader.tensors.values())
     parameters = sum(tensor.numel for tensor in tensors)
     names = [model.name for model in models]
-    write_first_record(config, plan, first.name, None, "branches", seed, base_parameters, parameters, names)
+    record = planned_record(
+        plan, old_languages=plan.old, base_model=first.name, expert_init="branches", branches=names, seed=seed,
+        base_parameters=base_parameters, parameters=parameters,
+    )  # fmt: skip
+    History([record]).write(config)
     return write_checkpoint(
         out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches", max_shard_size, overwrite
     )

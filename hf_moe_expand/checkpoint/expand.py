@@ -118,7 +118,11 @@ def expand_checkpoint(
     parameters = sum(tensor.numel for tensor in tensors)
     # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
     name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
-    write_first_record(config, plan, name, commit, recorded_init(kind, expert_init), seed, base_parameters, parameters)
+    record = planned_record(
+        plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
+        expert_init=recorded_init(kind, expert_init), base_parameters=base_parameters, parameters=parameters,
+    )  # fmt: skip
+    History([record]).write(config)
     write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
     return ExpansionReport(Path(out), base_parameters, parameters, sorted(set(dense.reader.tensors) - known))
 
@@ -190,10 +194,12 @@ def expand_model(
     static = model_class(config)
     expanded.config.architectures = [static.__name__]
     expanded.config.auto_map = static.auto_map(config)
-    write_first_record(
-        expanded.config, plan, name, revision, recorded_init(kind, expert_init), seed,
-        _parameters(dense), _parameters(expanded),
+    record = planned_record(
+        plan, old_languages=plan.old, base_model=name, base_revision=revision, seed=seed,
+        expert_init=recorded_init(kind, expert_init), base_parameters=_parameters(dense),
+        parameters=_parameters(expanded),
     )  # fmt: skip
+    History([record]).write(expanded.config)
     expanded.generation_config = copy.deepcopy(dense.generation_config)
     return expanded.train(dense.training)
 
@@ -381,37 +387,19 @@ def _parameters(model: Any) -> int:
     return sum(value.numel() for name, value in model.state_dict().items() if name not in tied)
 
 
-def write_first_record(
-    config: Any,
-    plan: Plan,
-    base_model: str,
-    base_revision: str | None,
-    expert_init: str,
-    seed: int,
-    base_parameters: int,
-    parameters: int,
-    branches: list[str] | None = None,
-) -> None:
-    """Writes the history of a first expansion into the configuration of the model that it made."""
+def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
+    """The record of an expansion by `plan`; `facts` are the fields that the plan does not decide."""
     grouped = [code for group in plan.groups for code in group]
-    record = ExpansionRecord(
+    return ExpansionRecord(
         method=plan.method,
-        base_model=base_model,
-        base_revision=base_revision,
-        old_languages=plan.old,
         new_languages=plan.new or [code for code in grouped if code not in plan.old],
         experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
         prefix_gate=plan.prefix_rule,
-        expert_init=expert_init,
-        branches=branches,
-        seed=seed,
-        base_parameters=base_parameters,
-        parameters=parameters,
         versions=versions(),
         separability=plan.separability,
+        **facts,
     )
-    History([record]).write(config)
 
 
 def versions() -> dict[str, str]:

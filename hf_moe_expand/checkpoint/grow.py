@@ -18,7 +18,7 @@ from ..modeling.expanded_config import KINDS
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed
-from .expand import versions
+from .expand import planned_record
 from .new_experts import Block, new_router, new_weight
 from .reader import CheckpointReader
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
@@ -66,20 +66,10 @@ def grow_checkpoint(
         for layer, (before, after) in enumerate(zip(counts, plan.experts_per_layer, strict=True))
         if after > before
     }
-    record = ExpansionRecord(
-        method=plan.method,
-        base_model=history.first.base_model,
-        base_revision=history.first.base_revision,
-        old_languages=history.languages,
-        new_languages=plan.new,
-        experts_per_layer=plan.experts_per_layer,
-        classifier_layers=plan.classifier_layers,
-        prefix_gate=plan.prefix_rule,
-        copied_experts=origin,
-        seed=seed,
-        versions=versions(),
-        separability=plan.separability,
-    )
+    record = planned_record(
+        plan, old_languages=history.languages, base_model=history.first.base_model,
+        base_revision=history.first.base_revision, copied_experts=origin, seed=seed,
+    )  # fmt: skip
     changes = {
         "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
         "classifier_layers": plan.classifier_layers,

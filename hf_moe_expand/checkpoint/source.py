@@ -190,12 +190,6 @@ def load_expanded_config(folder: Path) -> Any:
     return config
 
 
-def languages_by_expansion(folder: Path) -> list[list[str]]:
-    """The base's languages of an expanded checkpoint, then the languages of each expansion; empty for any other
-    checkpoint."""
-    return History.of(load_config(folder)).by_expansion
-
-
 def load_base_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a dense checkpoint that can be expanded.
 

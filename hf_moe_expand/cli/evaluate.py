@@ -154,15 +154,16 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:
     """The evaluated languages in groups, the old ones first: as given, else one group for each expansion in the longest
     history of the models."""
-    from ..checkpoint.source import languages_by_expansion, resolve_checkpoint
+    from ..checkpoint.source import load_config, resolve_checkpoint
     from ..languages import check_old_and_new
+    from ..records import History
 
     if old or new:
         check_old_and_new(old, new)
         groups = [old, new]
     else:
-        histories = [languages_by_expansion(resolve_checkpoint(name, weights=False)) for name in models]
-        groups = max(histories, key=len) or [languages, []]
+        configs = [load_config(resolve_checkpoint(name, weights=False)) for name in models]
+        groups = max((History.of(config).by_expansion for config in configs), key=len) or [languages, []]
     if unknown := sorted(set(languages).difference(*groups)):
         raise InputError(f"{', '.join(unknown)}: not a known language of these models; name it in --old or in --new.")
     return [[code for code in languages if code in group] for group in groups]

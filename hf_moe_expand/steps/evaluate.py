@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.source import languages_by_expansion, load_config
+from ..checkpoint.source import load_config
 from ..data.sources import LanguageText
 from ..errors import errors_at
 from ..evaluation.chat import QUESTIONS, check_chat
@@ -14,6 +14,7 @@ from ..evaluation.report import score_models
 from ..languages import UNDETERMINED
 from ..recipe import Recipe
 from ..recipe_paths import unset_variable
+from ..records import History
 from .base import Checks, Step, StepResult, contents
 
 
@@ -80,7 +81,7 @@ class Evaluate(Step):
         if self.recipe.join is None:
             return self.recipe.evaluated_languages
         final = next(Path(path) for path in reversed(self.models.values()) if Path(path).exists())
-        old, *new = languages_by_expansion(final)
+        old, *new = History.of(load_config(final)).by_expansion
         known = {code for codes in (old, *new) for code in codes}
         return [[*old, *(code for code in self.recipe.test if code not in known)], *new]
 
