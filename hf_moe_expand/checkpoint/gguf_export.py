@@ -28,7 +28,7 @@ from ..scratch import beside, remove_partial_files
 from .export import dense_config, expert_tensors
 from .gguf import load_tokenizer, tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite
-from .routed import StoredFFN, active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
+from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, widened
 from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
@@ -237,23 +237,19 @@ def _mixture(source: StoredModel, form: GgufForm, config: Any) -> Iterator[Outpu
     leading = _leading_dense(source.config.num_experts_per_layer, form)
     dense = [tensor for ffn in ffns[:leading] for tensor in ffn.dense()]
     yield from _named([*other_tensors(source, ffns), *dense], form, config, source.folder)
-    for ffn in ffns[leading:]:
-        yield from _experts(ffn, form, source, config)
-
-
-def _experts(ffn: StoredFFN, form: GgufForm, source: StoredModel, config: Any) -> Iterator[OutputTensor]:
-    block = f"blk.{ffn.number}"
-    yield ffn.padded_router(f"{block}.ffn_gate_inp.weight", config.hidden_size)
-    if form.bias:
-        yield ffn.selection_bias(f"{block}.exp_probs_b.bias")
-    for part in ffn.experts[0]:
-        if part not in _PARTS:
-            raise _no_place(f"{ffn.name}.{part}", form, source.folder)
-        tensors = [ffn.part(expert, part) for expert in ffn.at]
-        shape = tensors[0].shape
-        yield stacked(f"{block}.ffn_{_PARTS[part]}_exps.weight", tensors, (len(ffn.at), *shape))
-        if form.shared:
-            yield zeros(f"{block}.ffn_{_PARTS[part]}_shexp.weight", ffn.dtype, shape)
+    for number, ffn in enumerate(ffns[leading:], start=leading):
+        block = f"blk.{number}"
+        yield ffn.padded_router(f"{block}.ffn_gate_inp.weight", config.hidden_size)
+        if form.bias:
+            yield ffn.selection_bias(f"{block}.exp_probs_b.bias")
+        for part in ffn.experts[0]:
+            if part not in _PARTS:
+                raise _no_place(f"{ffn.name}.{part}", form, source.folder)
+            tensors = [ffn.part(expert, part) for expert in ffn.at]
+            shape = tensors[0].shape
+            yield stacked(f"{block}.ffn_{_PARTS[part]}_exps.weight", tensors, (len(ffn.at), *shape))
+            if form.shared:
+                yield zeros(f"{block}.ffn_{_PARTS[part]}_shexp.weight", ffn.dtype, shape)
 
 
 def _leading_dense(counts: list[int], form: GgufForm) -> int:

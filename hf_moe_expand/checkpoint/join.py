@@ -174,17 +174,9 @@ def write_joined(
     *earlier, last = History.of(config).expansions
     parameters = sum(tensor.numel for tensor in outputs)
     History([*earlier, changed(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
-    pack_files = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
-    write_checkpoint(
-        out,
-        config,
-        outputs,
-        [(packs[0].stored.folder, _COMPANIONS)],
-        "join",
-        max_shard_size,
-        overwrite,
-        files=pack_files,
-    )
+    files = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
+    companions = [(packs[0].stored.folder, _COMPANIONS)]
+    write_checkpoint(out, config, outputs, companions, "join", max_shard_size, overwrite, files)
     return JoinReport(
         Path(out),
         [pack.name for pack in packs],
@@ -346,16 +338,8 @@ def leave_out_pack(
     else:  # the one pack that is left, as it was
         alone = left[0]
         outputs = _outputs(left, alone.config, alone.routing_of_layer, None)
-        write_checkpoint(
-            out,
-            alone.config,
-            outputs,
-            [(alone.stored.folder, _COMPANIONS)],
-            "shrink",
-            max_shard_size,
-            overwrite,
-            files={"config.json": alone.config_text.encode()},
-        )
+        companions, files = [(stored.folder, _COMPANIONS)], {"config.json": alone.config_text.encode()}
+        write_checkpoint(out, alone.config, outputs, companions, "shrink", max_shard_size, overwrite, files)
     return LeaveOutReport(Path(out), [pack.name for pack in left], not trained)
 
 

@@ -33,7 +33,6 @@ class StoredFFN:
     """A layer's FFN in a checkpoint.
 
     Attributes:
-        number: number of the layer.
         name: prefix of the FFN's tensors in the dense model.
         router: the router's weight `[N, h]`; None for a dense layer.
         experts: tensors of each expert, by their names inside the FFN; one expert for a dense layer.
@@ -41,7 +40,6 @@ class StoredFFN:
             chosen.
     """
 
-    number: int
     name: str
     router: OutputTensor | None
     experts: list[dict[str, OutputTensor]]
@@ -156,7 +154,7 @@ def stored_ffns(source: StoredModel) -> list[StoredFFN]:
             else:
                 experts.append({part: source.copied(f"{place}.{part}") for part in parts})
         router = None if count == 1 else source.copied(f"{ffn.place}.router.weight")
-        ffns.append(StoredFFN(number, ffn.name, router, experts, _places(source.config, number)))
+        ffns.append(StoredFFN(ffn.name, router, experts, _places(source.config, number)))
     return ffns
 
 
