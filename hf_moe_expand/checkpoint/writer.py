@@ -39,7 +39,8 @@ _BELONGS = (
     "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
     "rng_state*.pth", "adapter_config.json", "__pycache__/*.pyc",
 )  # fmt: skip
-_CODE_OF_THE_BASE = ("auto_map", "custom_pipelines")
+# Fields of a configuration that are not written: the whole model is, and no other code than this package's.
+_LEFT_OUT = ("auto_map", "custom_pipelines", "expansion_base")
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -170,16 +171,13 @@ def write_checkpoint(
     """
     ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
     with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
+        for name in _LEFT_OUT:
+            vars(config).pop(name, None)
         if isinstance(config, ExpandedConfig):
             static = model_class(config)
             config.architectures = [static.__name__]
             config.auto_map = static.auto_map(config)
-            for name in ("expansion_base", "custom_pipelines"):  # the whole model is written, and no other code
-                vars(config).pop(name, None)
             custom_object_save(static, partial)
-        else:
-            for name in _CODE_OF_THE_BASE:
-                vars(config).pop(name, None)
         config.save_pretrained(partial)
         for folder, patterns in companions:
             copy_companions(folder, partial, patterns)
@@ -197,22 +195,17 @@ def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPAN
     checkpoint of this package runs no other code."""
     for pattern in patterns:
         for file in source.glob(pattern):
-            _check_companion(source, file)
+            # Else a link could lead a file of the user's into what is published, and reading a pipe never end.
+            if not lies_inside(source, file):
+                raise InputError(f"{file}: is a link that leads out of the folder; put the file itself there.")
+            if not file.is_file():
+                raise InputError(f"{file}: is not a file; a checkpoint's parts are files.")
             destination = target / file.relative_to(source)
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, destination)
             if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
                 fields = read_json(file, "a JSON file")
                 write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
-
-
-def _check_companion(folder: Path, file: Path) -> None:
-    """Refuses a link out of a checkpoint's folder, which could lead a file of the user's into what is published, and a
-    folder, pipe or device, whose reading may never end."""
-    if not lies_inside(folder, file):
-        raise InputError(f"{file}: is a link that leads out of the folder; put the file itself there.")
-    if not file.is_file():
-        raise InputError(f"{file}: is not a file; a checkpoint's parts are files.")
 
 
 def _counted(tensor: OutputTensor, bar: Any) -> OutputTensor:
