@@ -65,7 +65,7 @@ class TrainingFolder:
             InputError: the interrupted run had other settings, other data or another model.
         """
         record = self.path / STARTED_WITH
-        # StepOutput last: if it is missing, the process was killed while it saved.
+        # Saved last: if it is missing, the process was killed while it saved.
         whole = [path.parent for path in self.path.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
         if not record.is_file() or not whole:
             return None
