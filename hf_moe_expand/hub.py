@@ -260,7 +260,7 @@ def _upload(api: HfApi, repo_id: str, branch: str, private: bool, files: dict[st
             raise InputError(f"{repo_id}: the hub refuses the card: {' '.join(str(error).split())}") from None
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
             raise
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = first_line(error.__cause__ or error)
         raise InputError(
             f"{repo_id}: the upload broke off ({reason}). Run the same command again: it sends only missing files."
         ) from error

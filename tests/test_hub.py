@@ -15,7 +15,7 @@ from hub_server import OTHER_TOKEN, TOKEN, Client, HubServer
 from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 
-from hf_moe_expand import Plan, expand_checkpoint
+from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [0], old=["en"], new=["el"])
@@ -113,6 +113,15 @@ def test_an_unchanged_push_sends_nothing(server, client, run_folder, published):
     assert again["value"]["commit"] == published["value"]["commit"]
     assert "unchanged" in again["said"]
     assert (server.count("POST", "/commit/"), server.count("PUT")) == (commits, sent)
+
+
+def test_an_upload_that_breaks_off_without_a_word_names_the_error():
+    class Silent:
+        def create_repo(self, *args, **kwargs):
+            raise ConnectionError
+
+    with pytest.raises(InputError, match=r"the upload broke off \(ConnectionError\)"):
+        hub._upload(Silent(), "me/x", "main", False, {})
 
 
 def test_a_broken_upload_goes_on_where_it_stopped(server, client, checkpoint):

@@ -170,3 +170,8 @@ def test_a_base_that_was_trained_neither_writes_nor_teaches(root, tmp_path):
 def test_a_language_that_is_none_is_refused_before_the_model_loads(root, tmp_path):
     with pytest.raises(InputError, match="klingonisch"):
         invoke("sample", root / "base", "--language", "klingonisch", "--out", tmp_path / "x.jsonl")
+
+
+def test_a_revision_of_a_folder_is_refused_before_anything_else(root, tmp_path):
+    with pytest.raises(InputError, match="is a local folder, which has no revision 'v1'"):
+        invoke("sample", root / "base", "--revision", "v1", "--language", "klingonisch", "--out", tmp_path / "x.jsonl")

@@ -198,6 +198,12 @@ def test_a_missing_package_is_named(monkeypatch):
         extra.import_extra("sacrebleu.no_such_part")
 
 
+def test_text_that_is_not_there_is_named_before_anything_else(tmp_path):
+    base, words = save_dense(tmp_path / "base"), ("--data", f"en={tmp_path / 'none.jsonl'}", "--shots", -1)
+    with pytest.raises(InputError, match=r"none\.jsonl"):
+        invoke("evaluate-translation", base, *words, "--out", tmp_path / "scores.json")
+
+
 def test_the_command(tmp_path):
     if not (DATA / "flores").is_dir():
         pytest.skip(f"FLORES is not at {DATA / 'flores'}")

@@ -107,6 +107,9 @@ def evaluate_translation(
     Example: hf-moe-expand evaluate-translation qwen-el-2 --data en=flores/en.jsonl --data el=flores/el.jsonl
     --pair en-el --shots 8 --out translation.json
     """
+    check_file(out, overwrite)
+    check_checkpoints(*models)
+    sources = text_sources(data, look=True)
     from ..evaluation.translation import (
         TranslationScores,
         check_sizes,
@@ -117,10 +120,7 @@ def evaluate_translation(
     )
     from ..models import load_for_inference
 
-    check_file(out, overwrite)
-    check_checkpoints(*models)
     check_sizes(shots, limit, batch_size, max_new_tokens, beams)
-    sources = text_sources(data)
     pairs = parse_pairs(pair or [], list(sources))
     chrf_plus_plus()  # fails now, before any work, if it is not installed
     texts = load_parallel(sources)

@@ -300,7 +300,7 @@ def sample(
     Example: hf-moe-expand sample Qwen/Qwen2.5-0.5B --language en --prompt "The city" --prompt "In 1990" --out en.jsonl
     """
     check_file(out, overwrite)
-    check_checkpoints(model)
+    check_checkpoints(model, revision=revision)
     from ..languages import check_language_code
     from ..self_written import SampleSettings, write_texts
 

@@ -101,11 +101,8 @@ class Evaluate(Step):
             ]
             result.chats = [check for check in checks if check is not None]
         result.to_json(self.output)
-        gone = (
-            f" ({', '.join(set(self.models) - set(present))}: no longer kept)"
-            if len(present) < len(self.models)
-            else ""
-        )
+        missing = [name for name in self.models if name not in present]
+        gone = f" ({', '.join(missing)}: no longer kept)" if missing else ""
         chats = "".join(f"; chat in {c.language}: {c.equal:.0%} of answers are the base's" for c in result.chats)
         without = f"; no held-out text in {', '.join(codes)}" if (codes := self._unmeasured()) else ""
         return StepResult(f"{len(recipe.test)} languages, {len(present)} models{gone}{chats}{without}")
