@@ -131,3 +131,10 @@ def test_validate_asks_every_step(recipe, monkeypatch):
             patch.setattr(kind, "check", lambda step, checks: (_ for _ in ()).throw(InputError(step.name)))
             with pytest.raises(InputError):
                 validate_recipe(recipe)
+
+
+def test_models_that_are_gone_are_named_in_their_order(recipe, tmp_path):
+    gone = ["expanded", "post-pretrained", "grafted", "gated"]
+    models = {"base": recipe.base, **{name: str(tmp_path / name) for name in gone}, "reviewed": recipe.base}
+    step = Evaluate(recipe, tmp_path, models)
+    assert f"2 models ({', '.join(gone)}: no longer kept)" in step.work().summary

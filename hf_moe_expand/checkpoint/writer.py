@@ -39,7 +39,7 @@ _BELONGS = (
     "steps.json", "trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
     "rng_state*.pth", "adapter_config.json", "__pycache__/*.pyc",
 )  # fmt: skip
-# Fields of a configuration that are not written: the whole model is, and no other code than this package's.
+# Removed from a configuration before it is written: the base's own code, and what speaks of an expansion alone.
 _LEFT_OUT = ("auto_map", "custom_pipelines", "expansion_base")
 _SUBFOLDERS = ("additional_chat_templates", "__pycache__")
 _ZEROS = 16 << 20
