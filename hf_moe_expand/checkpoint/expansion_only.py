@@ -16,7 +16,7 @@ from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
 from .reader import CheckpointReader
 from .source import load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, places
+from .stored import StoredModel
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_companions, new_folder, write_weights
 
 
@@ -114,9 +114,8 @@ def _compare(
     """Returns, for each tensor that is byte-identical in the base, its name there and its hash; then all other tensors;
     then those of the others that the base has with other values."""
     record, others, changed = {}, [], []
-    where = places(expanded.network)
     for key in sorted(expanded.tensors, key=dot_natural_key):
-        place = where[key]
+        place = expanded.places[key]
         own = expanded.files_names(key)
         homes = dense.files_names(place.dense) if place.dense in dense.names and not place.expert else []
         if not own or len(own) != len(homes):

@@ -20,7 +20,7 @@ from ..modeling.expanded_config import LoraKind
 from ..records import StageRecord, add_stage
 from .routed import active_experts, check_routing, merged, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, network_of, places
+from .stored import StoredModel, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
@@ -221,7 +221,7 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
         )
     network = network_of(dense_config(source.config))
     tensors = []
-    for key, place in places(source.network).items():
+    for key, place in source.places.items():
         kind = source.config.kind_of(place.layer, expert)
         if key in source.names and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
             name = _saved_name(network, place.dense)

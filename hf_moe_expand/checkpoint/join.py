@@ -143,9 +143,9 @@ def routers_changed(stored: StoredModel) -> bool:
     """Whether the routers or classifiers of a joined checkpoint are not those that the join made. Gates that were
     fitted are the join's own, which no pack knows."""
     packs, gated = packs_inside(stored), stored.config.gate_languages is not None
-    for key, place in places(stored.network).items():
+    for key, place in stored.places.items():
         if place.inner in ROUTING[: 1 if gated else None]:
-            today = stored.reader.tensor(stored.home(key))
+            today = stored.tensor(key)
             made = routing_of(packs, place.layer, today.dtype, gated).get(place.inner)
             if made is None or made.shape != today.shape or not bool((made == today).all()):
                 return True
@@ -355,7 +355,7 @@ def _find(packs: Sequence[Pack], wanted: str) -> Pack:
 
 def _trained_rows(stored: StoredModel, packs: Sequence[Pack], left: Sequence[Pack], gates: Gates | None) -> Routing:
     """The rows of a joined model's trained routers and classifiers that belong to the packs which stay."""
-    keys = {(place.layer, place.inner): key for key, place in left[0].places.items()}
+    keys = {(place.layer, place.inner): key for key, place in left[0].stored.places.items()}
 
     def routing(layer: int) -> dict[str, torch.Tensor]:
         experts, classes = [0], [0]
@@ -369,6 +369,6 @@ def _trained_rows(stored: StoredModel, packs: Sequence[Pack], left: Sequence[Pac
         rows = dict(zip(ROUTING, (experts, classes), strict=False))
         known = rows if gates is None else ROUTING[:1]
         in_use = [inner for inner in known if any((layer, inner) in pack.routing for pack in left)]
-        return {inner: stored.reader.tensor(stored.home(keys[layer, inner]))[rows[inner]] for inner in in_use}
+        return {inner: stored.tensor(keys[layer, inner])[rows[inner]] for inner in in_use}
 
     return routing

@@ -238,7 +238,7 @@ def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...], block: 
 
 
 def first_weight(
-    network: Any, config: Any, ffn: DecoderFFN, place: Place, shape: Sequence[int], expert_init: str, seed: int,
+    network: Any, config: Any, ffn: DecoderFFN, place: Place, expert_init: str, seed: int,
     stored: StoredModel | None = None,
 ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
     """A function that makes a tensor of the expanded model which the dense one lacks, or one of a random expert; None
@@ -252,7 +252,7 @@ def first_weight(
     if place.dense is None:
         added = expert_init == "copy" and config.kind_of(place.layer, place.expert or 0).name == "added"
         block = Block(ffn.module, stored, ffn.name) if added else None
-        return partial(new_weight, place.inner, shape, (seed, place.layer), block)
+        return partial(new_weight, place.inner, place.shape, (seed, place.layer), block)
     if expert_init == "random" and place.expert:
         rest = place.dense.removeprefix(f"{ffn.name}.")
         return partial(_random_weight, network, ffn.module, rest, (seed, place.layer, place.expert))

@@ -176,9 +176,9 @@ def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: s
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
 
     def data() -> Iterable[bytes]:
-        b, a = (widened(source.reader.tensor(source.home(factor))) for factor in factors)
+        b, a = (widened(source.tensor(factor)) for factor in factors)
         change = b @ a
-        weight = widened(source.reader.tensor(source.home(key)))
+        weight = widened(source.tensor(key))
         yield rounded(weight + scaling * (change.T if transposed else change), copied.dtype, copied.name)
 
     return OutputTensor(copied.name, copied.dtype, copied.shape, data)

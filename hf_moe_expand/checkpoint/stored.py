@@ -59,12 +59,25 @@ class StoredModel:
         """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
         return [key for key in self.shapes if key in self.names]
 
+    @cached_property
+    def places(self) -> dict[str, "Place"]:
+        """The place of each tensor in the model."""
+        return places(self.network)
+
     def home(self, key: str) -> str:
         """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
         for candidate in (key, self._tied.get(key)):
             if candidate in self.names:
                 return self.names[candidate]
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
+
+    def info(self, key: str) -> TensorInfo:
+        """The header of a tensor."""
+        return self.reader.tensors[self.home(key)]
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A tensor, on the CPU."""
+        return self.reader.tensor(self.home(key))
 
     def same_bytes(self, key: str, other: "StoredModel", theirs: str) -> bool:
         """Whether another model stores the same bytes, in the same type and shape, under its own name."""
@@ -253,31 +266,39 @@ class Place:
     Attributes:
         dense: its name in the dense model; None for routers, classifiers, gates, the updates of LoRA experts and added
             experts.
+        shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers.
         expert: number of its expert; None outside the experts.
         inner: its name inside the layer's FFN block.
     """
 
     dense: str | None
+    shape: tuple[int, ...]
     layer: int = -1
     expert: int | None = None
     inner: str = ""
 
+    @property
+    def is_routing(self) -> bool:
+        """Whether it is of a router, classifier or gate."""
+        return self.layer >= 0 and self.expert is None
+
 
 def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
-    by_key = {key: Place(key) for key in network.state_dict()}
+    by_key = {key: Place(key, tuple(value.shape)) for key, value in network.state_dict().items()}
     ffns: dict[int, nn.Module] = network.expanded_ffns() if hasattr(network, "expanded_ffns") else {}
     found_ffns = decoder_ffns(network) if ffns else []
     for layer, ffn in ffns.items():
-        for inner in ffn.state_dict():
-            key = f"{found_ffns[layer].place}.{inner}"
+        for inner, value in ffn.state_dict().items():
+            key, shape = f"{found_ffns[layer].place}.{inner}", tuple(value.shape)
             if inner.startswith("experts."):
                 _, expert, rest = inner.split(".", 2)
                 has_ffn = network.config.kind_of(layer, int(expert)).has_ffn
-                by_key[key] = Place(f"{found_ffns[layer].name}.{rest}" if has_ffn else None, layer, int(expert), inner)
+                dense = f"{found_ffns[layer].name}.{rest}" if has_ffn else None
+                by_key[key] = Place(dense, shape, layer, int(expert), inner)
             else:
-                by_key[key] = Place(None, layer, None, inner)
+                by_key[key] = Place(None, shape, layer, None, inner)
     return by_key
 
 
