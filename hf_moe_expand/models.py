@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from .checkpoint.proven import is_proven
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
-from .checkpoint.source import load_config, resolve_checkpoint
-from .checkpoint.stored import check_complete, check_size
+from .checkpoint.source import load_config, load_tokenizer, resolve_checkpoint
+from .checkpoint.stored import StoredModel, check_size
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig, auto_class
 
@@ -47,7 +47,7 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
     # For other architectures and quantised checkpoints, only the library knows the tensors that the files must hold.
     known = isinstance(config, ExpandedConfig) or is_proven(config)
     if known and getattr(config, "quantization_config", None) is None:
-        check_complete(folder, config)
+        StoredModel(folder, config)  # refuses an incomplete checkpoint
     else:
         check_size(config, reader)
     tokenizer = load_tokenizer(folder, name)
@@ -116,22 +116,3 @@ def _check_runs(model: Any, name: str | os.PathLike) -> None:
             model(token_11, **({"decoder_input_ids": token_11} if model.config.is_encoder_decoder else {}))
     except Exception as error:
         raise InputError(f"{name}: the model does not run as configured ({first_line(error)}).") from error
-
-
-def load_tokenizer(folder: os.PathLike, name: str | os.PathLike) -> Any:
-    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`.
-
-    Raises:
-        InputError: the folder has no tokenizer that loads.
-    """
-    reason = ""
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # Without files, the library may make a tokenizer without a vocabulary.
-        if tokenizer("a", add_special_tokens=False).input_ids:
-            return tokenizer
-    except OSError:
-        pass
-    except Exception as error:  # broken files raise many types
-        reason = f" ({first_line(error)})"
-    raise InputError(f"{name}: has no tokenizer that loads{reason}; copy the base model's tokenizer files into it.")

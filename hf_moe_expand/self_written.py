@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from .checkpoint.expand import versions
+from .checkpoint.local import name_and_commit
 from .checkpoint.source import resolve_checkpoint
 from .data.sources import LanguageText
 from .errors import InputError
@@ -150,10 +151,8 @@ def write_texts(
     """
     network, tokenizer = load_for_inference(model, revision)
     check_decoder(network.config, model, "texts that the base writes itself")
-    local = Path(model).is_dir()
-    # The hub's cache names a snapshot's folder by its commit.
-    commit = None if local else resolve_checkpoint(model, revision).name
-    origin = {WRITTEN_BY: Path(model).resolve().name if local else model, "revision": commit}
+    name, commit = name_and_commit(model, resolve_checkpoint(model, revision))
+    origin = {WRITTEN_BY: name, "revision": commit}
     rows = []
     for language, chosen in samples.items():
         how = chosen.model_dump(exclude={"prompts"})

@@ -31,6 +31,7 @@ from ..modeling.prefix_gate import PrefixRule
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..settings import LORA_ALPHA, LORA_RANK
+from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
@@ -116,8 +117,7 @@ def expand_checkpoint(
     known = {dense.names[key] for key in dense.tensors}
     base_parameters = sum(dense.reader.tensors[name].numel for name in known)
     parameters = sum(tensor.numel for tensor in tensors)
-    # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
-    name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
+    name, commit = name_and_commit(base, folder)
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
         expert_init=recorded_init(kind, expert_init), base_parameters=base_parameters, parameters=parameters,

@@ -14,6 +14,7 @@ from ..jsonfile import read_json, write_json
 from ..modeling import model_class
 from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
+from .local import name_and_commit
 from .reader import CheckpointReader
 from .source import load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
@@ -86,9 +87,8 @@ def save_expansion(
             "machine alone, a folder."
         )
     base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
-    local = base is not None and Path(base).is_dir()
-    # The hub's cache names a snapshot's folder by its commit.
-    hub_id, revision = (None, None) if local else (str(base or origin.name), base_folder.name)
+    name, revision = name_and_commit(base or origin.name, base_folder)
+    reference = {"base_model": name if revision else None, "revision": revision}
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
     record, added, changed = _compare(expanded, dense)
     in_base, size = (sum(expanded.reader.info(name).nbytes for name in names) for names in (record, changed))
@@ -100,7 +100,7 @@ def save_expansion(
     size = sum(tensor.nbytes for tensor in added)
     with new_folder(out, overwrite, needed_bytes=size) as partial:
         fields = read_json(folder / "config.json", "a configuration")
-        write_json(partial / "config.json", {**fields, "expansion_base": {"base_model": hub_id, "revision": revision}})
+        write_json(partial / "config.json", {**fields, "expansion_base": reference})
         write_json(partial / RECORD, record)
         custom_object_save(model_class(config), partial)
         copy_companions(folder, partial)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..errors import InputError, first_line
 from ..extra import import_extra
 from ..jsonfile import read_json, write_json
+from .source import load_tokenizer
 from .writer import new_folder
 
 # What a model that was read from quantised weights still says of itself, though its weights are float32 by then.
@@ -100,7 +101,7 @@ def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
     """The tokenizer of a checkpoint whose embedding has so many rows, with its chat template: methods `add_...` of a
     `gguf.GGUFWriter`, each with its arguments."""
     gguf = import_extra("gguf", "gguf")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, folder)
     entries = _kept(folder, rows)
     if entries is None and len(tokenizer) > rows:
         raise InputError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings.")
@@ -127,13 +128,6 @@ def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
         several = {} if isinstance(template, str) else template
         fields.append(("chat_template", [{"name": n, "template": text} for n, text in several.items()] or template))
     return fields
-
-
-def load_tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the library raises many types
-        raise InputError(f"{folder}: its tokenizer cannot be read ({first_line(error)}).") from error
 
 
 def _kept(folder: Path, rows: int) -> dict | None:

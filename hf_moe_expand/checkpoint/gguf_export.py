@@ -26,10 +26,10 @@ from ..jsonfile import read_json, write_text
 from ..records import History
 from ..scratch import beside, remove_partial_files
 from .export import dense_config, expert_tensors
-from .gguf import load_tokenizer, tokenizer_fields
+from .gguf import tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite
 from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
-from .source import load_expanded_config, resolve_checkpoint
+from .source import load_expanded_config, load_tokenizer, resolve_checkpoint
 from .stored import StoredModel, widened
 from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
 
@@ -174,7 +174,7 @@ def modelfile_text(name: str, config: Any, folder: Path) -> str:
     temperature = (read_json(settings, "a generation config") if settings.is_file() else {}).get("temperature", 0)
     lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
     lines.append(f"PARAMETER temperature {temperature}")
-    if (end := load_tokenizer(folder).eos_token) is not None:
+    if (end := load_tokenizer(folder, folder).eos_token) is not None:
         lines.append(f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 

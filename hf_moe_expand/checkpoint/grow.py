@@ -17,7 +17,7 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed
 from .expand import planned_record
-from .new_experts import Block, new_router, new_weight
+from .new_experts import Block, new_weight
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint, zeros
@@ -247,9 +247,11 @@ def _more_classes(old: torch.Tensor, classes: int) -> torch.Tensor:
 def _more_experts(
     old: torch.Tensor, experts: int, copied_rows: Sequence[int] | None, place: tuple[int, ...]
 ) -> torch.Tensor:
+    if copied_rows is not None:
+        return torch.cat([old, old[list(copied_rows)]])
     # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
-    new = new_router((experts, old.shape[1]), place)[len(old) :] if copied_rows is None else old[list(copied_rows)]
-    return torch.cat([old, new.to(old.dtype)])
+    drawn = new_weight("router.weight", (experts, old.shape[1]), place)
+    return torch.cat([old, drawn[len(old) :].to(old.dtype)])
 
 
 @dataclass(frozen=True)

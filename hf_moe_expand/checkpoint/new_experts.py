@@ -207,31 +207,25 @@ def _place_generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(_place_seed(*numbers))
 
 
-def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
-    """A router's first weights, `[N, h]` float32; `place` (seed, layer, ...) decides them."""
-    weight = torch.empty(shape)
-    init_router(weight, _place_generator(*place))
-    return weight
-
-
 def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...], block: Block | None = None) -> torch.Tensor:
-    """First weights of tensors that the dense model lacks: a router (see `new_router`), a LoRA expert's A and the rows
+    """First weights of tensors that the dense model lacks: a router, a LoRA expert's A and the rows
     of an added expert (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and gates are zero.
     They are float32, but neurons have the type of their block.
 
     Args:
         inner: name of the tensor inside the layer's FFN block.
-        place: seed and layer, which decide the weights.
+        place: seed, layer and so on, which decide the weights.
         block: the block whose neurons are the rows of an added expert, if they are known; else the rows are random.
     """
+    weight = torch.zeros(tuple(shape))
     if inner == "router.weight":
-        return new_router(tuple(shape), place)
+        init_router(weight, _place_generator(*place))
+        return weight
     part = next((number for number, end in enumerate(_ROWS) if inner.endswith(end)), None)
     if block is not None and part is not None and (neurons := neurons_of(block.module, shape[1])) is not None:
         order = torch.randperm(neurons.count, generator=_place_generator(*place, int(inner.split(".")[1])))
         chosen = order.repeat(-(-shape[0] // neurons.count))[: shape[0]]
         return block.take(neurons, neurons.names[part], neurons.rows(part, chosen))
-    weight = torch.zeros(tuple(shape))
     if part is not None or inner.endswith("lora_A.weight"):
         init_kaiming(weight, _place_generator(*place, *inner.encode()))
     return weight

@@ -19,6 +19,7 @@ from transformers.integrations import deepspeed
 from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.backbone import mixture_rules
+from .local import name_and_commit
 from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, copy_of, tensor_bytes
@@ -39,18 +40,17 @@ class StoredModel:
         names: name in the files of each tensor, by the model's name.
 
     Raises:
-        InputError: a tensor is missing, or its shape is not the one that the configuration asks for.
+        InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
+            stored in a quantised type. The message names the tensor.
     """
 
     def __init__(self, name: str | os.PathLike, config: Any = None, revision: str | None = None) -> None:
         self.folder = resolve_checkpoint(name, revision)
-        local = Path(name).is_dir()
-        # The hub's cache names a snapshot's folder by its commit.
-        self.name = Path(name).resolve().name if local else f"{name}@{self.folder.name}"
+        self.name = "@".join(filter(None, name_and_commit(name, self.folder)))
         self.config = config if config is not None else load_any_config(self.folder)
         self.reader = CheckpointReader(self.folder)
         self.network: Any = network_of(self.config, self.reader)
-        self.names = complete_names(self.reader, self.network)
+        self.names = _complete_names(self.reader, self.network)
         self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
         self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
 
@@ -124,20 +124,6 @@ def load_any_config(folder: Path) -> Any:
     return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
 
 
-def check_complete(folder: Path, config: Any) -> Any:
-    """The model that a configuration describes, on the meta device, after checking that the checkpoint holds every
-    tensor of it.
-
-    Raises:
-        InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
-            stored in a quantised type. The message names the tensor.
-    """
-    reader = CheckpointReader(folder)
-    network = network_of(config, reader)
-    complete_names(reader, network)
-    return network
-
-
 def check_size(config: Any, reader: CheckpointReader) -> None:
     """Checks, before a model is built, that the files hold enough tensors for it."""
     stored = len(reader.tensors)
@@ -174,8 +160,8 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
         raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
 
 
-def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
-    """`stored_names` of a checkpoint, after checking that it holds the whole model (see `check_complete`)."""
+def _complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
+    """`stored_names` of a checkpoint, after checking that it holds the whole model."""
     names = stored_names(reader, network)
     tied = getattr(network, "all_tied_weights_keys", None) or {}
     computed_keys: list[str] = []

@@ -13,7 +13,7 @@ import torch
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-from ..checkpoint.stored import check_complete, network_of
+from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..data.sources import LanguageText
 from ..disk import check_room, folder_bytes, names_the_need, saved_at_once, training_checkpoint
@@ -67,7 +67,7 @@ def train_stage(
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = config.load_config(folder)
-    check_complete(folder, before)
+    StoredModel(folder, before)  # refuses an incomplete checkpoint
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
