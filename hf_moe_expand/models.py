@@ -1,14 +1,13 @@
 """Loads models and tokenizers, dense or expanded, for inference."""
 
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from .checkpoint.expand import base_of
 from .checkpoint.proven import is_proven
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
 from .checkpoint.source import load_config, load_tokenizer, resolve_checkpoint
@@ -16,7 +15,6 @@ from .checkpoint.stored import StoredModel, check_size
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig, auto_class
 
-_SNAPSHOT = re.compile(r"models--([^/\\]+)[\\/]snapshots[\\/]")  # in a path of the hub's cache
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
 
 
@@ -28,10 +26,7 @@ def longest_block(config: Any) -> int | None:
 
 def model_name(model: Any) -> str:
     """The name of a loaded model for progress bars: its hub id, the name of its folder, or its class."""
-    name = str(getattr(model.config, "_name_or_path", None) or "")
-    if snapshot := _SNAPSHOT.search(name):
-        return snapshot.group(1).replace("--", "/")
-    return Path(name).name if Path(name).is_dir() else name or type(model).__name__
+    return base_of(model)[0]
 
 
 def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> tuple[Any, Any]:

@@ -194,7 +194,6 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     if isinstance(model.config, ExpandedConfig) and (stage := History.of(model.config).trained_base):
         raise InputError(f"Expert 0 of this model is not the base any more, since `{stage}` trained it: give the base.")
     check_positions(chosen, model.config, tokenizer)
-    prompts = [_ids(prompt, tokenizer) for prompt in chosen.prompts] or [_ids("", tokenizer)]
     base = model.use_expert(0) if isinstance(model.config, ExpandedConfig) else nullcontext()
     named = chosen.prompts or [""]
     left = [chosen.documents // len(named) + (i < chosen.documents % len(named)) for i in range(len(named))]
@@ -202,8 +201,8 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     devices = [model.device] if model.device.type == "cuda" else []
     with base, _own_distribution(model, tokenizer), torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)
-        for prompt, ids, wanted in zip(named, prompts, left, strict=True):
-            batch = [ids] * min(chosen.batch_size, wanted)
+        for prompt, wanted in zip(named, left, strict=True):
+            batch = [_ids(prompt, tokenizer)] * min(chosen.batch_size, wanted)
             for text in islice(_written(model, tokenizer, batch, chosen), wanted):
                 bar.update()
                 yield {"text": text, "prompt": prompt}

@@ -104,7 +104,7 @@ def save_expansion(
         write_json(partial / RECORD, record)
         custom_object_save(model_class(config), partial)
         copy_companions(folder, partial)
-        write_weights(partial, added, max_shard_size, ADDED)
+        write_weights(partial, added, ADDED, None, max_shard_size)
     return SavedExpansion(Path(out), size, in_base, changed)
 
 

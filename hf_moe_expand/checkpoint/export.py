@@ -307,8 +307,7 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Itera
     ffns = stored_ffns(source)
     others = other_tensors(source, ffns)
     yield from (turned(tensor, config) if form.turned else tensor for tensor in others)
-    first = source.copied(next(iter(source.tensors)))
-    yield from _zeros(form.zero_once, "", config, first.dtype)
+    yield from _zeros(form.zero_once, "", config, source.info(next(iter(source.tensors))).dtype)
     for ffn in ffns:
         layer = ffn.name.rpartition(".")[0]
         if ffn.router is None and form.dense_layers:

@@ -24,7 +24,7 @@ from ..errors import InputError, is_full_disk
 from ..extra import import_extra
 from ..jsonfile import read_json, write_text
 from ..records import History
-from ..scratch import beside, remove_partial_files
+from ..scratch import new_file
 from .export import dense_config, expert_tensors
 from .gguf import tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite
@@ -147,7 +147,7 @@ def export_gguf(
     if there and not (beside_it.is_file() and beside_it.read_bytes() == lines.encode()):
         check_file(beside_it, overwrite)
     form = gguf_form(source.config, folder, merge_lora) if expert is None else gguf_form(config, folder)
-    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.copied(next(iter(source.tensors))).dtype, "f32")
+    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.info(next(iter(source.tensors))).dtype, "f32")
     if expert is None:
         tensors = list(_mixture(source, form, config))
     else:
@@ -343,7 +343,9 @@ def _write(
     kinds = [_type(tensor, kind) for tensor in tensors]
     types = [gguf.GGMLQuantizationType[kind.upper()] for kind in kinds]
     shapes = [gguf.quant_shape_to_byte_shape(t.shape, type_) for t, type_ in zip(tensors, types, strict=True)]
-    with _new_file(out, overwrite, sum(map(prod, shapes))) as partial:
+    check_file(out, overwrite)
+    check_free(out, needed := sum(map(prod, shapes)))
+    with new_file(out) as partial, _names_full_disk(out, needed):
         writer = gguf.GGUFWriter(partial, architecture)
         for name, *values in fields:
             getattr(writer, f"add_{name}")(*values)
@@ -392,21 +394,10 @@ def check_file(out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _new_file(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
-    """Yields a file beside `out` to write, which is renamed to `out` on success and removed on failure."""
-    check_file(out, overwrite)
-    check_free(out, needed_bytes)
-    partial = beside(out, "partial")
+def _names_full_disk(out: Path, needed_bytes: int) -> Iterator[None]:
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial_files(out)
-        yield partial
-        os.replace(partial, out)
-    except Exception as error:
+        yield
+    except OSError as error:
         if is_full_disk(error):
             raise full_disk(out, needed_bytes) from error
-        if isinstance(error, OSError):
-            raise InputError(f"{out}: cannot be written ({error.strerror}).") from error
         raise
-    finally:
-        partial.unlink(missing_ok=True)

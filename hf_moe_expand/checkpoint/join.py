@@ -5,6 +5,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -359,13 +360,11 @@ def _trained_rows(stored: StoredModel, packs: Sequence[Pack], left: Sequence[Pac
 
     def routing(layer: int) -> dict[str, torch.Tensor]:
         experts, classes = [0], [0]
-        next_expert = next_class = 1
-        for pack in packs:
-            own = pack.config.num_experts_per_layer[layer] - 1
+        for pack, last_class in zip(packs, accumulate(pack.expansions for pack in packs), strict=True):
             if pack in left:
-                experts += range(next_expert, next_expert + own)
-                classes += range(next_class, next_class + pack.expansions)
-            next_expert, next_class = next_expert + own, next_class + pack.expansions
+                before = pack.before[layer]
+                experts += range(before + 1, before + pack.config.num_experts_per_layer[layer])
+                classes += range(last_class - pack.expansions + 1, last_class + 1)
         rows = dict(zip(ROUTING, (experts, classes), strict=False))
         known = rows if gates is None else ROUTING[:1]
         in_use = [inner for inner in known if any((layer, inner) in pack.routing for pack in left)]

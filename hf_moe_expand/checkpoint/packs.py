@@ -350,11 +350,8 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
     """
     rows = [torch.zeros(1, hidden_size)]
     for matrix, number, scale in parts:
-        if matrix is None:
-            rows.append(torch.zeros(number, hidden_size))
-        else:
-            own = matrix.float()
-            rows.append(scale * (own[1:] - own[:1]))
+        own = torch.zeros(number + 1, hidden_size) if matrix is None else matrix.float()
+        rows.append(scale * (own[1:] - own[:1]))
     return torch.cat(rows)
 
 

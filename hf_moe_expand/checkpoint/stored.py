@@ -193,9 +193,8 @@ def _complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """Maps each of the model's keys to the checkpoint's key by the library's own renaming at loading (GPT-NeoX's
     `embed_out`, BLOOM's keys without `transformer.`); of a model of several kinds of input, those of the text decoder
-    inside. Tensors that the library puts together from several at loading
-    are put together in `reader`. Of tied tensors, whichever the files hold, the key is that of the tensor to which the
-    others are tied."""
+    inside. Tensors that the library puts together from several at loading are put together in `reader`. Of tied
+    tensors, whichever the files hold, the key is that of the tensor to which the others are tied."""
     rules: list[Any] = get_model_conversion_mapping(network)
     if isinstance(network.config, ExpandedConfig):  # what the library has under the class's name is the latest model's
         rules = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -273,18 +272,15 @@ class Place:
 def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
     by_key = {key: Place(key, tuple(value.shape)) for key, value in network.state_dict().items()}
-    ffns: dict[int, nn.Module] = network.expanded_ffns() if hasattr(network, "expanded_ffns") else {}
-    found_ffns = decoder_ffns(network) if ffns else []
-    for layer, ffn in ffns.items():
-        for inner, value in ffn.state_dict().items():
-            key, shape = f"{found_ffns[layer].place}.{inner}", tuple(value.shape)
+    expanded: dict[int, nn.Module] = network.expanded_ffns() if isinstance(network.config, ExpandedConfig) else {}
+    ffns = decoder_ffns(network) if expanded else []
+    for layer, module in expanded.items():
+        for inner in module.state_dict():
+            key, dense, expert = f"{ffns[layer].place}.{inner}", None, None
             if inner.startswith("experts."):
-                _, expert, rest = inner.split(".", 2)
-                has_ffn = network.config.kind_of(layer, int(expert)).has_ffn
-                dense = f"{found_ffns[layer].name}.{rest}" if has_ffn else None
-                by_key[key] = Place(dense, shape, layer, int(expert), inner)
-            else:
-                by_key[key] = Place(None, shape, layer, None, inner)
+                expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
+                dense = f"{ffns[layer].name}.{rest}" if network.config.kind_of(layer, expert).has_ffn else None
+            by_key[key] = Place(dense, by_key[key].shape, layer, expert, inner)
     return by_key
 
 
