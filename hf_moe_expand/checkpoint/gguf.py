@@ -144,17 +144,13 @@ def _tokens(state: dict, rows: int, kinds: Any) -> tuple[list[str], list[int]]:
     """The text and the type of each token; rows of the embedding without a token are unused."""
     model = state["model"]["vocab"]
     pairs = model.items() if isinstance(model, dict) else ((entry[0], at) for at, entry in enumerate(model))
-    added = {token["id"]: token["content"] for token in state["added_tokens"] or ()}
-    vocabulary = {number: text for text, number in pairs} | added
-    special = {token["id"]: token["special"] for token in state["added_tokens"] or ()}
-    texts = [vocabulary.get(number, f"[PAD{number}]") for number in range(rows)]
-    types = []
-    for number in range(rows):
-        if number in special:
-            types.append(kinds.CONTROL if special[number] else kinds.USER_DEFINED)
-        else:
-            types.append(kinds.NORMAL if number in vocabulary else kinds.UNUSED)
-    return texts, types
+    texts = {number: text for text, number in pairs}
+    types = dict.fromkeys(texts, kinds.NORMAL)
+    for token in state["added_tokens"] or ():
+        texts[token["id"]] = token["content"]
+        types[token["id"]] = kinds.CONTROL if token["special"] else kinds.USER_DEFINED
+    numbers = range(rows)
+    return [texts.get(n, f"[PAD{n}]") for n in numbers], [types.get(n, kinds.UNUSED) for n in numbers]
 
 
 def _rule(state: dict, tokenizer: Any, folder: Path) -> str:

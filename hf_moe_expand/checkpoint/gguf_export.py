@@ -9,7 +9,6 @@ and Qwen2. `qwen2moe` does not renormalise. `ernie4_5-moe` adds a bias to the sc
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,7 +19,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import InputError, is_full_disk
+from ..disk import full_disk_as
+from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import read_json, write_text
 from ..records import History
@@ -345,7 +345,7 @@ def _write(
     shapes = [gguf.quant_shape_to_byte_shape(t.shape, type_) for t, type_ in zip(tensors, types, strict=True)]
     check_file(out, overwrite)
     check_free(out, needed := sum(map(prod, shapes)))
-    with new_file(out) as partial, _names_full_disk(out, needed):
+    with new_file(out) as partial, full_disk_as(full_disk(out, needed)):
         writer = gguf.GGUFWriter(partial, architecture)
         for name, *values in fields:
             getattr(writer, f"add_{name}")(*values)
@@ -391,13 +391,3 @@ def check_file(out: Path, overwrite: bool) -> None:
     if os.path.lexists(out) and not overwrite:
         raise InputError(f"{out}: exists already; choose another file or pass --overwrite.")
     check_place(out)
-
-
-@contextmanager
-def _names_full_disk(out: Path, needed_bytes: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if is_full_disk(error):
-            raise full_disk(out, needed_bytes) from error
-        raise

@@ -126,7 +126,7 @@ def add_delta(
     new_rows = _new_rows(before, after, keep_tokenizer)
     homes = dense_names(target)
     check_grew_from(target, before, homes)
-    own = {home: key for key, home in homes.items() if home is not None and target.places[key].expert in (0, None)}
+    own = {home: key for key, home in homes.items() if home is not None and not target.places[key].expert}
     if isinstance(target.config, ExpandedConfig):
         _check_expanded_from(target, before, after, own)
     instruct_cosine = _cosine(before, after, f"instruct ({after.name})")

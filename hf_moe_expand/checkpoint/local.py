@@ -89,11 +89,10 @@ def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:
 
 def _check_files(folder: Path) -> None:
     """Refuses a folder in which something else stands where a file is read: reading a pipe would never end."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(_READ) and not entry.is_file():
-                kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
-                raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
+    for entry in folder.iterdir():
+        if entry.name.endswith(_READ) and not entry.is_file():
+            kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
+            raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
 
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:

@@ -255,18 +255,17 @@ def first_weight(
 
 def _random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
     """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it."""
+    module_name, _, parameter_name = rest.rpartition(".")
+    modules = [(ffn.get_submodule(module_name), parameter_name, (*place, *module_name.encode()))]
     if network.config.is_encoder_decoder:  # T5 initialises its FFN as a whole, others do so layer by layer
-        drawn = _drawn(network, ffn, rest, _place_seed(*place))
+        modules.insert(0, (ffn, rest, place))
+    for module, name, numbers in modules:
+        drawn = _drawn(network, module, name, _place_seed(*numbers))
         if not drawn.isnan().any():
             return drawn
-    module_name, _, parameter_name = rest.rpartition(".")
-    seed = _place_seed(*place, *module_name.encode())
-    drawn = _drawn(network, ffn.get_submodule(module_name), parameter_name, seed)
-    if drawn.isnan().any():
-        raise InputError(
-            f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy` instead."
-        )
-    return drawn
+    raise InputError(
+        f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy` instead."
+    )
 
 
 def _drawn(network: Any, module: nn.Module, name: str, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -135,16 +135,15 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
     sizes = getattr(stored.config, "packs", None)
     if not sizes:
         raise InputError(f"{stored.folder}: joins no language packs.")
-    history = [*(stored.config.earlier_experts_per_layer or []), stored.config.num_experts_per_layer]
-    layers = count_layers(stored.config)
+    dense = [1] * count_layers(stored.config)
+    history = [dense, *(stored.config.earlier_experts_per_layer or []), stored.config.num_experts_per_layer]
     packs = []
-    for number, end in enumerate(accumulate(sizes), start=1):
-        start = end - sizes[number - 1]
-        before = [history[start - 1][layer] - 1 if start else 0 for layer in range(layers)]
+    for number, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0)), start=1):
+        before = [count - 1 for count in history[start]]
         file = stored.folder / PACK_FILE.format(number)
         pack = _kept_pack(file, stored, before)
-        own = [a - b for a, b in zip(history[end - 1], before, strict=True)]
-        if own != pack.config.num_experts_per_layer or sizes[number - 1] != pack.expansions:
+        own = [a - b for a, b in zip(history[end], before, strict=True)]
+        if own != pack.config.num_experts_per_layer or end - start != pack.expansions:
             raise InputError(f"{file}: does not fit config.json's counts.")
         _check_record(pack, file)
         packs.append(pack)

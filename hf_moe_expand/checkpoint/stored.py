@@ -50,9 +50,31 @@ class StoredModel:
         self.config = config if config is not None else load_any_config(self.folder)
         self.reader = CheckpointReader(self.folder)
         self.network: Any = network_of(self.config, self.reader)
-        self.names = _complete_names(self.reader, self.network)
+        self.names = stored_names(self.reader, self.network)
         self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
         self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        computed_keys: list[str] = []
+        if self.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
+            ignored = (self.network._keys_to_ignore_on_save, self.network._keys_to_ignore_on_load_missing)
+            computed_keys = [pattern for patterns in ignored for pattern in patterns or ()]
+        absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self.names.keys()]
+        if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
+            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
+        values = self.network.state_dict()
+        for key in self.tensors:
+            name, info = self.names[key], self.info(key)
+            if info.shape != self.shapes[key]:
+                raise InputError(
+                    f"{self.folder}: tensor {name!r} has shape {list(info.shape)}, but the configuration asks for "
+                    f"{list(self.shapes[key])}."
+                )
+            if values[key].is_floating_point() and info.dtype not in TORCH_DTYPES:
+                raise InputError(
+                    f"{self.folder}: tensor {name!r} is stored as {info.dtype}; use the unquantised checkpoint."
+                )
 
     @property
     def tensors(self) -> list[str]:
@@ -158,36 +180,6 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
     except Exception as error:  # modules raise many types for wrong values
         where = reader.folder if reader is not None else config.name_or_path or config.model_type
         raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
-
-
-def _complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
-    """`stored_names` of a checkpoint, after checking that it holds the whole model."""
-    names = stored_names(reader, network)
-    tied = getattr(network, "all_tied_weights_keys", None) or {}
-    computed_keys: list[str] = []
-    if network.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
-        computed_keys = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
-    known = {
-        key: value
-        for key, value in network.state_dict().items()
-        if key in names or not any(re.search(pattern, key) for pattern in computed_keys)
-    }
-    if missing := [key for key in known if key not in names and tied.get(key) not in names]:
-        raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
-    for key, value in known.items():
-        if key not in names:
-            continue
-        info = reader.tensors[names[key]]
-        if info.shape != tuple(value.shape):
-            raise InputError(
-                f"{reader.folder}: tensor {names[key]!r} has shape {list(info.shape)}, but the configuration asks for "
-                f"{list(value.shape)}."
-            )
-        if value.is_floating_point() and info.dtype not in TORCH_DTYPES:
-            raise InputError(
-                f"{reader.folder}: tensor {names[key]!r} is stored as {info.dtype}; use the unquantised checkpoint."
-            )
-    return names
 
 
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
