@@ -27,7 +27,7 @@ from ..records import History
 from ..scratch import new_file
 from .export import dense_config, expert_tensors
 from .gguf import tokenizer_fields
-from .reader import TORCH_DTYPES, is_finite
+from .reader import TORCH_DTYPES, is_finite, tensor_bytes
 from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import load_expanded_config, load_tokenizer, resolve_checkpoint
 from .stored import StoredModel, widened
@@ -381,7 +381,7 @@ def _converted(tensor: OutputTensor, kind: str) -> Iterator[bytes]:
         result = values.to(TORCH_DTYPES[kind.upper()])
         if not is_finite(result):
             raise InputError(f"Tensor {tensor.name!r}: a value is not finite in {kind}; use --type bf16.")
-        yield result.view(torch.uint8).numpy().tobytes()
+        yield tensor_bytes(result)
 
 
 def check_file(out: Path, overwrite: bool) -> None:

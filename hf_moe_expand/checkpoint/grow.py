@@ -60,7 +60,6 @@ def grow_checkpoint(
     sources = {
         layer: [origin[layer]] * (after - before)
         for layer, (before, after) in enumerate(zip(counts, plan.experts_per_layer, strict=True))
-        if after > before
     }
     record = planned_record(
         plan, old_languages=history.languages, base_model=history.first.base_model,

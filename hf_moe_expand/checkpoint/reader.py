@@ -121,9 +121,7 @@ class CheckpointReader:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.dtype} {info.shape}".encode())
-            with open(info.file, "rb") as file:
-                file.seek(info.start)
-                digest.update(file.read(min(_SAMPLE, info.nbytes)))
+            digest.update(b"".join(_read_bytes(name, info, 0, min(_SAMPLE, info.nbytes), _SAMPLE)))
         return digest.hexdigest()
 
     def put_together(
@@ -209,14 +207,8 @@ class CheckpointReader:
         if info.made is not None:
             return self.tensor(name).flatten(0, -2)[list(rows)]
         size = info.shape[-1] * ITEM_BITS[info.dtype] // 8
-        data = bytearray()
-        with open(info.file, "rb") as file:
-            for row in rows:
-                file.seek(info.start + row * size)
-                data += file.read(size)
-        if len(data) < len(rows) * size:
-            raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
-        return torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype]).view(len(rows), -1)
+        pieces = (piece for row in rows for piece in _read_bytes(name, info, row * size, (row + 1) * size, size))
+        return torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[info.dtype]).view(len(rows), -1)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""
@@ -235,7 +227,12 @@ def _chunks(name: str, info: TensorInfo) -> Iterator[bytes]:
     else:
         whole = info.made().flatten()
         for piece in whole.split(_CHUNK // whole.element_size()):
-            yield piece.contiguous().view(torch.uint8).numpy().tobytes()
+            yield tensor_bytes(piece)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes as safetensors stores them."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _read_bytes(name: str, info: TensorInfo, start: int, stop: int, most: int) -> Iterator[bytes]:

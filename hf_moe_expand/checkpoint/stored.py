@@ -20,9 +20,9 @@ from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.backbone import mixture_rules
 from .local import name_and_commit
-from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
+from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite, tensor_bytes
 from .source import load_base_config, load_config, resolve_checkpoint
-from .writer import OutputTensor, copy_of, tensor_bytes
+from .writer import OutputTensor, copy_of
 
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")

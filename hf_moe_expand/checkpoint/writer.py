@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
-from safetensors.torch import save as save_safetensors
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 from transformers.core_model_loading import dot_natural_key
@@ -28,7 +27,7 @@ from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
 from .local import EXPANDED
-from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader
+from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader, tensor_bytes
 from .source import CODE, COMPANIONS, lies_inside
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
@@ -78,13 +77,6 @@ def made(name: str, dtype: str, shape: Sequence[int], make: Callable[[], torch.T
 def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
     """A tensor of a floating-point type that is at hand."""
     return made(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """A tensor's bytes as safetensors stores them."""
-    stored = save_safetensors({"t": tensor.contiguous()})
-    (length,) = struct.unpack("<Q", stored[:8])
-    return stored[8 + length :]
 
 
 def copy_of(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
