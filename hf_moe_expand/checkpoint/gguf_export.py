@@ -146,17 +146,15 @@ def export_gguf(
     # The same text is what an interrupted export left.
     if there and not (beside_it.is_file() and beside_it.read_bytes() == lines.encode()):
         check_file(beside_it, overwrite)
-    form = gguf_form(source.config, folder, merge_lora) if expert is None else gguf_form(config, folder)
-    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.info(next(iter(source.tensors))).dtype, "f32")
     if expert is None:
-        tensors = list(_mixture(source, form, config))
+        form = gguf_form(source.config, folder, merge_lora)
+        tensors, own = list(_mixture(source, form, config)), _mixture_fields(source.config, form)
     else:
-        tensors = list(_named(expert_tensors(source, expert), form, config, folder))
+        form = gguf_form(config, folder)
+        tensors, own = list(_named(expert_tensors(source, expert), form, config, folder)), []
     tensors += _rope_factors(config)
-    fields = _model_fields(source, form, config, kind)
-    if expert is None:
-        fields += _mixture_fields(source.config, form)
-    fields += tokenizer_fields(folder, config.vocab_size)
+    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.info(next(iter(source.tensors))).dtype, "f32")
+    fields = [*_model_fields(source, form, config, kind), *own, *tokenizer_fields(folder, config.vocab_size)]
     if modelfile:  # before the file of weights: where that exists, all is done
         write_text(beside_it, lines)
     try:
@@ -172,8 +170,8 @@ def modelfile_text(name: str, config: Any, folder: Path) -> str:
     """Ollama's `Modelfile` for the GGUF file `name`: four lines, or three without an end-of-text token."""
     settings = folder / "generation_config.json"
     temperature = (read_json(settings, "a generation config") if settings.is_file() else {}).get("temperature", 0)
-    lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
-    lines.append(f"PARAMETER temperature {temperature}")
+    context = config.max_position_embeddings
+    lines = [f"FROM ./{name}", f"PARAMETER num_ctx {context}", f"PARAMETER temperature {temperature}"]
     if (end := load_tokenizer(folder, folder).eos_token) is not None:
         lines.append(f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@ such a model. All is streamed."""
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -191,7 +191,6 @@ def write_joined(
 def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     """The configuration of the joined model, with the packs' histories one after the other."""
     config: Any = copy.deepcopy(packs[0].config)
-    layers = range(count_layers(config))
     cumulated = [1] * count_layers(config)
     history, records = [], []
     new = {code for pack in packs for code in pack.new_languages}
@@ -201,7 +200,7 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     for pack in packs:
         before = cumulated
         for counts, record in zip(pack.counts, pack.history.expansions, strict=True):
-            cumulated = [before[layer] + counts[layer] - 1 for layer in layers]
+            cumulated = [a + b - 1 for a, b in zip(before, counts, strict=True)]
             history.append(cumulated)
             # What an expansion added is its own, the totals are the joined model's.
             records.append(
@@ -233,47 +232,37 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
 
 
 def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates: Gates | None) -> list[OutputTensor]:
-    network = network_of(config)
-    where = places(network)
     base, first = packs[0].base, packs[0].stored
-    keys = {(place.layer, place.inner): key for key, place in where.items() if place.layer >= 0}
-    outputs = []
-    for key, place in where.items():
-        if place.dense in base and place.expert in (None, 0):
-            source = base[place.dense]
-            # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
-            outputs += first.copies(source, None if source == key else key)
+    experts: dict[tuple[int, str], OutputTensor] = {}
     before = [0] * count_layers(config)
     for pack in packs:
         for layer, own, rest, key in pack.experts:
-            outputs.append(pack.stored.copied(key, keys[layer, f"experts.{before[layer] + own}.{rest}"]))
+            experts[layer, f"experts.{before[layer] + own}.{rest}"] = pack.stored.copied(key)
         before = [count + own - 1 for count, own in zip(before, pack.config.num_experts_per_layer, strict=True)]
-    for layer in range(count_layers(config)):
-        outputs += _routing_outputs(packs, layer, keys, routing, gates)
+    rows = {layer: _rows_of_layer(packs, layer, routing, gates) for layer, count in enumerate(before) if count}
+    outputs = []
+    for key, place in places(network_of(config)).items():
+        if place.is_routing:
+            tensor = in_memory(key, rows[place.layer][place.inner])
+            if not is_finite(rows[place.layer][place.inner]):
+                raise InputError(f"{key}: the joined values are not finite in {tensor.dtype}: a factor is too large.")
+            outputs.append(tensor)
+        elif place.expert:
+            outputs.append(replace(experts[place.layer, place.inner], name=key))
+        elif place.dense in base:
+            source = base[place.dense]
+            # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
+            outputs += first.copies(source, None if source == key else key)
     return outputs
 
 
-def _routing_outputs(
-    packs: Sequence[Pack],
-    layer: int,
-    keys: Mapping[tuple[int, str], str],
-    routing: Routing | None,
-    gates: Gates | None,
-) -> Iterable[OutputTensor]:
-    routed = next((pack for pack in packs if (layer, ROUTING[0]) in pack.routing), None)
-    if routed is None:
-        return
-    dtype = routed.routing[layer, ROUTING[0]].dtype
+def _rows_of_layer(
+    packs: Sequence[Pack], layer: int, routing: Routing | None, gates: Gates | None
+) -> dict[str, torch.Tensor]:
+    """The router and classifier of an expanded layer, by inner name."""
+    dtype = next(pack.routing[layer, ROUTING[0]].dtype for pack in packs if (layer, ROUTING[0]) in pack.routing)
     made = dict(routing_of(packs, layer, dtype, gates is not None) if routing is None else routing(layer))
-    if gates is not None and layer in gates.rows:
-        made |= gate_tensors(gates, layer, dtype)
-    for inner, rows in made.items():
-        tensor = in_memory(keys[layer, inner], rows)
-        if not is_finite(rows):
-            raise InputError(
-                f"{tensor.name}: the joined values are not finite in {tensor.dtype}: a factor is too large."
-            )
-        yield tensor
+    return made | (gate_tensors(gates, layer, dtype) if gates is not None and layer in gates.rows else {})
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import struct
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,16 +163,12 @@ class CheckpointReader:
     def finite_chunks(self, name: str) -> Iterator[bytes]:
         """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
         once, however often it is copied."""
-        dtype = TORCH_DTYPES.get(self.info(name).dtype)
+        dtype = None if name in self._finite else TORCH_DTYPES.get(self.info(name).dtype)
         for chunk in self.chunks(name):
-            if dtype is not None and name not in self._finite and len(chunk) % dtype.itemsize == 0:
-                with warnings.catch_warnings():  # nothing writes to the tensor
-                    warnings.filterwarnings("ignore", "The given buffer is not writable")
-                    finite = is_finite(torch.frombuffer(chunk, dtype=dtype))
-                if not finite:
-                    raise InputError(
-                        f"{self.folder}: tensor {name!r} holds NaN or infinite values; the checkpoint is damaged."
-                    )
+            if dtype is not None and not is_finite(torch.frombuffer(bytearray(chunk), dtype=dtype)):
+                raise InputError(
+                    f"{self.folder}: tensor {name!r} holds NaN or infinite values; the checkpoint is damaged."
+                )
             yield chunk
         self._finite.add(name)
 
