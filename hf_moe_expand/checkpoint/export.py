@@ -149,12 +149,7 @@ def export_native(
     Raises:
         InputError: no architecture of transformers computes the same; the message says why.
     """
-    source = _source(model, out, overwrite)
-    form = native_form(source, merge_lora)
-    config = _native_config(source, form)
-    tensors = list(_native_tensors(source, form, config))
-    _check_fits(source, form, config, tensors)
-    return _write(out, source, config, tensors, {}, max_shard_size, overwrite)
+    return _export(model, out, None, merge_lora, max_shard_size, overwrite)
 
 
 def export_expert(
@@ -180,31 +175,31 @@ def export_expert(
     Raises:
         InputError: an expanded layer lacks this expert.
     """
-    source = _source(model, out, overwrite)
-    config = dense_config(source.config)
-    tensors = expert_tensors(source, expert)
-    return _write(out, source, config, tensors, {"expert": expert}, max_shard_size, overwrite)
+    return _export(model, out, expert, False, max_shard_size, overwrite)
 
 
-def _source(model: str | os.PathLike, out: str | os.PathLike, overwrite: bool) -> StoredModel:
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    return StoredModel(model, load_expanded_config(folder))
-
-
-def _write(
+def _export(
+    model: str | os.PathLike,
     out: str | os.PathLike,
-    source: StoredModel,
-    config: Any,
-    tensors: list[OutputTensor],
-    settings: dict[str, Any],
+    expert: int | None,
+    merge_lora: bool,
     max_shard_size: str | int,
     overwrite: bool,
 ) -> str:
-    settings = {"model": source.name, **settings, "expansions": source.config.expansions}
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    source = StoredModel(model, load_expanded_config(folder))
+    if expert is None:
+        form = native_form(source, merge_lora)
+        config = _native_config(source, form)
+        tensors = list(_native_tensors(source, form, config))
+        _check_fits(source, form, config, tensors)
+    else:
+        config, tensors = dense_config(source.config), expert_tensors(source, expert)
+    own = {} if expert is None else {"expert": expert}
+    settings = {"model": source.name, **own, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
-    companions = [(source.folder, TOKENIZER_FILES)]
-    write_checkpoint(out, config, tensors, companions, "export", max_shard_size, overwrite)
+    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size, overwrite)
     return config.architectures[0]
 
 
