@@ -106,17 +106,11 @@ def check_room(path: Path, needed: int, purpose: str) -> None:
 
 
 @contextmanager
-def names_the_need(path: Path, needed: int) -> Iterator[None]:
-    """Inside, the error of a full disk says how many bytes were needed.
-
-    Raises:
-        InputError: the disk became full.
-    """
+def full_disk_as(refusal: InputError) -> Iterator[None]:
+    """Inside, the error of a full disk becomes `refusal`."""
     try:
         yield
     except Exception as error:
         if not is_full_disk(error):
             raise
-        raise InputError(
-            f"{path}: the disk is full; up to {needed:,} bytes are needed. Make room, and run the same command again."
-        ) from error
+        raise refusal from error

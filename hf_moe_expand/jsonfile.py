@@ -1,12 +1,11 @@
 """Small files, written whole or not at all, and JSON, read strictly."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import InputError
-from .scratch import beside, remove_partial_files
+from .scratch import new_file
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -25,23 +24,9 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text file, whole or not at all, through one beside it. What killed processes left there is removed.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    path = Path(path)
-    partial = beside(path, "partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial_files(path)
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}).") from error
+    """Writes a text file, whole or not at all (see `new_file`)."""
+    with new_file(Path(path)) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def read_json(path: str | Path, what: str) -> dict:

@@ -1,22 +1,20 @@
 """Loads models and tokenizers, dense or expanded, for inference."""
 
 import os
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from .checkpoint.expand import base_of
 from .checkpoint.proven import is_proven
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader, is_finite
-from .checkpoint.source import load_config, resolve_checkpoint
-from .checkpoint.stored import check_complete, check_size
+from .checkpoint.source import load_config, load_tokenizer, resolve_checkpoint
+from .checkpoint.stored import StoredModel, check_size
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig, auto_class
 
-_SNAPSHOT = re.compile(r"models--([^/\\]+)[\\/]snapshots[\\/]")  # in a path of the hub's cache
 _POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second is MPT's field
 
 
@@ -28,10 +26,7 @@ def longest_block(config: Any) -> int | None:
 
 def model_name(model: Any) -> str:
     """The name of a loaded model for progress bars: its hub id, the name of its folder, or its class."""
-    name = str(getattr(model.config, "_name_or_path", None) or "")
-    if snapshot := _SNAPSHOT.search(name):
-        return snapshot.group(1).replace("--", "/")
-    return Path(name).name if Path(name).is_dir() else name or type(model).__name__
+    return base_of(model)[0]
 
 
 def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> tuple[Any, Any]:
@@ -47,7 +42,7 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
     # For other architectures and quantised checkpoints, only the library knows the tensors that the files must hold.
     known = isinstance(config, ExpandedConfig) or is_proven(config)
     if known and getattr(config, "quantization_config", None) is None:
-        check_complete(folder, config)
+        StoredModel(folder, config)  # refuses an incomplete checkpoint
     else:
         check_size(config, reader)
     tokenizer = load_tokenizer(folder, name)
@@ -116,22 +111,3 @@ def _check_runs(model: Any, name: str | os.PathLike) -> None:
             model(token_11, **({"decoder_input_ids": token_11} if model.config.is_encoder_decoder else {}))
     except Exception as error:
         raise InputError(f"{name}: the model does not run as configured ({first_line(error)}).") from error
-
-
-def load_tokenizer(folder: os.PathLike, name: str | os.PathLike) -> Any:
-    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`.
-
-    Raises:
-        InputError: the folder has no tokenizer that loads.
-    """
-    reason = ""
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # Without files, the library may make a tokenizer without a vocabulary.
-        if tokenizer("a", add_special_tokens=False).input_ids:
-            return tokenizer
-    except OSError:
-        pass
-    except Exception as error:  # broken files raise many types
-        reason = f" ({first_line(error)})"
-    raise InputError(f"{name}: has no tokenizer that loads{reason}; copy the base model's tokenizer files into it.")

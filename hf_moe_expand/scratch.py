@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
-from typing import NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -70,11 +69,27 @@ def training_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
 
 
-def remove_partial_files(path: Path) -> None:
-    """Removes what processes that died while they wrote the file `path` left beside it."""
-    for file in _abandoned(path, "partial", file=True):
-        with suppress(OSError):
-            file.unlink()
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields a file beside `path` to write, which is renamed to `path` on success and removed on failure. What killed
+    processes left there is removed first.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    partial = beside(path, "partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file in _abandoned(path, "partial", file=True):
+            with suppress(OSError):
+                file.unlink()
+        try:
+            yield partial
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}).") from error
 
 
 def leftovers(out: Path) -> list[str]:
@@ -187,7 +202,7 @@ def _all_abandoned(out: Path) -> list[Path]:
 
 def _abandoned(out: Path, kind: str, file: bool = False) -> Iterator[Path]:
     """The folders (or files) of one kind beside `out` whose process runs no more, the latest first."""
-    out = Path(os.path.abspath(out)) if out.name in ("", "..") else out
+    out = named(out)
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{kind}-(\d+)(?:-(.+))?")
     dated = []
     with suppress(OSError):
@@ -232,10 +247,7 @@ class FolderLock:
         Raises:
             InputError: another process holds it; the message names the process.
         """
-        try:
-            self._lock.acquire()
-        except Timeout:
-            self._refuse()
+        self._take()
         # The content is for people: a process that waits never empties the file.
         with suppress(OSError):
             self._file.write_text(f"{os.getpid()} {gethostname()} {' '.join(sys.argv)}\n", encoding="utf-8")
@@ -247,10 +259,7 @@ class FolderLock:
             InputError: see `acquire`.
         """
         if self._file.is_file():
-            try:
-                self._lock.acquire()
-            except Timeout:
-                self._refuse()
+            self._take()
             self._lock.release()
 
     def release(self) -> None:
@@ -276,7 +285,10 @@ class FolderLock:
         finally:
             self.release()
 
-    def _refuse(self) -> NoReturn:
+    def _take(self) -> None:
+        with suppress(Timeout):
+            self._lock.acquire()
+            return
         words: list[str] = []
         with suppress(OSError, ValueError):
             words = self._file.read_text(encoding="utf-8").split(" ", 2)
@@ -285,4 +297,4 @@ class FolderLock:
         raise InputError(
             f"{self.folder}: {who} {self.work} already. Wait until it is done, or end it{ends}: ending a launcher such "
             "as `accelerate launch` may leave its processes at work."
-        ) from None
+        )

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from .checkpoint.expand import versions
+from .checkpoint.local import name_and_commit
 from .checkpoint.source import resolve_checkpoint
 from .data.sources import LanguageText
 from .errors import InputError
@@ -150,10 +151,8 @@ def write_texts(
     """
     network, tokenizer = load_for_inference(model, revision)
     check_decoder(network.config, model, "texts that the base writes itself")
-    local = Path(model).is_dir()
-    # The hub's cache names a snapshot's folder by its commit.
-    commit = None if local else resolve_checkpoint(model, revision).name
-    origin = {WRITTEN_BY: Path(model).resolve().name if local else model, "revision": commit}
+    name, commit = name_and_commit(model, resolve_checkpoint(model, revision))
+    origin = {WRITTEN_BY: name, "revision": commit}
     rows = []
     for language, chosen in samples.items():
         how = chosen.model_dump(exclude={"prompts"})
@@ -195,7 +194,6 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     if isinstance(model.config, ExpandedConfig) and (stage := History.of(model.config).trained_base):
         raise InputError(f"Expert 0 of this model is not the base any more, since `{stage}` trained it: give the base.")
     check_positions(chosen, model.config, tokenizer)
-    prompts = [_ids(prompt, tokenizer) for prompt in chosen.prompts] or [_ids("", tokenizer)]
     base = model.use_expert(0) if isinstance(model.config, ExpandedConfig) else nullcontext()
     named = chosen.prompts or [""]
     left = [chosen.documents // len(named) + (i < chosen.documents % len(named)) for i in range(len(named))]
@@ -203,8 +201,8 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     devices = [model.device] if model.device.type == "cuda" else []
     with base, _own_distribution(model, tokenizer), torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)
-        for prompt, ids, wanted in zip(named, prompts, left, strict=True):
-            batch = [ids] * min(chosen.batch_size, wanted)
+        for prompt, wanted in zip(named, left, strict=True):
+            batch = [_ids(prompt, tokenizer)] * min(chosen.batch_size, wanted)
             for text in islice(_written(model, tokenizer, batch, chosen), wanted):
                 bar.update()
                 yield {"text": text, "prompt": prompt}

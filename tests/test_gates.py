@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from conftest import byte_tokenizer, invoke, run_fresh, save_dense, tiny_config, write_texts
 from safetensors.torch import load_file
 
-from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_checkpoint, fit_gates, grow_checkpoint
+from hf_moe_expand import (
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    expand_checkpoint,
+    fit_gates,
+    grow_checkpoint,
+    shrink_checkpoint,
+)
 from hf_moe_expand.analysis.gate_fit import PENALTY, _Text, softmax_regression
 from hf_moe_expand.analysis.gate_text import LEAST, Example, gate_examples
 from hf_moe_expand.anchors import shipped_anchors, shipped_sentences
@@ -244,6 +252,11 @@ def test_growth_leaves_fitted_gates_out_and_says_so(gated, tmp_path):
     config = json.loads((tmp_path / "grown" / "config.json").read_text())
     assert not config["classifier_layers"]
     assert config.get("gate_languages") is None
+    # Without kept routers the earlier gates are lost, and the earlier model has none.
+    assert shrink_checkpoint(tmp_path / "grown", tmp_path / "back", 1).classifiers_lost == [0, 1, 2]
+    model, _ = load_for_inference(tmp_path / "back")
+    assert model.config.num_experts_per_layer == [2, 2, 2]
+    assert model.config.classifier_layers == []
     texts = {**TEXTS, "tr": words("çşğıöü")}
     again = fit_gates(tmp_path / "grown", tmp_path / "again", texts, ANCHORS, SETTINGS)
     found = json.loads((again.out / "config.json").read_text())["gate_languages"]

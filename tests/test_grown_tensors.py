@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import Plan, expand_checkpoint, grow_checkpoint
 from hf_moe_expand.checkpoint.expand import versions
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS, add_experts
-from hf_moe_expand.checkpoint.new_experts import new_router, new_weight
+from hf_moe_expand.checkpoint.new_experts import new_weight
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import ExpansionRecord
 from hf_moe_expand.schema import changed, read
@@ -62,7 +62,7 @@ def defined(before, plan, origin, expansions, kind="ffn"):
         prefix = LAYER.format(layer)
         if old > 1:
             router = before[f"{prefix}router.weight"]
-            drawn = new_router((new, 32), (SEED, layer, old))[old:].to(router.dtype)
+            drawn = new_weight("router.weight", (new, 32), (SEED, layer, old))[old:].to(router.dtype)
             expected[f"{prefix}router.weight"] = torch.cat([router, drawn]) if new > old else router
         if layer in plan.classifier_layers:
             name, router = f"{prefix}classifier.weight", before[f"{prefix}router.weight"]

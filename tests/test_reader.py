@@ -17,7 +17,7 @@ from hf_moe_expand.checkpoint import reader as reader_module
 from hf_moe_expand.checkpoint.grow import grow_checkpoint
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.checkpoint.source import load_config
-from hf_moe_expand.checkpoint.stored import check_complete
+from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.models import load_for_inference
@@ -180,7 +180,7 @@ def test_an_incomplete_or_quantised_checkpoint_is_refused_at_every_door(expanded
     for number, start in enumerate(("base", "expanded")):
         folder = copied(expanded / start, tmp_path / str(number), change)
         with pytest.raises(InputError, match=message):
-            check_complete(folder, load_config(folder))
+            StoredModel(folder, load_config(folder))
         with pytest.raises(InputError, match=message):
             load_for_inference(folder)
     grown = copied(expanded / "grown", tmp_path / "grown", change)

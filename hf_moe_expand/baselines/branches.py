@@ -69,15 +69,13 @@ def expand_branches(
 
 def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[OutputTensor]:
     first = models[0]
-    expanded = network_of(config)
     ffns = decoder_ffns(first.network)
     weights = [1 / len(models)] * len(models)
     outputs = []
-    shapes = {key: value.shape for key, value in expanded.state_dict().items()}
-    for name, place in places(expanded).items():
+    for name, place in places(network_of(config)).items():
         if place.dense is None:
-            make = partial(new_weight, place.inner, shapes[name], (seed, place.layer))
-            outputs.append(made(name, ffn_dtype(first, ffns[place.layer]), shapes[name], make))
+            make = partial(new_weight, place.inner, place.shape, (seed, place.layer))
+            outputs.append(made(name, ffn_dtype(first, ffns[place.layer]), place.shape, make))
         elif place.dense not in first.names:  # tied
             continue
         elif place.expert is None:
@@ -85,6 +83,5 @@ def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[Outp
         else:
             branch = models[place.expert]
             source = (branch.reader, branch.home(place.dense))
-            info = first.reader.tensors[first.home(place.dense)]
-            outputs.append(computed(name, info, [source], lambda piece: piece))
+            outputs.append(computed(name, first.info(place.dense), [source], lambda piece: piece))
     return outputs

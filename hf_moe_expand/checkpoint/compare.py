@@ -1,7 +1,7 @@
 """Compares two checkpoints tensor by tensor: the proof that frozen means frozen."""
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ class Comparison:
 
     def by_part(self) -> dict[str, dict[str, int]]:
         """Numbers of identical, changed, removed and added tensors for each part of the model (see `part_of`)."""
-        kinds = {f.name: getattr(self, f.name) for f in fields(self)}
+        kinds: dict[str, list[str]] = vars(self)
         parts = sorted({part_of(name) for names in kinds.values() for name in names})
         return {
             part: {kind: sum(part_of(name) == part for name in names) for kind, names in kinds.items()}

@@ -31,6 +31,7 @@ from ..modeling.prefix_gate import PrefixRule
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..settings import LORA_ALPHA, LORA_RANK
+from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
@@ -116,8 +117,7 @@ def expand_checkpoint(
     known = {dense.names[key] for key in dense.tensors}
     base_parameters = sum(dense.reader.tensors[name].numel for name in known)
     parameters = sum(tensor.numel for tensor in tensors)
-    # The hub's cache names a snapshot's folder by its commit. A local folder's path is not published, only its name.
-    name, commit = (Path(base).resolve().name, None) if Path(base).is_dir() else (str(base), folder.name)
+    name, commit = name_and_commit(base, folder)
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
         expert_init=recorded_init(kind, expert_init), base_parameters=base_parameters, parameters=parameters,
@@ -271,19 +271,15 @@ def planned_config(
 def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> list[OutputTensor]:
     """Every tensor of the expanded checkpoint, as a function of the dense checkpoint's tensors."""
     expanded, ffns = network_of(config), decoder_ffns(dense.network)
-    where = places(expanded)
     outputs = []
-    for name, parameter in expanded.state_dict().items():
-        place, shape = where[name], parameter.shape
+    for name, place in places(expanded).items():
         if place.dense is not None and place.dense not in dense.names:  # tied
             continue
         ffn = ffns[place.layer]
-        make = first_weight(dense.network, config, ffn, place, shape, expert_init, seed, dense)
+        make = first_weight(dense.network, config, ffn, place, expert_init, seed, dense)
         if make is not None:
-            dtype = (
-                ffn_dtype(dense, ffn) if place.dense is None else dense.reader.tensors[dense.names[place.dense]].dtype
-            )
-            outputs.append(made(name, dtype, shape, make))
+            dtype = ffn_dtype(dense, ffn) if place.dense is None else dense.info(place.dense).dtype
+            outputs.append(made(name, dtype, place.shape, make))
         else:
             assert place.dense is not None, "`first_weight` makes what the dense model lacks"
             outputs += dense.copies(place.dense, name)
@@ -293,7 +289,7 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
 def ffn_dtype(dense: StoredModel, ffn: DecoderFFN) -> str:
     """The type in which a dense layer's FFN is stored; the router gets the same type."""
     first = next(name for name, _ in ffn.module.named_parameters())
-    return dense.reader.tensors[dense.names[f"{ffn.name}.{first}"]].dtype
+    return dense.info(f"{ffn.name}.{first}").dtype
 
 
 def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:
@@ -351,11 +347,10 @@ def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -
             "adapter into the model before expanding it."
         )
     state = {}
-    for name, empty in expanded.state_dict().items():
-        place = where[name]
+    for name, place in where.items():
         ffn = ffns[place.layer]
         like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
-        make = first_weight(dense, expanded.config, ffn, place, empty.shape, expert_init, seed)
+        make = first_weight(dense, expanded.config, ffn, place, expert_init, seed)
         if make is not None:
             state[name] = make().to(like.dtype).to(like.device)
         else:

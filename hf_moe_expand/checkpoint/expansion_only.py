@@ -14,9 +14,10 @@ from ..jsonfile import read_json, write_json
 from ..modeling import model_class
 from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
+from .local import name_and_commit
 from .reader import CheckpointReader
 from .source import load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, places
+from .stored import StoredModel
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_companions, new_folder, write_weights
 
 
@@ -86,9 +87,8 @@ def save_expansion(
             "machine alone, a folder."
         )
     base_folder = resolve_checkpoint(base or origin.name, origin.revision if base is None else None)
-    local = base is not None and Path(base).is_dir()
-    # The hub's cache names a snapshot's folder by its commit.
-    hub_id, revision = (None, None) if local else (str(base or origin.name), base_folder.name)
+    name, revision = name_and_commit(base or origin.name, base_folder)
+    reference = {"base_model": name if revision else None, "revision": revision}
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
     record, added, changed = _compare(expanded, dense)
     in_base, size = (sum(expanded.reader.info(name).nbytes for name in names) for names in (record, changed))
@@ -100,11 +100,11 @@ def save_expansion(
     size = sum(tensor.nbytes for tensor in added)
     with new_folder(out, overwrite, needed_bytes=size) as partial:
         fields = read_json(folder / "config.json", "a configuration")
-        write_json(partial / "config.json", {**fields, "expansion_base": {"base_model": hub_id, "revision": revision}})
+        write_json(partial / "config.json", {**fields, "expansion_base": reference})
         write_json(partial / RECORD, record)
         custom_object_save(model_class(config), partial)
         copy_companions(folder, partial)
-        write_weights(partial, added, max_shard_size, ADDED)
+        write_weights(partial, added, ADDED, None, max_shard_size)
     return SavedExpansion(Path(out), size, in_base, changed)
 
 
@@ -114,9 +114,8 @@ def _compare(
     """Returns, for each tensor that is byte-identical in the base, its name there and its hash; then all other tensors;
     then those of the others that the base has with other values."""
     record, others, changed = {}, [], []
-    where = places(expanded.network)
     for key in sorted(expanded.tensors, key=dot_natural_key):
-        place = where[key]
+        place = expanded.places[key]
         own = expanded.files_names(key)
         homes = dense.files_names(place.dense) if place.dense in dense.names and not place.expert else []
         if not own or len(own) != len(homes):

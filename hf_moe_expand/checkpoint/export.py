@@ -20,7 +20,7 @@ from ..modeling.expanded_config import LoraKind
 from ..records import StageRecord, add_stage
 from .routed import active_experts, check_routing, merged, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, network_of, places
+from .stored import StoredModel, network_of
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint, zeros
 
 _NOT_INHERITED = ("model_type", "architectures", "transformers_version", "auto_map", "_name_or_path")
@@ -149,12 +149,7 @@ def export_native(
     Raises:
         InputError: no architecture of transformers computes the same; the message says why.
     """
-    source = _source(model, out, overwrite)
-    form = native_form(source, merge_lora)
-    config = _native_config(source, form)
-    tensors = list(_native_tensors(source, form, config))
-    _check_fits(source, form, config, tensors)
-    return _write(out, source, config, tensors, {}, max_shard_size, overwrite)
+    return _export(model, out, None, merge_lora, max_shard_size, overwrite)
 
 
 def export_expert(
@@ -180,31 +175,31 @@ def export_expert(
     Raises:
         InputError: an expanded layer lacks this expert.
     """
-    source = _source(model, out, overwrite)
-    config = dense_config(source.config)
-    tensors = expert_tensors(source, expert)
-    return _write(out, source, config, tensors, {"expert": expert}, max_shard_size, overwrite)
+    return _export(model, out, expert, False, max_shard_size, overwrite)
 
 
-def _source(model: str | os.PathLike, out: str | os.PathLike, overwrite: bool) -> StoredModel:
-    folder = resolve_checkpoint(model)
-    check_output(out, overwrite, folder)
-    return StoredModel(model, load_expanded_config(folder))
-
-
-def _write(
+def _export(
+    model: str | os.PathLike,
     out: str | os.PathLike,
-    source: StoredModel,
-    config: Any,
-    tensors: list[OutputTensor],
-    settings: dict[str, Any],
+    expert: int | None,
+    merge_lora: bool,
     max_shard_size: str | int,
     overwrite: bool,
 ) -> str:
-    settings = {"model": source.name, **settings, "expansions": source.config.expansions}
+    folder = resolve_checkpoint(model)
+    check_output(out, overwrite, folder)
+    source = StoredModel(model, load_expanded_config(folder))
+    if expert is None:
+        form = native_form(source, merge_lora)
+        config = _native_config(source, form)
+        tensors = list(_native_tensors(source, form, config))
+        _check_fits(source, form, config, tensors)
+    else:
+        config, tensors = dense_config(source.config), expert_tensors(source, expert)
+    own = {} if expert is None else {"expert": expert}
+    settings = {"model": source.name, **own, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
-    companions = [(source.folder, TOKENIZER_FILES)]
-    write_checkpoint(out, config, tensors, companions, "export", max_shard_size, overwrite)
+    write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size, overwrite)
     return config.architectures[0]
 
 
@@ -221,7 +216,7 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
         )
     network = network_of(dense_config(source.config))
     tensors = []
-    for key, place in places(source.network).items():
+    for key, place in source.places.items():
         kind = source.config.kind_of(place.layer, expert)
         if key in source.names and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
             name = _saved_name(network, place.dense)
@@ -307,8 +302,7 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Itera
     ffns = stored_ffns(source)
     others = other_tensors(source, ffns)
     yield from (turned(tensor, config) if form.turned else tensor for tensor in others)
-    first = source.copied(next(iter(source.tensors)))
-    yield from _zeros(form.zero_once, "", config, first.dtype)
+    yield from _zeros(form.zero_once, "", config, source.info(next(iter(source.tensors))).dtype)
     for ffn in ffns:
         layer = ffn.name.rpartition(".")[0]
         if ffn.router is None and form.dense_layers:

@@ -68,7 +68,7 @@ def write_gates(
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
     outputs = [one for key in stored.tensors if ".classifier." not in key for one in stored.copies(key)]
     for layer in gates.rows:
-        dtype = TORCH_DTYPES[stored.reader.tensors[stored.home(f"{places[layer]}.router.weight")].dtype]
+        dtype = TORCH_DTYPES[stored.info(f"{places[layer]}.router.weight").dtype]
         for inner, tensor in gate_tensors(gates, layer, dtype).items():
             outputs.append(in_memory(f"{places[layer]}.{inner}", tensor))
     set_gates(config, gates)
@@ -100,9 +100,7 @@ def stored_gates(stored: StoredModel) -> Gates | None:
         return None
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
     rows = {
-        layer: tuple(
-            stored.reader.tensor(stored.home(f"{places[layer]}.classifier.{kind}")) for kind in ("weight", "bias")
-        )
+        layer: tuple(stored.tensor(f"{places[layer]}.classifier.{kind}") for kind in ("weight", "bias"))
         for layer in config.classifier_layers
     }
     return Gates(config.gate_languages, rows, PrefixRule.of(config))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..errors import InputError, first_line
 from ..extra import import_extra
 from ..jsonfile import read_json, write_json
+from .source import load_tokenizer
 from .writer import new_folder
 
 # What a model that was read from quantised weights still says of itself, though its weights are float32 by then.
@@ -100,7 +101,7 @@ def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
     """The tokenizer of a checkpoint whose embedding has so many rows, with its chat template: methods `add_...` of a
     `gguf.GGUFWriter`, each with its arguments."""
     gguf = import_extra("gguf", "gguf")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, folder)
     entries = _kept(folder, rows)
     if entries is None and len(tokenizer) > rows:
         raise InputError(f"{folder}: its tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings.")
@@ -129,13 +130,6 @@ def tokenizer_fields(folder: Path, rows: int) -> list[tuple[Any, ...]]:
     return fields
 
 
-def load_tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the library raises many types
-        raise InputError(f"{folder}: its tokenizer cannot be read ({first_line(error)}).") from error
-
-
 def _kept(folder: Path, rows: int) -> dict | None:
     """The fields that the checkpoint's base had in its GGUF file; None without, or if the model has other embeddings by
     now. (The tokenizer that transformers made of the file may have a further token, which the model does not know.)"""
@@ -150,17 +144,13 @@ def _tokens(state: dict, rows: int, kinds: Any) -> tuple[list[str], list[int]]:
     """The text and the type of each token; rows of the embedding without a token are unused."""
     model = state["model"]["vocab"]
     pairs = model.items() if isinstance(model, dict) else ((entry[0], at) for at, entry in enumerate(model))
-    added = {token["id"]: token["content"] for token in state["added_tokens"] or ()}
-    vocabulary = {number: text for text, number in pairs} | added
-    special = {token["id"]: token["special"] for token in state["added_tokens"] or ()}
-    texts = [vocabulary.get(number, f"[PAD{number}]") for number in range(rows)]
-    types = []
-    for number in range(rows):
-        if number in special:
-            types.append(kinds.CONTROL if special[number] else kinds.USER_DEFINED)
-        else:
-            types.append(kinds.NORMAL if number in vocabulary else kinds.UNUSED)
-    return texts, types
+    texts = {number: text for text, number in pairs}
+    types = dict.fromkeys(texts, kinds.NORMAL)
+    for token in state["added_tokens"] or ():
+        texts[token["id"]] = token["content"]
+        types[token["id"]] = kinds.CONTROL if token["special"] else kinds.USER_DEFINED
+    numbers = range(rows)
+    return [texts.get(n, f"[PAD{n}]") for n in numbers], [types.get(n, kinds.UNUSED) for n in numbers]
 
 
 def _rule(state: dict, tokenizer: Any, folder: Path) -> str:

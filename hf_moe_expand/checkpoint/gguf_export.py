@@ -9,7 +9,6 @@ and Qwen2. `qwen2moe` does not renormalise. `ernie4_5-moe` adds a bias to the sc
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,16 +19,17 @@ import torch
 from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import InputError, is_full_disk
+from ..disk import full_disk_as
+from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import read_json, write_text
 from ..records import History
-from ..scratch import beside, remove_partial_files
+from ..scratch import new_file
 from .export import dense_config, expert_tensors
-from .gguf import load_tokenizer, tokenizer_fields
-from .reader import TORCH_DTYPES, is_finite
+from .gguf import tokenizer_fields
+from .reader import TORCH_DTYPES, is_finite, tensor_bytes
 from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
-from .source import load_expanded_config, resolve_checkpoint
+from .source import load_expanded_config, load_tokenizer, resolve_checkpoint
 from .stored import StoredModel, widened
 from .writer import OutputTensor, check_apart, check_free, check_place, full_disk, in_memory, zeros
 
@@ -146,17 +146,15 @@ def export_gguf(
     # The same text is what an interrupted export left.
     if there and not (beside_it.is_file() and beside_it.read_bytes() == lines.encode()):
         check_file(beside_it, overwrite)
-    form = gguf_form(source.config, folder, merge_lora) if expert is None else gguf_form(config, folder)
-    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.copied(next(iter(source.tensors))).dtype, "f32")
     if expert is None:
-        tensors = list(_mixture(source, form, config))
+        form = gguf_form(source.config, folder, merge_lora)
+        tensors, own = list(_mixture(source, form, config)), _mixture_fields(source.config, form)
     else:
-        tensors = list(_named(expert_tensors(source, expert), form, config, folder))
+        form = gguf_form(config, folder)
+        tensors, own = list(_named(expert_tensors(source, expert), form, config, folder)), []
     tensors += _rope_factors(config)
-    fields = _model_fields(source, form, config, kind)
-    if expert is None:
-        fields += _mixture_fields(source.config, form)
-    fields += tokenizer_fields(folder, config.vocab_size)
+    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.info(next(iter(source.tensors))).dtype, "f32")
+    fields = [*_model_fields(source, form, config, kind), *own, *tokenizer_fields(folder, config.vocab_size)]
     if modelfile:  # before the file of weights: where that exists, all is done
         write_text(beside_it, lines)
     try:
@@ -172,9 +170,9 @@ def modelfile_text(name: str, config: Any, folder: Path) -> str:
     """Ollama's `Modelfile` for the GGUF file `name`: four lines, or three without an end-of-text token."""
     settings = folder / "generation_config.json"
     temperature = (read_json(settings, "a generation config") if settings.is_file() else {}).get("temperature", 0)
-    lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
-    lines.append(f"PARAMETER temperature {temperature}")
-    if (end := load_tokenizer(folder).eos_token) is not None:
+    context = config.max_position_embeddings
+    lines = [f"FROM ./{name}", f"PARAMETER num_ctx {context}", f"PARAMETER temperature {temperature}"]
+    if (end := load_tokenizer(folder, folder).eos_token) is not None:
         lines.append(f"PARAMETER stop {json.dumps(end, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
@@ -343,7 +341,9 @@ def _write(
     kinds = [_type(tensor, kind) for tensor in tensors]
     types = [gguf.GGMLQuantizationType[kind.upper()] for kind in kinds]
     shapes = [gguf.quant_shape_to_byte_shape(t.shape, type_) for t, type_ in zip(tensors, types, strict=True)]
-    with _new_file(out, overwrite, sum(map(prod, shapes))) as partial:
+    check_file(out, overwrite)
+    check_free(out, needed := sum(map(prod, shapes)))
+    with new_file(out) as partial, full_disk_as(full_disk(out, needed)):
         writer = gguf.GGUFWriter(partial, architecture)
         for name, *values in fields:
             getattr(writer, f"add_{name}")(*values)
@@ -379,7 +379,7 @@ def _converted(tensor: OutputTensor, kind: str) -> Iterator[bytes]:
         result = values.to(TORCH_DTYPES[kind.upper()])
         if not is_finite(result):
             raise InputError(f"Tensor {tensor.name!r}: a value is not finite in {kind}; use --type bf16.")
-        yield result.view(torch.uint8).numpy().tobytes()
+        yield tensor_bytes(result)
 
 
 def check_file(out: Path, overwrite: bool) -> None:
@@ -389,24 +389,3 @@ def check_file(out: Path, overwrite: bool) -> None:
     if os.path.lexists(out) and not overwrite:
         raise InputError(f"{out}: exists already; choose another file or pass --overwrite.")
     check_place(out)
-
-
-@contextmanager
-def _new_file(out: Path, overwrite: bool, needed_bytes: int) -> Iterator[Path]:
-    """Yields a file beside `out` to write, which is renamed to `out` on success and removed on failure."""
-    check_file(out, overwrite)
-    check_free(out, needed_bytes)
-    partial = beside(out, "partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial_files(out)
-        yield partial
-        os.replace(partial, out)
-    except Exception as error:
-        if is_full_disk(error):
-            raise full_disk(out, needed_bytes) from error
-        if isinstance(error, OSError):
-            raise InputError(f"{out}: cannot be written ({error.strerror}).") from error
-        raise
-    finally:
-        partial.unlink(missing_ok=True)

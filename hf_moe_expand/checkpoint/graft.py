@@ -16,7 +16,7 @@ from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
 from .reader import is_finite
 from .source import COMPANIONS, TOKENIZER_FILES, differences
-from .stored import StoredModel, computed, layer_list, name_before_insertion, places, rounded
+from .stored import StoredModel, computed, layer_list, name_before_insertion, rounded
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that change the computation although the shapes are the same.
@@ -126,8 +126,7 @@ def add_delta(
     new_rows = _new_rows(before, after, keep_tokenizer)
     homes = dense_names(target)
     check_grew_from(target, before, homes)
-    where = places(target.network)
-    own = {home: key for key, home in homes.items() if home is not None and where[key].expert in (0, None)}
+    own = {home: key for key, home in homes.items() if home is not None and not target.places[key].expert}
     if isinstance(target.config, ExpandedConfig):
         _check_expanded_from(target, before, after, own)
     instruct_cosine = _cosine(before, after, f"instruct ({after.name})")
@@ -232,21 +231,16 @@ def _same_tensor(target: StoredModel, key: str, dense: StoredModel, home: str) -
     ours, theirs = target.names[key], dense.home(home)
     if target.shapes[key] != dense.shapes[home]:
         return False
-    up_to_target = up_to_dense = True
-    for a, b in zip(target.reader.pieces(ours), dense.reader.pieces(theirs), strict=True):
-        up_to_target = up_to_target and torch.equal(b.to(a.dtype), a)
-        up_to_dense = up_to_dense and torch.equal(a.to(b.dtype), b)
-        if not (up_to_target or up_to_dense):
-            return False
-    return True
+    pairs = zip(target.reader.pieces(ours), dense.reader.pieces(theirs), strict=True)
+    equal = [(torch.equal(b.to(a.dtype), a), torch.equal(a.to(b.dtype), b)) for a, b in pairs]
+    return any(all(in_type) for in_type in zip(*equal, strict=True))
 
 
 def dense_names(target: StoredModel) -> dict[str, str | None]:
     """Maps each stored tensor to its name in the dense model from which `target` was expanded, the same for every
     expert; None for routers, classifiers and gates, and for inserted blocks."""
-    where, new = places(target.network), getattr(target.config, "new_layers", None) or []
-    homes = {key: where[key].dense for key in target.tensors}
-    layers = layer_list(target.network)
+    layers, new = layer_list(target.network), getattr(target.config, "new_layers", None) or []
+    homes = {key: target.places[key].dense for key in target.tensors}
     return {key: home and name_before_insertion(home, layers, new) for key, home in homes.items()}
 
 
@@ -288,8 +282,7 @@ def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) ->
 def _grafted(
     target: StoredModel, key: str, home: str, base: StoredModel, instruct: StoredModel, scale: float
 ) -> OutputTensor:
-    stored, of_instruct = target.names[key], instruct.home(home)
-    info = target.reader.tensors[stored]
+    stored, info, of_instruct = target.home(key), target.info(key), instruct.home(home)
 
     def moved(now: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         delta = after - before
@@ -321,7 +314,7 @@ def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str
     for ffn in decoder_ffns(base.network):
         ours = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
         theirs = other.home(names[ours] if names else ours)
-        stop = min(_SAMPLE, base.reader.tensors[base.home(ours)].numel)
+        stop = min(_SAMPLE, base.info(ours).numel)
         pairs = zip(base.reader.pieces(base.home(ours), stop=stop), other.reader.pieces(theirs, stop=stop), strict=True)
         for a, b in pairs:
             a, b = a.double(), b.double()

@@ -2,7 +2,6 @@
 streamed, one tensor in memory."""
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,21 +12,18 @@ import torch
 from safetensors.torch import load_file, save
 
 from ..errors import InputError, errors_at
-from ..modeling import LayerMoEConfig, decoder_ffns, layer_names, stack_sizes
-from ..modeling.expanded_config import KINDS
+from ..modeling import LayerMoEConfig, layer_names, stack_sizes
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed
 from .expand import planned_record
-from .new_experts import Block, new_router, new_weight
-from .reader import CheckpointReader
+from .new_experts import Block, new_weight
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
-from .stored import StoredModel, check_complete
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_of, in_memory, made, write_checkpoint, zeros
+from .stored import StoredModel, network_of, places
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint, zeros
 
 # File beside the weights: routers and classifiers as they were after expansion {}.
 KEPT_ROUTERS = "routers_after_expansion_{}.safetensors"
-_ROUTING = re.compile(r"\.(router|classifier|conditional_gate)\.(weight|bias)$")
 
 
 def grow_checkpoint(
@@ -64,7 +60,6 @@ def grow_checkpoint(
     sources = {
         layer: [origin[layer]] * (after - before)
         for layer, (before, after) in enumerate(zip(counts, plan.experts_per_layer, strict=True))
-        if after > before
     }
     record = planned_record(
         plan, old_languages=history.languages, base_model=history.first.base_model,
@@ -191,73 +186,57 @@ def add_experts(
             raise InputError(
                 f"{folder}: layer {names[layer]} has no expert {wrong[0]} to copy; give one of 0..{counts[layer] - 1}."
             )
-    prefixes = [ffn.place for ffn in decoder_ffns(check_complete(folder, config))]
-    reader = CheckpointReader(folder)
+    stored = StoredModel(folder)
     config.num_experts_per_layer = [count + len(sources.get(layer, ())) for layer, count in enumerate(counts)]
     for name, value in (config_changes or {}).items():
         setattr(config, name, value)
+    outputs = list(_grown_tensors(stored, config, sources, copy_router_rows, seed))
     history = History.of(config)
-    before = len(history)
-    outputs = {name: copy_of(reader, name) for name in reader.tensors}
-    stored = StoredModel(folder) if config.expert_kind == "added" else None
-    for layer, experts in sources.items():
-        prefix = prefixes[layer]
-        block = None
-        if stored is not None:
-            block = Block(stored.network.expanded_ffns()[layer].experts[0], stored, f"{prefix}.experts.0")
-        for number, expert in enumerate(experts, start=counts[layer]):
-            # A LoRA or added expert that copies expert 0 adds zero to it, with tensors of the shapes of expert 1's.
-            anew = expert == 0 and not KINDS[config.expert_kind].has_ffn
-            make = partial(new_weight, place=(seed, layer), block=block) if anew else None
-            new = _new_expert(reader, prefix, 1 if anew else expert, number, make)
-            outputs |= {tensor.name: tensor for tensor in new}
-        if experts:  # else a dense layer, maybe, which has no router
-            rows = experts if copy_router_rows else None
-            more = partial(_more_experts, copied_rows=rows, place=(seed, layer, counts[layer]))
-            name = f"{prefix}.router.weight"
-            outputs[name] = _resized(reader, name, config.num_experts_per_layer[layer], more)
-    for layer, prefix in enumerate(prefixes):
-        name = f"{prefix}.classifier.weight"
-        fitted = outputs.pop(f"{prefix}.classifier.bias", None) is not None
-        old = outputs.pop(name, None)
-        if layer in config.classifier_layers:
-            if old is None or fitted:
-                router = outputs[f"{prefix}.router.weight"]
-                outputs[name] = zeros(name, router.dtype, (before + 2, router.shape[1]))
-            else:
-                outputs[name] = _resized(reader, name, before + 2, _more_classes)
-    parameters = sum(tensor.numel for tensor in outputs.values())
-    history.with_expansion(changed(record, parameters=parameters)).write(config)
     files = {}
     if keep_routers:
-        today = {name: reader.tensor(name) for name in reader.tensors if _ROUTING.search(name)}
-        files[KEPT_ROUTERS.format(before)] = save(today, metadata={"format": "pt"})
-    return write_checkpoint(
-        out, config, outputs.values(), [(folder, COMPANIONS)], "grow", max_shard_size, overwrite, files=files
-    )
+        routing = [key for key, place in stored.places.items() if place.is_routing]
+        today = {key: stored.tensor(key) for key in routing}
+        files[KEPT_ROUTERS.format(len(history))] = save(today, metadata={"format": "pt"})
+    parameters = sum(tensor.numel for tensor in outputs)
+    history.with_expansion(changed(record, parameters=parameters)).write(config)
+    return write_checkpoint(out, config, outputs, [(folder, COMPANIONS)], "grow", max_shard_size, overwrite, files)
 
 
-def _new_expert(
-    reader: CheckpointReader, prefix: str, source: int, number: int, make: Callable[..., torch.Tensor] | None
+def _grown_tensors(
+    stored: StoredModel, config: Any, sources: Mapping[int, Sequence[int]], copy_router_rows: bool, seed: int
 ) -> Iterator[OutputTensor]:
-    """The tensors of expert `number` of a layer: copies of those of expert `source`, or new ones of their shapes."""
-    of_source = f"{prefix}.experts.{source}."
-    for name, info in reader.tensors.items():
-        if name.startswith(of_source):
-            inner = f"experts.{number}.{name.removeprefix(of_source)}"
-            new = f"{prefix}.{inner}"
-            if make is None:
-                yield copy_of(reader, name, new)
+    """Every tensor of the grown model, whose configuration is `config`."""
+    counts, ffns = stored.config.num_experts_per_layer, stored.network.expanded_ffns()
+    for key, place in places(network_of(config)).items():
+        layer, shape, prefix = place.layer, place.shape, key.removesuffix(place.inner)
+        if place.expert is not None and place.expert >= counts[layer]:
+            source = sources[layer][place.expert - counts[layer]]
+            rest = place.inner.split(".", 2)[2]
+            if source == 0 and place.dense is None:  # a LoRA or added expert that adds zero to expert 0
+                dtype = stored.info(f"{prefix}experts.1.{rest}").dtype
+                block = Block(ffns[layer].experts[0], stored, f"{prefix}experts.0")
+                yield made(key, dtype, shape, partial(new_weight, place.inner, shape, (seed, layer), block))
             else:
-                yield made(new, info.dtype, info.shape, partial(make, inner, info.shape))
+                yield stored.copied(f"{prefix}experts.{source}.{rest}", key)
+        elif place.inner == "router.weight" and sources.get(layer):
+            rows = sources[layer] if copy_router_rows else None
+            more = partial(_more_experts, copied_rows=rows, place=(seed, layer, counts[layer]))
+            yield _resized(stored, key, shape[0], more)
+        elif place.inner == "classifier.weight":
+            if key not in stored.names or f"{prefix}classifier.bias" in stored.names:  # a new one, or fitted gates
+                yield zeros(key, stored.info(f"{prefix}router.weight").dtype, shape)
+            else:
+                yield _resized(stored, key, shape[0], _more_classes)
+        elif key in stored.names:
+            yield from stored.copies(key)
 
 
 def _resized(
-    reader: CheckpointReader, name: str, rows: int, make: Callable[[torch.Tensor, int], torch.Tensor]
+    stored: StoredModel, key: str, rows: int, make: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> OutputTensor:
     """A tensor with another number of rows, which `make` makes of the stored tensor."""
-    info = reader.tensors[name]
-    return made(name, info.dtype, (rows, *info.shape[1:]), lambda: make(reader.tensor(name), rows))
+    info = stored.info(key)
+    return made(key, info.dtype, (rows, *info.shape[1:]), lambda: make(stored.tensor(key), rows))
 
 
 def _more_classes(old: torch.Tensor, classes: int) -> torch.Tensor:
@@ -267,9 +246,11 @@ def _more_classes(old: torch.Tensor, classes: int) -> torch.Tensor:
 def _more_experts(
     old: torch.Tensor, experts: int, copied_rows: Sequence[int] | None, place: tuple[int, ...]
 ) -> torch.Tensor:
+    if copied_rows is not None:
+        return torch.cat([old, old[list(copied_rows)]])
     # Drawn for the router's whole size, so that the new rows have the scale of a first expansion's rows.
-    new = new_router((experts, old.shape[1]), place)[len(old) :] if copied_rows is None else old[list(copied_rows)]
-    return torch.cat([old, new.to(old.dtype)])
+    drawn = new_weight("router.weight", (experts, old.shape[1]), place)
+    return torch.cat([old, drawn[len(old) :].to(old.dtype)])
 
 
 @dataclass(frozen=True)
@@ -319,11 +300,9 @@ def shrink_checkpoint(
             f"{folder}: `{stage}` changed the earlier experts and shared weights: leaving out the later experts does "
             "not restore the earlier model. Shrink the checkpoint from before that stage."
         )
-    prefixes = [ffn.place for ffn in decoder_ffns(check_complete(folder, config))]
-    reader = CheckpointReader(folder)
+    stored = StoredModel(folder, config)
     kept_file = folder / KEPT_ROUTERS.format(to)
     routers = load_file(kept_file) if kept_file.is_file() else None
-    grown: Any = config.num_experts_per_layer
     config.num_experts_per_layer = history[to - 1]
     config.earlier_experts_per_layer = history[: to - 1] or None
     kept_history = History(expansions[:to])
@@ -331,33 +310,24 @@ def shrink_checkpoint(
     config.classifier_layers = kept_history.last.classifier_layers
     config.prefix_gate = kept_history.last.prefix_gate
     known, config.gate_languages = config.gate_languages, kept_history.last.gate_languages
-    lost = []
-    outputs = {name: copy_of(reader, name) for name in reader.tensors if ".classifier." not in name}
-    for layer, prefix in enumerate(prefixes):
-        if grown[layer] == 1:  # never expanded; it may have experts of the backbone's own
-            continue
-        count = config.num_experts_per_layer[layer]
-        for name in reader.tensors:
-            inside = name.removeprefix(f"{prefix}.experts.")
-            if inside != name and int(inside.split(".", 1)[0]) >= count:
-                del outputs[name]
-        of_classes = to + 1 if known is None else sum(map(len, known[: to + 1]))
-        rows = {"router.weight": count, "classifier.weight": of_classes if layer in config.classifier_layers else 0}
-        rows["classifier.bias"] = rows["classifier.weight"] if config.gate_languages else 0
-        rows["conditional_gate.weight"] = int(config.conditional_routing and count > 1)
-        for inner, number in rows.items():
-            name = f"{prefix}.{inner}"
-            if routers is not None and name in routers:
-                outputs[name] = in_memory(name, routers[name])
-            elif number and name in reader.tensors and bool(known) == bool(config.gate_languages):
-                outputs[name] = _resized(reader, name, number, lambda old, rows: old[:rows])
-            elif number:
-                lost.append(layer)
+    lost, outputs = [], []
+    for key, place in places(network_of(config)).items():
+        if not place.is_routing:
+            outputs += stored.copies(key) if key in stored.names else []  # else it is tied
+        elif routers is not None and key in routers:
+            outputs.append(in_memory(key, routers[key]))
+        elif key in stored.names and (
+            ".classifier." not in key or (known and known[: to + 1]) == config.gate_languages
+        ):
+            outputs.append(_resized(stored, key, place.shape[0], lambda old, rows: old[:rows]))
+        elif place.layer not in lost:
+            lost.append(place.layer)
     if lost:
         config.classifier_layers = [layer for layer in config.classifier_layers if layer not in lost]
-        config.prefix_gate = config.prefix_gate if config.classifier_layers else None
+        if not config.classifier_layers:
+            config.prefix_gate = config.gate_languages = None
     companions = [pattern for pattern in COMPANIONS if pattern != KEPT_ROUTERS.format("*")]
     companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
-    write_checkpoint(out, config, outputs.values(), [(folder, companions)], "shrink", max_shard_size, overwrite)
+    write_checkpoint(out, config, outputs, [(folder, companions)], "shrink", max_shard_size, overwrite)
     names = layer_names(config)
     return ShrinkReport(Path(out), routers is not None, lost, [names[layer] for layer in lost])

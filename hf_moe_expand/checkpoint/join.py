@@ -3,8 +3,9 @@ such a model. All is streamed."""
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,9 @@ def routers_changed(stored: StoredModel) -> bool:
     """Whether the routers or classifiers of a joined checkpoint are not those that the join made. Gates that were
     fitted are the join's own, which no pack knows."""
     packs, gated = packs_inside(stored), stored.config.gate_languages is not None
-    for key, place in places(stored.network).items():
+    for key, place in stored.places.items():
         if place.inner in ROUTING[: 1 if gated else None]:
-            today = stored.reader.tensor(stored.home(key))
+            today = stored.tensor(key)
             made = routing_of(packs, place.layer, today.dtype, gated).get(place.inner)
             if made is None or made.shape != today.shape or not bool((made == today).all()):
                 return True
@@ -190,7 +191,6 @@ def write_joined(
 def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     """The configuration of the joined model, with the packs' histories one after the other."""
     config: Any = copy.deepcopy(packs[0].config)
-    layers = range(count_layers(config))
     cumulated = [1] * count_layers(config)
     history, records = [], []
     new = {code for pack in packs for code in pack.new_languages}
@@ -200,7 +200,7 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     for pack in packs:
         before = cumulated
         for counts, record in zip(pack.counts, pack.history.expansions, strict=True):
-            cumulated = [before[layer] + counts[layer] - 1 for layer in layers]
+            cumulated = [a + b - 1 for a, b in zip(before, counts, strict=True)]
             history.append(cumulated)
             # What an expansion added is its own, the totals are the joined model's.
             records.append(
@@ -232,47 +232,37 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
 
 
 def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates: Gates | None) -> list[OutputTensor]:
-    network = network_of(config)
-    where = places(network)
     base, first = packs[0].base, packs[0].stored
-    keys = {(place.layer, place.inner): key for key, place in where.items() if place.layer >= 0}
-    outputs = []
-    for key, place in where.items():
-        if place.dense in base and place.expert in (None, 0):
-            source = base[place.dense]
-            # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
-            outputs += first.copies(source, None if source == key else key)
+    experts: dict[tuple[int, str], OutputTensor] = {}
     before = [0] * count_layers(config)
     for pack in packs:
         for layer, own, rest, key in pack.experts:
-            outputs.append(pack.stored.copied(key, keys[layer, f"experts.{before[layer] + own}.{rest}"]))
+            experts[layer, f"experts.{before[layer] + own}.{rest}"] = pack.stored.copied(key)
         before = [count + own - 1 for count, own in zip(before, pack.config.num_experts_per_layer, strict=True)]
-    for layer in range(count_layers(config)):
-        outputs += _routing_outputs(packs, layer, keys, routing, gates)
+    rows = {layer: _rows_of_layer(packs, layer, routing, gates) for layer, count in enumerate(before) if count}
+    outputs = []
+    for key, place in places(network_of(config)).items():
+        if place.is_routing:
+            tensor = in_memory(key, rows[place.layer][place.inner])
+            if not is_finite(rows[place.layer][place.inner]):
+                raise InputError(f"{key}: the joined values are not finite in {tensor.dtype}: a factor is too large.")
+            outputs.append(tensor)
+        elif place.expert:
+            outputs.append(replace(experts[place.layer, place.inner], name=key))
+        elif place.dense in base:
+            source = base[place.dense]
+            # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
+            outputs += first.copies(source, None if source == key else key)
     return outputs
 
 
-def _routing_outputs(
-    packs: Sequence[Pack],
-    layer: int,
-    keys: Mapping[tuple[int, str], str],
-    routing: Routing | None,
-    gates: Gates | None,
-) -> Iterable[OutputTensor]:
-    routed = next((pack for pack in packs if (layer, ROUTING[0]) in pack.routing), None)
-    if routed is None:
-        return
-    dtype = routed.routing[layer, ROUTING[0]].dtype
+def _rows_of_layer(
+    packs: Sequence[Pack], layer: int, routing: Routing | None, gates: Gates | None
+) -> dict[str, torch.Tensor]:
+    """The router and classifier of an expanded layer, by inner name."""
+    dtype = next(pack.routing[layer, ROUTING[0]].dtype for pack in packs if (layer, ROUTING[0]) in pack.routing)
     made = dict(routing_of(packs, layer, dtype, gates is not None) if routing is None else routing(layer))
-    if gates is not None and layer in gates.rows:
-        made |= gate_tensors(gates, layer, dtype)
-    for inner, rows in made.items():
-        tensor = in_memory(keys[layer, inner], rows)
-        if not is_finite(rows):
-            raise InputError(
-                f"{tensor.name}: the joined values are not finite in {tensor.dtype}: a factor is too large."
-            )
-        yield tensor
+    return made | (gate_tensors(gates, layer, dtype) if gates is not None and layer in gates.rows else {})
 
 
 @dataclass(frozen=True)
@@ -355,20 +345,18 @@ def _find(packs: Sequence[Pack], wanted: str) -> Pack:
 
 def _trained_rows(stored: StoredModel, packs: Sequence[Pack], left: Sequence[Pack], gates: Gates | None) -> Routing:
     """The rows of a joined model's trained routers and classifiers that belong to the packs which stay."""
-    keys = {(place.layer, place.inner): key for key, place in left[0].places.items()}
+    keys = {(place.layer, place.inner): key for key, place in left[0].stored.places.items()}
 
     def routing(layer: int) -> dict[str, torch.Tensor]:
         experts, classes = [0], [0]
-        next_expert = next_class = 1
-        for pack in packs:
-            own = pack.config.num_experts_per_layer[layer] - 1
+        for pack, last_class in zip(packs, accumulate(pack.expansions for pack in packs), strict=True):
             if pack in left:
-                experts += range(next_expert, next_expert + own)
-                classes += range(next_class, next_class + pack.expansions)
-            next_expert, next_class = next_expert + own, next_class + pack.expansions
+                before = pack.before[layer]
+                experts += range(before + 1, before + pack.config.num_experts_per_layer[layer])
+                classes += range(last_class - pack.expansions + 1, last_class + 1)
         rows = dict(zip(ROUTING, (experts, classes), strict=False))
         known = rows if gates is None else ROUTING[:1]
         in_use = [inner for inner in known if any((layer, inner) in pack.routing for pack in left)]
-        return {inner: stored.reader.tensor(stored.home(keys[layer, inner]))[rows[inner]] for inner in in_use}
+        return {inner: stored.tensor(keys[layer, inner])[rows[inner]] for inner in in_use}
 
     return routing

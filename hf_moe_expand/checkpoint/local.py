@@ -72,6 +72,12 @@ def name_in_results(name: str | os.PathLike) -> str:
     return folder.resolve().relative_to(run.parent).as_posix() if run else folder.resolve().name
 
 
+def name_and_commit(name: str | os.PathLike, folder: Path) -> tuple[str, str | None]:
+    """The name of a model for histories, and its commit: of a folder, its last part and None; of a hub id, the id and
+    the name of its `folder` in the hub's cache."""
+    return (Path(name).resolve().name, None) if Path(name).is_dir() else (str(name), folder.name)
+
+
 def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:
     """A pack's folder or hub id, and its name: in `NAME=PACK` the one that stands there, else `own_name`."""
     text = str(pack)
@@ -83,11 +89,10 @@ def pack_and_name(pack: str | os.PathLike) -> tuple[str, str]:
 
 def _check_files(folder: Path) -> None:
     """Refuses a folder in which something else stands where a file is read: reading a pipe would never end."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(_READ) and not entry.is_file():
-                kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
-                raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
+    for entry in folder.iterdir():
+        if entry.name.endswith(_READ) and not entry.is_file():
+            kind = "a folder" if entry.is_dir() else "a broken link" if entry.is_symlink() else "no file"
+            raise InputError(f"{folder}: {entry.name} is {kind}, but a file is read there; remove it.")
 
 
 def check_expanded(name: str | os.PathLike, revision: str | None = None) -> None:

@@ -120,7 +120,7 @@ def averaged(
         return middle + sum(weight * (piece - middle) for weight, piece in zip(weights, pieces, strict=True))
 
     first = models[0]
-    return computed(name or first.home(key), first.reader.tensors[first.home(key)], sources, mean)
+    return computed(name or first.home(key), first.info(key), sources, mean)
 
 
 def check_same_shape(models: Sequence[StoredModel]) -> None:

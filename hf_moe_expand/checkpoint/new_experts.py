@@ -207,38 +207,32 @@ def _place_generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(_place_seed(*numbers))
 
 
-def new_router(shape: tuple[int, ...], place: tuple[int, ...]) -> torch.Tensor:
-    """A router's first weights, `[N, h]` float32; `place` (seed, layer, ...) decides them."""
-    weight = torch.empty(shape)
-    init_router(weight, _place_generator(*place))
-    return weight
-
-
 def new_weight(inner: str, shape: Sequence[int], place: tuple[int, ...], block: Block | None = None) -> torch.Tensor:
-    """First weights of tensors that the dense model lacks: a router (see `new_router`), a LoRA expert's A and the rows
+    """First weights of tensors that the dense model lacks: a router, a LoRA expert's A and the rows
     of an added expert (`init_kaiming`); a LoRA expert's B, an added expert's `down`, classifiers and gates are zero.
     They are float32, but neurons have the type of their block.
 
     Args:
         inner: name of the tensor inside the layer's FFN block.
-        place: seed and layer, which decide the weights.
+        place: seed, layer and so on, which decide the weights.
         block: the block whose neurons are the rows of an added expert, if they are known; else the rows are random.
     """
+    weight = torch.zeros(tuple(shape))
     if inner == "router.weight":
-        return new_router(tuple(shape), place)
+        init_router(weight, _place_generator(*place))
+        return weight
     part = next((number for number, end in enumerate(_ROWS) if inner.endswith(end)), None)
     if block is not None and part is not None and (neurons := neurons_of(block.module, shape[1])) is not None:
         order = torch.randperm(neurons.count, generator=_place_generator(*place, int(inner.split(".")[1])))
         chosen = order.repeat(-(-shape[0] // neurons.count))[: shape[0]]
         return block.take(neurons, neurons.names[part], neurons.rows(part, chosen))
-    weight = torch.zeros(tuple(shape))
     if part is not None or inner.endswith("lora_A.weight"):
         init_kaiming(weight, _place_generator(*place, *inner.encode()))
     return weight
 
 
 def first_weight(
-    network: Any, config: Any, ffn: DecoderFFN, place: Place, shape: Sequence[int], expert_init: str, seed: int,
+    network: Any, config: Any, ffn: DecoderFFN, place: Place, expert_init: str, seed: int,
     stored: StoredModel | None = None,
 ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
     """A function that makes a tensor of the expanded model which the dense one lacks, or one of a random expert; None
@@ -252,7 +246,7 @@ def first_weight(
     if place.dense is None:
         added = expert_init == "copy" and config.kind_of(place.layer, place.expert or 0).name == "added"
         block = Block(ffn.module, stored, ffn.name) if added else None
-        return partial(new_weight, place.inner, shape, (seed, place.layer), block)
+        return partial(new_weight, place.inner, place.shape, (seed, place.layer), block)
     if expert_init == "random" and place.expert:
         rest = place.dense.removeprefix(f"{ffn.name}.")
         return partial(_random_weight, network, ffn.module, rest, (seed, place.layer, place.expert))
@@ -261,18 +255,17 @@ def first_weight(
 
 def _random_weight(network: Any, ffn: nn.Module, rest: str, place: tuple[int, ...]) -> torch.Tensor:
     """The tensor `rest` of a random expert, on the CPU, drawn as the backbone's own initialisation draws it."""
+    module_name, _, parameter_name = rest.rpartition(".")
+    modules = [(ffn.get_submodule(module_name), parameter_name, (*place, *module_name.encode()))]
     if network.config.is_encoder_decoder:  # T5 initialises its FFN as a whole, others do so layer by layer
-        drawn = _drawn(network, ffn, rest, _place_seed(*place))
+        modules.insert(0, (ffn, rest, place))
+    for module, name, numbers in modules:
+        drawn = _drawn(network, module, name, _place_seed(*numbers))
         if not drawn.isnan().any():
             return drawn
-    module_name, _, parameter_name = rest.rpartition(".")
-    seed = _place_seed(*place, *module_name.encode())
-    drawn = _drawn(network, ffn.get_submodule(module_name), parameter_name, seed)
-    if drawn.isnan().any():
-        raise InputError(
-            f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy` instead."
-        )
-    return drawn
+    raise InputError(
+        f"expert_init: {type(network).__name__} has no random first weights of {rest!r}: take `copy` instead."
+    )
 
 
 def _drawn(network: Any, module: nn.Module, name: str, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +27,7 @@ from ..modeling.expanded_config import ExpertKind
 from ..records import History
 from .reader import TORCH_DTYPES, is_finite
 from .source import differences, load_expanded_config
-from .stored import Place, StoredModel, network_of, places
+from .stored import StoredModel, network_of, places
 
 PACK_FILE = "pack_{}.safetensors"
 ROUTING = ("router.weight", "classifier.weight", "classifier.bias")
@@ -90,16 +90,11 @@ class Pack:
         return self.config.expert_kinds[0]
 
     @cached_property
-    def places(self) -> dict[str, Place]:
-        """The place of each tensor of `stored`."""
-        return places(self.stored.network)
-
-    @cached_property
     def base(self) -> dict[str, str]:
         """The key in `stored` of each stored tensor of the base, by its name there."""
         return {
             place.dense: key
-            for key, place in self.places.items()
+            for key, place in self.stored.places.items()
             if place.dense is not None and place.expert in (None, 0) and key in self.stored.names
         }
 
@@ -107,7 +102,7 @@ class Pack:
     def experts(self) -> list[tuple[int, int, str, str]]:
         """Its own experts' tensors: layer, the expert's number in the pack, name inside the expert, key in `stored`."""
         experts = []
-        for key, place in self.places.items():
+        for key, place in self.stored.places.items():
             number = (place.expert or 0) - (self.before[place.layer] if place.layer >= 0 else 0)
             if place.expert and 1 <= number < self.config.num_experts_per_layer[place.layer]:
                 experts.append((place.layer, number, place.inner.split(".", 2)[2], key))
@@ -127,9 +122,9 @@ class Pack:
 def own_pack(name: str, stored: StoredModel) -> Pack:
     """The pack that a checkpoint is. Refuses routers and classifiers with values that no training makes."""
     routing = {}
-    for key, place in places(stored.network).items():
+    for key, place in stored.places.items():
         if place.inner in ROUTING:
-            routing[place.layer, place.inner] = stored.reader.tensor(stored.home(key))
+            routing[place.layer, place.inner] = stored.tensor(key)
             _check_rows(stored.folder, stored.home(key), routing[place.layer, place.inner])
     text = (stored.folder / "config.json").read_text("utf-8-sig")
     return Pack(name, stored.config, _own_text(text, stored.config), stored, routing, [0] * count_layers(stored.config))
@@ -140,16 +135,15 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
     sizes = getattr(stored.config, "packs", None)
     if not sizes:
         raise InputError(f"{stored.folder}: joins no language packs.")
-    history = [*(stored.config.earlier_experts_per_layer or []), stored.config.num_experts_per_layer]
-    layers = count_layers(stored.config)
+    dense = [1] * count_layers(stored.config)
+    history = [dense, *(stored.config.earlier_experts_per_layer or []), stored.config.num_experts_per_layer]
     packs = []
-    for number, end in enumerate(accumulate(sizes), start=1):
-        start = end - sizes[number - 1]
-        before = [history[start - 1][layer] - 1 if start else 0 for layer in range(layers)]
+    for number, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0)), start=1):
+        before = [count - 1 for count in history[start]]
         file = stored.folder / PACK_FILE.format(number)
         pack = _kept_pack(file, stored, before)
-        own = [a - b for a, b in zip(history[end - 1], before, strict=True)]
-        if own != pack.config.num_experts_per_layer or sizes[number - 1] != pack.expansions:
+        own = [a - b for a, b in zip(history[end], before, strict=True)]
+        if own != pack.config.num_experts_per_layer or end - start != pack.expansions:
             raise InputError(f"{file}: does not fit config.json's counts.")
         _check_record(pack, file)
         packs.append(pack)
@@ -159,14 +153,13 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
 def _check_record(pack: Pack, file: Path) -> None:
     """Refuses a kept pack whose configuration describes other tensors than the joined checkpoint holds, or another
     computation."""
-    stored, network = pack.stored, network_of(pack.config)
+    stored = pack.stored
     for name, ours, theirs in differences(stored.config, pack.config, (*_MAY_DIFFER, *_MAY_CHANGE_LATER)):
         raise InputError(
             f"{file}: says {name} is {theirs!r:.60}, but config.json says {ours!r:.60}: it is not the record of a pack "
             "of this model."
         )
-    shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    own = places(network)
+    own = places(network_of(pack.config))
     held = {(layer, f"experts.{number}.{rest}"): stored.shapes[key] for layer, number, rest, key in pack.experts}
     for key, place in own.items():
         if place.inner in ROUTING:
@@ -174,11 +167,11 @@ def _check_record(pack: Pack, file: Path) -> None:
         elif place.expert:
             shape = held.get((place.layer, place.inner))
         else:
-            shape = stored.shapes.get(pack.base.get(place.dense or "", ""), shapes[key])
-        if shape != shapes[key]:
+            shape = stored.shapes.get(pack.base.get(place.dense or "", ""), place.shape)
+        if shape != place.shape:
             actual = "none" if shape is None else f"one of shape {list(shape)}"
             raise InputError(
-                f"{file}: its record asks for {key!r} of shape {list(shapes[key])}, but there is {actual}."
+                f"{file}: its record asks for {key!r} of shape {list(place.shape)}, but there is {actual}."
             )
     known = {(place.layer, place.inner) for place in own.values()}
     if unknown := sorted(set(pack.routing) - known):
@@ -356,11 +349,8 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
     """
     rows = [torch.zeros(1, hidden_size)]
     for matrix, number, scale in parts:
-        if matrix is None:
-            rows.append(torch.zeros(number, hidden_size))
-        else:
-            own = matrix.float()
-            rows.append(scale * (own[1:] - own[:1]))
+        own = torch.zeros(number + 1, hidden_size) if matrix is None else matrix.float()
+        rows.append(scale * (own[1:] - own[:1]))
     return torch.cat(rows)
 
 

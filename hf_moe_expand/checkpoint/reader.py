@@ -3,7 +3,6 @@
 import hashlib
 import json
 import struct
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,9 +120,7 @@ class CheckpointReader:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.dtype} {info.shape}".encode())
-            with open(info.file, "rb") as file:
-                file.seek(info.start)
-                digest.update(file.read(min(_SAMPLE, info.nbytes)))
+            digest.update(b"".join(_read_bytes(name, info, 0, min(_SAMPLE, info.nbytes), _SAMPLE)))
         return digest.hexdigest()
 
     def put_together(
@@ -166,16 +163,12 @@ class CheckpointReader:
     def finite_chunks(self, name: str) -> Iterator[bytes]:
         """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
         once, however often it is copied."""
-        dtype = TORCH_DTYPES.get(self.info(name).dtype)
+        dtype = None if name in self._finite else TORCH_DTYPES.get(self.info(name).dtype)
         for chunk in self.chunks(name):
-            if dtype is not None and name not in self._finite and len(chunk) % dtype.itemsize == 0:
-                with warnings.catch_warnings():  # nothing writes to the tensor
-                    warnings.filterwarnings("ignore", "The given buffer is not writable")
-                    finite = is_finite(torch.frombuffer(chunk, dtype=dtype))
-                if not finite:
-                    raise InputError(
-                        f"{self.folder}: tensor {name!r} holds NaN or infinite values; the checkpoint is damaged."
-                    )
+            if dtype is not None and not is_finite(torch.frombuffer(bytearray(chunk), dtype=dtype)):
+                raise InputError(
+                    f"{self.folder}: tensor {name!r} holds NaN or infinite values; the checkpoint is damaged."
+                )
             yield chunk
         self._finite.add(name)
 
@@ -209,14 +202,8 @@ class CheckpointReader:
         if info.made is not None:
             return self.tensor(name).flatten(0, -2)[list(rows)]
         size = info.shape[-1] * ITEM_BITS[info.dtype] // 8
-        data = bytearray()
-        with open(info.file, "rb") as file:
-            for row in rows:
-                file.seek(info.start + row * size)
-                data += file.read(size)
-        if len(data) < len(rows) * size:
-            raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
-        return torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype]).view(len(rows), -1)
+        pieces = (piece for row in rows for piece in _read_bytes(name, info, row * size, (row + 1) * size, size))
+        return torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[info.dtype]).view(len(rows), -1)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""
@@ -235,7 +222,12 @@ def _chunks(name: str, info: TensorInfo) -> Iterator[bytes]:
     else:
         whole = info.made().flatten()
         for piece in whole.split(_CHUNK // whole.element_size()):
-            yield piece.contiguous().view(torch.uint8).numpy().tobytes()
+            yield tensor_bytes(piece)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes as safetensors stores them."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _read_bytes(name: str, info: TensorInfo, start: int, stop: int, most: int) -> Iterator[bytes]:

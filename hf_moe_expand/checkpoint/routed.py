@@ -14,6 +14,7 @@ Routers keep expert 0's row in free places: the largest score, which softmax sub
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import InputError
 from ..modeling import decoder_ffns
 from ..modeling.expanded_config import LoraKind
+from .reader import tensor_bytes
 from .stored import StoredModel, rounded, widened
 from .writer import OutputTensor, in_memory, zeros
 
@@ -66,13 +68,8 @@ class StoredFFN:
         shape, router = (len(self.at), hidden_size), self.router
         if router is None:
             return zeros(name, self.dtype, shape)
-        size = router.nbytes // router.shape[0]
-
-        def data() -> Iterable[bytes]:
-            rows = b"".join(router.data())
-            yield b"".join(rows[number * size : (number + 1) * size] for number in (row or 0 for row in self.at))
-
-        return OutputTensor(name, router.dtype, shape, data)
+        places = [row or 0 for row in self.at]
+        return OutputTensor(name, router.dtype, shape, lambda: [tensor_bytes(_rows(router)[places])])
 
     def selection_bias(self, name: str) -> OutputTensor:
         """The bias `[places]` on the scores that keeps places without an expert from being chosen."""
@@ -176,9 +173,9 @@ def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: s
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)
 
     def data() -> Iterable[bytes]:
-        b, a = (widened(source.reader.tensor(source.home(factor))) for factor in factors)
+        b, a = (widened(source.tensor(factor)) for factor in factors)
         change = b @ a
-        weight = widened(source.reader.tensor(source.home(key)))
+        weight = widened(source.tensor(key))
         yield rounded(weight + scaling * (change.T if transposed else change), copied.dtype, copied.name)
 
     return OutputTensor(copied.name, copied.dtype, copied.shape, data)
@@ -188,12 +185,12 @@ def stacked(name: str, tensors: Sequence[OutputTensor], shape: tuple[int, ...]) 
     """Tensors of one type, one after another, as one of another shape."""
     if len(types := sorted({tensor.dtype for tensor in tensors})) > 1:
         raise InputError(f"Tensor {name!r} stacks tensors of several types ({', '.join(types)}): convert them to one.")
+    return OutputTensor(name, tensors[0].dtype, shape, lambda: chain.from_iterable(t.data() for t in tensors))
 
-    def data() -> Iterable[bytes]:
-        for tensor in tensors:
-            yield from tensor.data()
 
-    return OutputTensor(name, tensors[0].dtype, shape, data)
+def _rows(tensor: OutputTensor) -> torch.Tensor:
+    """The bytes of each row, `[rows, bytes]`."""
+    return torch.frombuffer(bytearray().join(tensor.data()), dtype=torch.uint8).view(tensor.shape[0], -1)
 
 
 def turned(tensor: OutputTensor, config: Any) -> OutputTensor:
@@ -207,13 +204,5 @@ def turned(tensor: OutputTensor, config: Any) -> OutputTensor:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(projection)
     if heads is None:
         return tensor
-    size = tensor.nbytes // tensor.shape[0]
-
-    def data() -> Iterable[bytes]:
-        rows, half = b"".join(tensor.data()), tensor.shape[0] // heads // 2
-        for head in range(heads):
-            for row in range(half):
-                for number in (2 * head * half + row, (2 * head + 1) * half + row):
-                    yield rows[number * size : (number + 1) * size]
-
-    return OutputTensor(tensor.name, tensor.dtype, tensor.shape, lambda: [b"".join(data())])
+    halves = (heads, 2, tensor.shape[0] // heads // 2, -1)
+    return replace(tensor, data=lambda: [tensor_bytes(_rows(tensor).view(halves).transpose(1, 2))])

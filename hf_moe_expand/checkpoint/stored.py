@@ -19,9 +19,10 @@ from transformers.integrations import deepspeed
 from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.backbone import mixture_rules
-from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite
+from .local import name_and_commit
+from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite, tensor_bytes
 from .source import load_base_config, load_config, resolve_checkpoint
-from .writer import OutputTensor, copy_of, tensor_bytes
+from .writer import OutputTensor, copy_of
 
 # In a model of several kinds of input, the prefix of the text decoder's tensors.
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.")
@@ -39,25 +40,51 @@ class StoredModel:
         names: name in the files of each tensor, by the model's name.
 
     Raises:
-        InputError: a tensor is missing, or its shape is not the one that the configuration asks for.
+        InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
+            stored in a quantised type. The message names the tensor.
     """
 
     def __init__(self, name: str | os.PathLike, config: Any = None, revision: str | None = None) -> None:
         self.folder = resolve_checkpoint(name, revision)
-        local = Path(name).is_dir()
-        # The hub's cache names a snapshot's folder by its commit.
-        self.name = Path(name).resolve().name if local else f"{name}@{self.folder.name}"
+        self.name = "@".join(filter(None, name_and_commit(name, self.folder)))
         self.config = config if config is not None else load_any_config(self.folder)
         self.reader = CheckpointReader(self.folder)
         self.network: Any = network_of(self.config, self.reader)
-        self.names = complete_names(self.reader, self.network)
+        self.names = stored_names(self.reader, self.network)
         self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
         self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        computed_keys: list[str] = []
+        if self.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
+            ignored = (self.network._keys_to_ignore_on_save, self.network._keys_to_ignore_on_load_missing)
+            computed_keys = [pattern for patterns in ignored for pattern in patterns or ()]
+        absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self.names.keys()]
+        if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
+            raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
+        values = self.network.state_dict()
+        for key in self.tensors:
+            name, info = self.names[key], self.info(key)
+            if info.shape != self.shapes[key]:
+                raise InputError(
+                    f"{self.folder}: tensor {name!r} has shape {list(info.shape)}, but the configuration asks for "
+                    f"{list(self.shapes[key])}."
+                )
+            if values[key].is_floating_point() and info.dtype not in TORCH_DTYPES:
+                raise InputError(
+                    f"{self.folder}: tensor {name!r} is stored as {info.dtype}; use the unquantised checkpoint."
+                )
 
     @property
     def tensors(self) -> list[str]:
         """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
         return [key for key in self.shapes if key in self.names]
+
+    @cached_property
+    def places(self) -> dict[str, "Place"]:
+        """The place of each tensor in the model."""
+        return places(self.network)
 
     def home(self, key: str) -> str:
         """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
@@ -65,6 +92,14 @@ class StoredModel:
             if candidate in self.names:
                 return self.names[candidate]
         raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
+
+    def info(self, key: str) -> TensorInfo:
+        """The header of a tensor."""
+        return self.reader.tensors[self.home(key)]
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A tensor, on the CPU."""
+        return self.reader.tensor(self.home(key))
 
     def same_bytes(self, key: str, other: "StoredModel", theirs: str) -> bool:
         """Whether another model stores the same bytes, in the same type and shape, under its own name."""
@@ -111,20 +146,6 @@ def load_any_config(folder: Path) -> Any:
     return config if isinstance(config, ExpandedConfig) else load_base_config(folder)
 
 
-def check_complete(folder: Path, config: Any) -> Any:
-    """The model that a configuration describes, on the meta device, after checking that the checkpoint holds every
-    tensor of it.
-
-    Raises:
-        InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
-            stored in a quantised type. The message names the tensor.
-    """
-    reader = CheckpointReader(folder)
-    network = network_of(config, reader)
-    complete_names(reader, network)
-    return network
-
-
 def check_size(config: Any, reader: CheckpointReader) -> None:
     """Checks, before a model is built, that the files hold enough tensors for it."""
     stored = len(reader.tensors)
@@ -161,42 +182,11 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
         raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
 
 
-def complete_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
-    """`stored_names` of a checkpoint, after checking that it holds the whole model (see `check_complete`)."""
-    names = stored_names(reader, network)
-    tied = getattr(network, "all_tied_weights_keys", None) or {}
-    computed_keys: list[str] = []
-    if network.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
-        computed_keys = [*(network._keys_to_ignore_on_save or ()), *(network._keys_to_ignore_on_load_missing or ())]
-    known = {
-        key: value
-        for key, value in network.state_dict().items()
-        if key in names or not any(re.search(pattern, key) for pattern in computed_keys)
-    }
-    if missing := [key for key in known if key not in names and tied.get(key) not in names]:
-        raise InputError(f"{reader.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
-    for key, value in known.items():
-        if key not in names:
-            continue
-        info = reader.tensors[names[key]]
-        if info.shape != tuple(value.shape):
-            raise InputError(
-                f"{reader.folder}: tensor {names[key]!r} has shape {list(info.shape)}, but the configuration asks for "
-                f"{list(value.shape)}."
-            )
-        if value.is_floating_point() and info.dtype not in TORCH_DTYPES:
-            raise InputError(
-                f"{reader.folder}: tensor {names[key]!r} is stored as {info.dtype}; use the unquantised checkpoint."
-            )
-    return names
-
-
 def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     """Maps each of the model's keys to the checkpoint's key by the library's own renaming at loading (GPT-NeoX's
     `embed_out`, BLOOM's keys without `transformer.`); of a model of several kinds of input, those of the text decoder
-    inside. Tensors that the library puts together from several at loading
-    are put together in `reader`. Of tied tensors, whichever the files hold, the key is that of the tensor to which the
-    others are tied."""
+    inside. Tensors that the library puts together from several at loading are put together in `reader`. Of tied
+    tensors, whichever the files hold, the key is that of the tensor to which the others are tied."""
     rules: list[Any] = get_model_conversion_mapping(network)
     if isinstance(network.config, ExpandedConfig):  # what the library has under the class's name is the latest model's
         rules = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -253,31 +243,36 @@ class Place:
     Attributes:
         dense: its name in the dense model; None for routers, classifiers, gates, the updates of LoRA experts and added
             experts.
+        shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers.
         expert: number of its expert; None outside the experts.
         inner: its name inside the layer's FFN block.
     """
 
     dense: str | None
+    shape: tuple[int, ...]
     layer: int = -1
     expert: int | None = None
     inner: str = ""
 
+    @property
+    def is_routing(self) -> bool:
+        """Whether it is of a router, classifier or gate."""
+        return self.layer >= 0 and self.expert is None
+
 
 def places(network: Any) -> dict[str, Place]:
     """The place of each tensor of a model, dense or expanded."""
-    by_key = {key: Place(key) for key in network.state_dict()}
-    ffns: dict[int, nn.Module] = network.expanded_ffns() if hasattr(network, "expanded_ffns") else {}
-    found_ffns = decoder_ffns(network) if ffns else []
-    for layer, ffn in ffns.items():
-        for inner in ffn.state_dict():
-            key = f"{found_ffns[layer].place}.{inner}"
+    by_key = {key: Place(key, tuple(value.shape)) for key, value in network.state_dict().items()}
+    expanded: dict[int, nn.Module] = network.expanded_ffns() if isinstance(network.config, ExpandedConfig) else {}
+    ffns = decoder_ffns(network) if expanded else []
+    for layer, module in expanded.items():
+        for inner in module.state_dict():
+            key, dense, expert = f"{ffns[layer].place}.{inner}", None, None
             if inner.startswith("experts."):
-                _, expert, rest = inner.split(".", 2)
-                has_ffn = network.config.kind_of(layer, int(expert)).has_ffn
-                by_key[key] = Place(f"{found_ffns[layer].name}.{rest}" if has_ffn else None, layer, int(expert), inner)
-            else:
-                by_key[key] = Place(None, layer, None, inner)
+                expert, rest = int(inner.split(".")[1]), inner.split(".", 2)[2]
+                dense = f"{ffns[layer].name}.{rest}" if network.config.kind_of(layer, expert).has_ffn else None
+            by_key[key] = Place(dense, by_key[key].shape, layer, expert, inner)
     return by_key
 
 

@@ -6,7 +6,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.serialization import split_state_dict_into_shards_factory
-from safetensors.torch import save as save_safetensors
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 from transformers.core_model_loading import dot_natural_key
@@ -28,7 +27,7 @@ from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
 from .local import EXPANDED
-from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader
+from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader, tensor_bytes
 from .source import CODE, COMPANIONS, lies_inside
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
@@ -80,13 +79,6 @@ def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
     return made(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
 
 
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """A tensor's bytes as safetensors stores them."""
-    stored = save_safetensors({"t": tensor.contiguous()})
-    (length,) = struct.unpack("<Q", stored[:8])
-    return stored[8 + length :]
-
-
 def copy_of(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
     """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
     info = reader.info(source)
@@ -104,9 +96,14 @@ def check_shard_size(size: str | int) -> None:
 
 
 def write_weights(
-    folder: Path, tensors: Sequence[OutputTensor], max_shard_size: str | int = DEFAULT_SHARD_SIZE, stem: str = "model"
+    folder: Path,
+    tensors: Sequence[OutputTensor],
+    stem: str,
+    what: str | None,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
 ) -> None:
-    """Writes `model.safetensors`, or shards and their index if the weights exceed `max_shard_size`."""
+    """Writes `STEM.safetensors`, or shards and their index if the weights exceed `max_shard_size`; with a progress bar
+    of the name `what`, if there is one."""
     check_shard_size(max_shard_size)
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
@@ -116,8 +113,9 @@ def write_weights(
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=max_shard_size,
     )
-    for filename, names in split.filename_to_tensors.items():
-        _write_file(folder / filename, [by_name[name] for name in names])
+    with tqdm(total=len(tensors), desc=what, unit="tensor", disable=what is None) as bar:
+        for filename, names in split.filename_to_tensors.items():
+            _write_file(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:
         # The keys and their order are those of `save_pretrained`.
         metadata = {
@@ -130,7 +128,7 @@ def write_weights(
         )
 
 
-def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:
+def _write_file(path: Path, tensors: Iterable[OutputTensor], bar: Any) -> None:
     # Widest type first, then by name: the order of the safetensors library, which keeps every tensor aligned.
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_BITS[tensor.dtype], tensor.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -148,6 +146,7 @@ def _write_file(path: Path, tensors: Iterable[OutputTensor]) -> None:
             written = sum(file.write(piece) for piece in tensor.data())
             if written != tensor.nbytes:
                 raise RuntimeError(f"{tensor.name}: wrote {written} bytes instead of {tensor.nbytes}")
+            bar.update()
 
 
 def write_checkpoint(
@@ -185,8 +184,7 @@ def write_checkpoint(
                 _keep_tokenizer_class(folder, partial)
         for name, content in (files or {}).items():
             (partial / name).write_bytes(content)
-        with tqdm(total=len(ordered), desc=what, unit="tensor") as bar:
-            write_weights(partial, [_counted(tensor, bar) for tensor in ordered], max_shard_size)
+        write_weights(partial, ordered, "model", what, max_shard_size)
     return Path(out)
 
 
@@ -206,14 +204,6 @@ def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPAN
             if file.suffix == ".json" and b'"auto_map"' in file.read_bytes():
                 fields = read_json(file, "a JSON file")
                 write_json(destination, {name: value for name, value in fields.items() if name != "auto_map"})
-
-
-def _counted(tensor: OutputTensor, bar: Any) -> OutputTensor:
-    def data() -> Iterable[bytes]:
-        yield from tensor.data()
-        bar.update()
-
-    return replace(tensor, data=data)
 
 
 def _keep_tokenizer_class(source: Path, target: Path) -> None:
@@ -327,7 +317,6 @@ def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: in
     partial, replaced = beside(out, "partial"), beside(out, "replaced")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(out)
         check_free(out, needed_bytes)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()

@@ -13,10 +13,10 @@ import torch
 from ..checkpoint.compare import compare_checkpoints
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-from ..checkpoint.stored import check_complete, network_of
+from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_output, copy_companions, new_folder
 from ..data.sources import LanguageText
-from ..disk import check_room, folder_bytes, names_the_need, saved_at_once, training_checkpoint
+from ..disk import check_room, folder_bytes, full_disk_as, saved_at_once, training_checkpoint
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import DivergedError, InputError
 from ..evaluation.validation import VALIDATION, ValidationCallback
@@ -67,7 +67,7 @@ def train_stage(
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = config.load_config(folder)
-    check_complete(folder, before)
+    StoredModel(folder, before)  # refuses an incomplete checkpoint
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
@@ -110,7 +110,8 @@ def train_stage(
         trainer = config.make_trainer(network, packed, callbacks)
         trainer.settings = settings
         check_deepspeed(trainer, before)
-        with names_the_need(work.path, needed):
+        full = f"the disk is full; up to {needed:,} bytes are needed. Make room, and run the same command again."
+        with full_disk_as(InputError(f"{work.path}: {full}")):
             trainer.train(resume_from_checkpoint=resume)
     if writers := {code: name for code, text in data.items() if (name := writer_of(text))}:
         trainer.record = changed(trainer.record, written_by=writers)
