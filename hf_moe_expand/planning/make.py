@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ..errors import InputError
 from ..layer_names import layer_name
 from ..modeling.prefix_gate import PrefixRule
-from ..results import DeviationResult, SeparabilityResult, SimilarityResult
+from ..results import DeviationResult, Result, SeparabilityResult, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, LayerPlan, PlanSettings, Target
 from .plan import Plan
@@ -43,11 +43,11 @@ def make_plan(
         raise InputError(f"A {settings.method} plan is for a dense model and cannot grow one; use {growing}.")
     if grows_from and len(grows_from) != num_layers:
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
-    lengths = [len(similarity.similarity)] if similarity else []
-    lengths += [len(deviation.deviation)] if deviation else []
-    lengths += [len(separability.token)] if separability else []
-    if wrong := [length for length in lengths if length != num_layers]:
-        raise InputError(f"The analysis has {wrong[0]} layers, but the model has {num_layers}.")
+    given = {"similarity": similarity, "deviation": deviation, "separability": separability}
+    analyses: dict[str, Result] = {name: analysis for name, analysis in given.items() if analysis is not None}
+    for name, analysis in analyses.items():
+        if (layers_of := len(getattr(analysis, name))) != num_layers:
+            raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
     if similarity is not None and similarity.encoder_layers != encoder_layers:
         raise InputError(
             f"The analysis has {similarity.encoder_layers} layers of an encoder, but the model has {encoder_layers}."
@@ -59,7 +59,7 @@ def make_plan(
             "at once: leave them out for an encoder-decoder."
         )
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
-    made = settings.allocate_in(layers, Target(num_layers, seed, similarity, deviation, grows_from, separability))
+    made = settings.allocate_in(layers, Target(num_layers, seed, grows_from, analyses))
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
