@@ -19,7 +19,7 @@ from pyarrow.parquet import ParquetFile
 from ..errors import InputError, first_line
 from ..extra import import_extra
 from ..hub_access import hub_problem
-from ..languages import check_old_and_new
+from ..languages import check_old_and_new, is_language_code
 
 Pair = tuple[str, str]
 
@@ -346,12 +346,9 @@ def language_name(code: str) -> str:
         InputError: no language has this code, or the package of language names is not installed.
     """
     import_extra("language_data")
-    try:
-        if langcodes.tag_is_valid(code):
-            return langcodes.Language.get(code).display_name()
-    except langcodes.LanguageTagError:
-        pass
-    raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
+    if not is_language_code(code):
+        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
+    return langcodes.Language.get(code).display_name()
 
 
 def translation_line(pair: Pair, source: str, target: str) -> str:

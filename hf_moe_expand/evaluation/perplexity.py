@@ -75,18 +75,9 @@ class TextStream:
 
         Windows overlap by one token, so that each token is a target once.
         """
-        starts = self._starts(block_size)
-        while batch := list(islice(starts, batch_size)):
-            inputs, targets = [], []
-            for start, lead in batch:
-                end = start + block_size - len(lead)
-                window = [*lead, *self.ids[start : end + 1]]
-                # The first token was a target of the window before.
-                scored = [*[False] * (len(lead) + 1), *self.scored[start + 1 : end + 1]]
-                padding = block_size + 1 - len(window)
-                inputs.append(window[:-1] + [0] * padding)
-                wanted = [token if is_scored else -100 for token, is_scored in zip(window, scored, strict=True)]
-                targets.append(wanted[1:] + [-100] * padding)
+        windows = self._windows(block_size)
+        while batch := list(islice(windows, batch_size)):
+            inputs, targets = zip(*batch, strict=True)
             yield torch.tensor(inputs), torch.tensor(targets)
 
     @property
@@ -94,14 +85,20 @@ class TextStream:
         """Number of scored tokens."""
         return sum(self.scored)
 
-    def _starts(self, block_size: int) -> Iterator[tuple[int, list[int]]]:
-        """Each window's first token, and what comes before it."""
+    def _windows(self, block_size: int) -> Iterator[tuple[list[int], list[int]]]:
+        """The inputs and the targets of each window, padded."""
         start = 0
         while start < len(self.ids) - 1:
             leads = self.ids[start] != self.begin and block_size > 1
             lead = [self.begin] if leads and self.begin is not None else []
-            yield start, lead
-            start += block_size - len(lead)
+            end = start + block_size - len(lead)
+            window = [*lead, *self.ids[start : end + 1]]
+            # The first token was a target of the window before.
+            scored = [*[False] * (len(lead) + 1), *self.scored[start + 1 : end + 1]]
+            wanted = [token if is_scored else -100 for token, is_scored in zip(window, scored, strict=True)]
+            padding = block_size + 1 - len(window)
+            yield window[:-1] + [0] * padding, wanted[1:] + [-100] * padding
+            start = end
 
 
 def text_stream(
