@@ -6,7 +6,7 @@ Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer, B
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -266,9 +266,8 @@ def nearest_experts(
 
 def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
     """The routing of the tokens that `mask_T` marks."""
-    values = {f.name: getattr(routing, f.name) for f in fields(routing)}
-    of_text: dict[str, Any] = {name: v[mask_T] for name, v in values.items() if isinstance(v, torch.Tensor)}
-    return replace(routing, **of_text)
+    tensors: dict[str, Any] = {name: value for name, value in vars(routing).items() if isinstance(value, torch.Tensor)}
+    return replace(routing, **{name: value[mask_T] for name, value in tensors.items()})
 
 
 def _bounded_batches(

@@ -99,19 +99,19 @@ def classifier_layers(
     Args:
         choice: `similarity` (the `count` layers with the highest new-old similarity, where a router is most easily
             confused), `random`, `last`, `all` or `none`.
-        count: number of layers, for the first three choices.
+        count: number of layers, for the first three choices; 0 turns them off.
         expanded: the layers that have a router.
         new_old: S_new&old of each layer, for `similarity`.
 
     Raises:
         InputError: the choice is unknown, or asks for more layers than are expanded.
     """
-    if choice == "none":
-        return []
     if choice == "all":
         return sorted(expanded)
     if choice not in CHOICES:
         raise InputError(f"classifier_choice is {choice!r}; known: {', '.join(CHOICES)}.")
+    if choice == "none" or count == 0:
+        return []
     if not 0 <= count <= len(expanded):
         raise InputError(f"{count} classifier layers were asked for, but {len(expanded)} layers are expanded.")
     if choice == "random":

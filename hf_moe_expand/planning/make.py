@@ -64,7 +64,15 @@ def make_plan(
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
-    classifiers = _classifiers(by_layer, num_layers, expanded, similarity, seed, encoder_layers)
+    if by_layer.classifiers_in:
+        if by_layer.classifier_layers:
+            raise InputError(
+                "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
+            )
+        classifiers = layers_in(by_layer.classifiers_in, num_layers, "classifiers_in", encoder_layers)
+    else:
+        new_old = None if similarity is None else similarity.new_old
+        classifiers = classifier_layers(by_layer.classifier_choice, by_layer.classifier_layers, expanded, new_old, seed)
     drawn = made.drawn or by_layer.classifier_choice == "random"
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if by_layer.only_layers:
@@ -77,27 +85,6 @@ def make_plan(
         settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from), prefix_gate=gate,
         encoder_layers=encoder_layers,
     )  # fmt: skip
-
-
-def _classifiers(
-    settings: LayerPlan,
-    num_layers: int,
-    expanded: Sequence[int],
-    similarity: SimilarityResult | None,
-    seed: int,
-    encoder_layers: int,
-) -> list[int]:
-    """The layers with a classifier: those that the settings name, or a number of them by a choice."""
-    choice, number = settings.classifier_choice, settings.classifier_layers
-    if settings.classifiers_in:
-        if number:
-            raise InputError(
-                "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
-            )
-        return layers_in(settings.classifiers_in, num_layers, "classifiers_in", encoder_layers)
-    # A count of 0 turns off every choice but `all`.
-    choice = "none" if number == 0 and choice != "all" else choice
-    return classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
 
 
 def _layers(only: str | None, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:
