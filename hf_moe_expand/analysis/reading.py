@@ -90,11 +90,7 @@ def read_inputs(
 
 
 def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
-    """Exactly the first `tokens` tokens of the texts, each text cut into blocks.
-
-    Raises:
-        InputError: the texts have fewer than `tokens` tokens.
-    """
+    """Exactly the first `tokens` tokens of the texts, each text cut into blocks; refuses texts with fewer tokens."""
     return [block for blocks in document_blocks(language, texts, tokenizer, tokens, block_size) for block in blocks]
 
 
@@ -104,9 +100,6 @@ def document_blocks(
     """The blocks of `token_blocks`, document by document; documents without tokens are left out.
 
     Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token.
-
-    Raises:
-        InputError: the texts have fewer than `tokens` tokens.
     """
     documents: list[list[list[int]]] = []
     begin, left = begin_token(tokenizer), tokens

@@ -55,11 +55,7 @@ class Curriculum(JsonFile):
         return self.model_dump()
 
     def check_languages(self, languages: Collection[str]) -> None:
-        """Refuses a curriculum for other languages than those that train.
-
-        Raises:
-            InputError: the curriculum names a language that does not train, or lacks one that does.
-        """
+        """Refuses a curriculum that names a language that does not train, or lacks one that does."""
         if unknown := sorted(set(self.entry) - set(languages)):
             raise InputError(f"curriculum: {', '.join(unknown)} does not train here; known: {', '.join(languages)}.")
         if missing := [code for code in languages if code not in self.entry]:

@@ -205,11 +205,7 @@ def _of_language(row: Mapping[str, Any], language: str, where: str, as_pairs: bo
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
-    """A row's sentence pairs to and from a language; white space in a sentence counts as one space.
-
-    Raises:
-        InputError: the row has `text` in place of `translation`.
-    """
+    """A row's sentence pairs to and from a language; refuses a row with `text` in place of `translation`."""
     if not _is_translation(row):
         raise InputError(
             f"{where}: holds `text`, but the model is an encoder-decoder, which learns from sentences and their "

@@ -42,11 +42,7 @@ class LanguageScore:
 
     @classmethod
     def from_nats(cls, nats: float, tokens: int, size: int) -> "LanguageScore":
-        """From the text's negative log-likelihood.
-
-        Raises:
-            InputError: it is not finite: the model computes NaN or infinite values.
-        """
+        """From the text's negative log-likelihood, which must be finite."""
         if not math.isfinite(nats):
             raise InputError(f"the log-likelihood of the text is {-nats}: the model computes NaN or infinite values.")
         return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size)
@@ -167,11 +163,7 @@ def _say(line: str) -> None:
 def language_stream(
     language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None
 ) -> TextStream:
-    """`text_stream` of one language's documents.
-
-    Raises:
-        InputError: the documents have no token to score.
-    """
+    """`text_stream` of one language's documents; refuses documents without a token to score."""
     stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
     if not any(stream.scored):
         raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")

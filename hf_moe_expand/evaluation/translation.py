@@ -250,11 +250,7 @@ def _generated(
 
 
 def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
-    """Checks the numbers for `evaluate_translation`, before a model is loaded.
-
-    Raises:
-        InputError: a number is out of range.
-    """
+    """Refuses numbers that `evaluate_translation` would refuse, before a model is loaded."""
     sizes = {
         "shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1),
         "beams": (beams, 1),

@@ -45,11 +45,7 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
 
 
 def check_layer_ranges(text: str, key: str = "only_layers") -> str:
-    """Returns the text, if it has the form that `layers_in` reads.
-
-    Raises:
-        InputError: it has not; the message names the key.
-    """
+    """Returns the text; refuses one that has not the form that `layers_in` reads, under the name of its key."""
     if not _RANGES.fullmatch(text):
         raise InputError(
             f"{key} is {text!r}: give layers and ranges of layers from 0, such as 4-11, 0,6-8 or 1-11/2 (every second "
