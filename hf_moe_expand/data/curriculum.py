@@ -5,7 +5,7 @@ Languages with little text over-fit when they train from the start, so they ente
 
 from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InputError
 from ..results import JsonFile
@@ -33,10 +33,6 @@ class Curriculum(JsonFile):
     steps: Count
     entry: dict[Text, Whole]
 
-    if TYPE_CHECKING:
-
-        def __init__(self, steps: int, entry: dict[str, int]) -> None: ...
-
     def model_post_init(self, _: Any) -> None:
         for language, step in self.entry.items():
             if not 0 <= step < self.steps:
@@ -49,10 +45,6 @@ class Curriculum(JsonFile):
             raise InputError(
                 f"curriculum: no language trains from the start (the first enters at step {first}): let one enter at 0."
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The curriculum as in the JSON file."""
-        return self.model_dump()
 
     def check_languages(self, languages: Collection[str]) -> None:
         """Refuses a curriculum that names a language that does not train, or lacks one that does."""
@@ -148,4 +140,4 @@ def _curriculum(bins: Sequence[Sequence[str]], trained_steps: Sequence[float], s
     entry: dict[str, int] = {}
     for languages, k in zip(bins, trained_steps, strict=True):
         entry |= dict.fromkeys(languages, steps - max(1, round(k)) if entry else 0)
-    return Curriculum(steps, entry)
+    return Curriculum(steps=steps, entry=entry)

@@ -261,11 +261,8 @@ def plan_settings(method: str = DEFAULT_METHOD, **keys: Any) -> PlanSettings:
     return read_plan_settings({"method": method, **keys})
 
 
-def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
+def read_plan_settings(mapping: Any) -> PlanSettings:
     """The settings of the method that the mapping names; settings are returned unchanged.
-
-    Args:
-        where: prefix of the keys in messages: a file, or the mapping's own key.
 
     Raises:
         InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
@@ -274,24 +271,23 @@ def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
     if isinstance(mapping, PlanSettings):
         return mapping
     if not isinstance(mapping, Mapping):
-        return read(METHODS[DEFAULT_METHOD], mapping, where)  # which refuses it
+        return read(METHODS[DEFAULT_METHOD], mapping)  # which refuses it
     name = mapping.get("method", DEFAULT_METHOD)
-    before = f"{where}: " if where else ""
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
         near = difflib.get_close_matches(str(name), METHODS, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(METHODS)}."
-        raise InputError(f"{before}unknown plan method {name!r}; {hint}")
+        raise InputError(f"unknown plan method {name!r}; {hint}")
     for key in mapping:
         if key in method.model_fields:
             continue
         others = [other for other, cls in METHODS.items() if key in cls.model_fields]
         if not others:
-            raise InputError(f"{before}{unknown_key(str(key), ['method', *method.all_keys()])}")
+            raise InputError(unknown_key(str(key), ["method", *method.all_keys()]))
         default = "" if "method" in mapping else ", the default"
         listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
-        raise InputError(f"{before}`{key}` is a key of {listed}; this plan is {name}{default}.")
-    return read(method, mapping, where)
+        raise InputError(f"`{key}` is a key of {listed}; this plan is {name}{default}.")
+    return read(method, mapping)
 
 
 class _ByMethod:
