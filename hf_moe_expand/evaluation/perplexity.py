@@ -4,6 +4,7 @@ translations."""
 import math
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -141,16 +142,12 @@ def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[
 
 def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
-    longest: tuple[str, list[int]] = ("", [])
-    fits, too_long = 0, len(text)
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        tokens = tokenizer(text[:middle], add_special_tokens=False, verbose=False).input_ids
-        if len(tokens) <= most:
-            fits, longest = middle, (text[:middle], tokens)
-        else:
-            too_long = middle
-    return longest
+
+    def tokens(end: int) -> list[int]:
+        return tokenizer(text[:end], add_special_tokens=False, verbose=False).input_ids
+
+    end = bisect_right(range(1, len(text)), most, key=lambda end: len(tokens(end)))
+    return text[:end], tokens(end)
 
 
 @cache
