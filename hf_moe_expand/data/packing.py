@@ -34,11 +34,8 @@ class PackedText:
 
 
 def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The tokens of each document, with the tokenizer's own special tokens and an end-of-text token.
-
-    Raises:
-        InputError: the tokenizer has no end-of-text token.
-    """
+    """The tokens of each document, with the tokenizer's own special tokens and an end-of-text token, which it must
+    have."""
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")

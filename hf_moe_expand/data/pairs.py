@@ -230,14 +230,11 @@ def pairs_of(translations: Iterable[Mapping[str, str | None]], language: str) ->
 
 
 def texts_for(config: Any, sources: Mapping[str, LanguageText], seed: int | None = None) -> dict[str, Any]:
-    """What a model reads of each language: sentence pairs, if it is an encoder-decoder, else documents.
-
-    Args:
-        seed: random seed of their order; the files' order by default.
-    """
+    """What a model reads of each language: sentence pairs, if it is an encoder-decoder, else documents; in the files'
+    order, or in a random one that `seed` gives."""
     texts: dict[str, Any] = {}
     for code, source in sources.items():
-        dataset = source.load_pairs() if config.is_encoder_decoder else source.load()
+        dataset = source.load(config.is_encoder_decoder)
         dataset = dataset if seed is None else dataset.shuffle(seed=seed)
         texts[code] = sentence_pairs(dataset) if config.is_encoder_decoder else dataset["text"]
     return texts

@@ -202,11 +202,7 @@ def pair_stream(
     language: str, pairs: Iterable[SentencePair], tokenizer: Any, max_tokens: int | None, longest: int | None = None
 ) -> PairStream:
     """The first pairs to and from a language, in directions that the model translates, whose translations have at most
-    `max_tokens` tokens; at least one.
-
-    Args:
-        longest: number of positions that the model takes; longer pairs are left out.
-    """
+    `max_tokens` tokens; at least one. Pairs longer than `longest`, the model's positions, are left out."""
     encoder = PairEncoder(tokenizer)
     place_of_code = cache(encoder.place_of_code)
     rows = [pair for pair in pairs if encoder.translates(pair.direction)]

@@ -253,11 +253,7 @@ def method_title(name: str) -> str:
 
 
 def plan_settings(method: str = DEFAULT_METHOD, **keys: Any) -> PlanSettings:
-    """`plan_settings("moe-lpr", experts=3)`: the settings of a method.
-
-    Raises:
-        InputError: see `read_plan_settings`.
-    """
+    """`plan_settings("moe-lpr", experts=3)`: the settings of a method, as `read_plan_settings` reads them."""
     return read_plan_settings({"method": method, **keys})
 
 
