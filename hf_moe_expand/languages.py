@@ -24,11 +24,7 @@ def is_language_code(code: str) -> bool:
 
 
 def check_language_code(code: str) -> str:
-    """Returns the code, if it is valid.
-
-    Raises:
-        InputError: `code` is not a language code.
-    """
+    """Returns the code; refuses what is no language code."""
     if not isinstance(code, str) or not is_language_code(code):
         raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
     return code

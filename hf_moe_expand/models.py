@@ -66,24 +66,13 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
 
 
 def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:
-    """Refuses an encoder-decoder where only a decoder makes sense.
-
-    Args:
-        what: what needs a decoder, as the subject of a sentence in the plural.
-
-    Raises:
-        InputError: the configuration is an encoder-decoder's.
-    """
+    """Refuses an encoder-decoder; the message says that `what`, in the plural, are for decoders."""
     if config.is_encoder_decoder:
         raise InputError(f"{name}: is an encoder-decoder, but {what} are for decoders (docs/encoder_decoder.md).")
 
 
 def check_finite(model: Any, name: str | os.PathLike) -> None:
-    """Refuses a model with a weight that is NaN or infinite.
-
-    Raises:
-        InputError: a tensor holds such a weight; the message names the first one.
-    """
+    """Refuses a model with a weight that is NaN or infinite; the message names the first such tensor."""
     for key, parameter in model.named_parameters():
         if parameter.dtype in TORCH_DTYPES.values() and parameter.numel() and not is_finite(parameter.detach()):
             raise InputError(f"{name}: tensor {key!r} holds NaN or infinite values; the checkpoint is damaged.")

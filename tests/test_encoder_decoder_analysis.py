@@ -226,6 +226,10 @@ def test_a_translation_may_fill_the_model_s_positions(loaded):
         translate_pairs(model, tokenizer, ["the sea"], ("en", "el"), max_new_tokens=63)
 
 
+def test_of_no_sentences_there_are_no_translations(loaded):
+    assert translate_pairs(*loaded("base"), [], ("en", "el")) == ([], 0)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_translations_are_those_of_single_sentences(loaded, beams):
     model, tokenizer = loaded("expanded")

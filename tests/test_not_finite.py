@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import invoke, save_dense, write_texts
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,7 @@ from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation import report
-from hf_moe_expand.evaluation.harness import _metrics
+from hf_moe_expand.evaluation.harness import Metric, _metrics
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.report.page import _logs
@@ -89,6 +90,11 @@ def test_a_task_without_a_finite_value_is_left_out():
     found = _metrics({"acc,none": 0.5, "acc_stderr,none": math.nan, "bleu,none": math.nan}, {})
     assert list(found) == ["acc"]
     assert found["acc"].stderr is None
+
+
+def test_a_task_s_value_that_is_no_number_is_left_out():
+    values = {"acc,none": np.float32(0.5), "acc_stderr,none": "N/A", "answer,none": "a text", "bleu,none": None}
+    assert _metrics(values, {}) == {"acc": Metric(0.5)}
 
 
 def test_a_training_argument_is_finite():

@@ -150,7 +150,7 @@ def test_the_analysis_that_a_plan_needs():
     ],
 )
 def test_a_wrong_plan_is_refused_by_key(mapping, message):
-    for where, do in (("a.yaml: plan: ", lambda: read_plan_settings(mapping, "a.yaml: plan")),
+    for where, do in (("", lambda: read_plan_settings(mapping)),
                       ("a.yaml: plan: ", lambda: read(Holder, {"plan": mapping}, "a.yaml"))):  # fmt: skip
         with pytest.raises(InputError) as error:
             do()

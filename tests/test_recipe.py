@@ -346,7 +346,7 @@ def test_the_text_of_a_recipe_is_the_files_and_no_setting(root, monkeypatch):
 
 
 def test_settings_from_mappings():
-    assert read_plan_settings({"total_experts": 7.0, "similarity_floor": 1}, "plan").total_experts == 7
+    assert read_plan_settings({"total_experts": 7.0, "similarity_floor": 1}).total_experts == 7
     with pytest.raises(InputError, match="must hold `key: value` lines, found list"):
         read(PostPretrainSettings, ["x"], "stage1.yaml")
     with pytest.raises(InputError, match="known: training, block_size, tokens_per_language"):

@@ -77,6 +77,7 @@ def test_it_stops_where_every_line_has_ended():
     model, passes = letters_until(newline_id(), 1e3), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     assert translate(model, byte_tokenizer(), PROMPTS, 5, 12) == ([""] * 5, 0)
+    assert translate(model, byte_tokenizer(), []) == ([], 0)
     assert len(passes) == 1
 
 

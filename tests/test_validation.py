@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer, fork_ranks, invoke, save_dense, write_texts
 from safetensors.torch import load_file
-from transformers import Trainer
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from hf_moe_expand import (
     LayerMoEForCausalLM,
@@ -21,7 +21,7 @@ from hf_moe_expand import (
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.evaluation.validation import _untouched
+from hf_moe_expand.evaluation.validation import ValidationCallback
 from hf_moe_expand.stages.config import ValidationSettings
 
 WORDS = {"en": "the cat sat ", "el": "η γάτα κά", "tr": "kedi otur"}
@@ -86,16 +86,25 @@ def test_training_with_and_without_it_is_the_same_to_the_bit(validated, root):
     assert compare_checkpoints(root / "expanded", validated).changed
 
 
-def test_modes_and_random_numbers_are_left_as_they_were(root):
+def test_modes_and_random_numbers_are_left_as_they_were(root, tmp_path):
     model = LayerMoEForCausalLM.from_pretrained(root / "expanded").train()
     frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Dropout)).eval()
     modes = [module.training for module in model.modules()]
+    settings = ValidationSettings({"el": str(root / "el.test.jsonl")})
+    scored = ValidationCallback(settings, byte_tokenizer(), tmp_path / "validation.json", 16, ["el"], model.config)
+    evaluated = []
+
+    def draw(*_):
+        evaluated.append(not any(module.training for module in model.modules()))
+        torch.rand(7)
+
+    model.register_forward_pre_hook(draw)
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with _untouched(model):
-        assert not any(module.training for module in model.modules())
-        torch.rand(7)
+    scored.on_train_begin(TrainingArguments(tmp_path), TrainerState(), None, model)
+    assert evaluated
+    assert all(evaluated)
     assert [module.training for module in model.modules()] == modes
     assert not frozen.training
     assert torch.equal(torch.rand(4), expected)

@@ -44,14 +44,7 @@ class Masking(Declared):
 
 
 def check_gates(masking: Masking | None, has_gates: bool, where: str = "masking") -> None:
-    """Refuses to mask the gates of a model without gates.
-
-    Args:
-        where: name of the settings in the message.
-
-    Raises:
-        InputError: `conditional_routing` is masked, but no layer has a gate.
-    """
+    """Refuses to mask the gates of a model without gates; the message calls the settings `where`."""
     if masking is not None and masking.conditional_routing and not has_gates:
         raise InputError(
             f"{where}.conditional_routing masks a gate, but the checkpoint has no gates: expand with "

@@ -73,11 +73,8 @@ class LogitsInPieces:
             inputs.append(args[0])
             return args if whole else (args[0][:, -1:],)
 
-        hook = self.head.register_forward_pre_hook(keep)
-        try:
+        with self.head.register_forward_pre_hook(keep):
             yield inputs
-        finally:
-            hook.remove()
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """`[T, V]`, as the model itself computes them."""

@@ -120,8 +120,7 @@ class RouterLossMixin:
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
         columns = LANGUAGE_COLUMNS[: 1 + self._is_encoder_decoder]
-        wanted = [name for name in columns if name not in self._signature_columns]  # type: ignore[attr-defined]
-        self._signature_columns: list = [*self._signature_columns, *wanted]
+        self._signature_columns: list = list(dict.fromkeys([*self._signature_columns, *columns]))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
@@ -163,6 +162,7 @@ class RouterLossMixin:
         for stack, routing in enumerate(stacks):
             if routing:
                 batch = self._loss_batch(mode, stacks, stack, tokens[stack], scale is not None, **of_the_model)
+                record_routing(batch, expert_0_is_old=not any(loss.needs_groups for loss in self._active_losses()))
                 total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
 
@@ -238,12 +238,8 @@ class RouterLossMixin:
     ) -> LossBatch:
         routing = stacks[stack]
         others = [layer for number, layers in enumerate(stacks) if number != stack for layer in layers]
-        record = partial(self._router_metrics.record, mode)
         selections = [expert_selections(r.routed_logits, r.top_k, tokens.counted_T) for r in routing]
         counts = tokens.counts().float()
-        local = TokenCounts(*counts)
-        expert_0_is_old = not any(loss.needs_groups for loss in self._active_losses())
-        record_routing(record, routing, selections, tokens, local, expert_0_is_old)
         if in_step:
             flat = self._sum_over_ranks(torch.cat([counts, *selections]))
             micro_batch, step = flat[:3].clamp(min=1), self._step_counts[stack].to(flat)  # type: ignore[index]
@@ -251,8 +247,9 @@ class RouterLossMixin:
         else:
             micro_batch = step = counts.clamp(min=1)
         return LossBatch(
-            routing, tokens, local, TokenCounts(*micro_batch), TokenCounts(*step), selections,
-            self._sum_over_ranks if in_step else torch.clone, record, **of_the_model, others=others,
+            routing, tokens, TokenCounts(*counts), TokenCounts(*micro_batch), TokenCounts(*step), selections,
+            self._sum_over_ranks if in_step else torch.clone, partial(self._router_metrics.record, mode),
+            **of_the_model, others=others,
         )  # fmt: skip
 
     def _router_loss(self, batch: LossBatch) -> torch.Tensor:
@@ -265,12 +262,12 @@ class RouterLossMixin:
 
     def _record_next_token_loss(self, mode: str, loss: torch.Tensor, labels: torch.Tensor, num_items: Any) -> None:
         targets = (labels if self._is_encoder_decoder else labels[..., 1:]).ne(-100).sum()
+        nats = loss * targets
         if mode == "train" and not self._trainer_divides(num_items) and num_items is not None:
             averaged = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
             ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1  # type: ignore[attr-defined]
-            self._router_metrics.record(mode, "next_token_loss", loss / ranks * num_items, targets)
-        else:
-            self._router_metrics.record(mode, "next_token_loss", loss * targets, targets)
+            nats = loss / ranks * num_items
+        self._router_metrics.record(mode, "next_token_loss", nats, targets)
 
     def prediction_step(self, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         if not prediction_loss_only and getattr(self.args, "predict_with_generate", False):  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Captures the routing for the losses, that of the trained model on tokens of text, and the metrics of it that trainers
 log. Each is a ratio of two sums, which add up over micro-batches, steps and ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from ..modeling import LayerRouting
 from ..modeling.prefix_gate import RunningText, TextMarks
-from .losses import TokenCounts, TokenMasks
+from .losses import LossBatch
 
 
 class FirstPass(dict):
@@ -40,7 +40,7 @@ def judged_by_text(layer: LayerRouting, inputs: Mapping[str, Any]) -> LayerRouti
     if layer.prefix_rule is None or layer.classifier_logits is None:
         return layer
     ids = inputs["input_ids"]
-    marks = TextMarks.of(tuple(ids.shape), ids.device, inputs.get("attention_mask"), inputs.get("position_ids"))
+    marks = TextMarks(tuple(ids.shape), ids.device, inputs.get("attention_mask"), inputs.get("position_ids"))
     log_odds_TC = RunningText(layer.prefix_rule, marks).judge(0, layer.classifier_logits)
     return replace(layer, classifier_logits=log_odds_TC, prefix_rule=None)
 
@@ -68,23 +68,15 @@ class Metrics:
                 yield name, round(numerator / denominator, 6)
 
 
-def record_routing(
-    record: Callable[[str, torch.Tensor, torch.Tensor], None],
-    routing: Sequence[LayerRouting],
-    selections: Sequence[torch.Tensor],
-    tokens: TokenMasks,
-    local: TokenCounts,
-    expert_0_is_old: bool,
-) -> None:
+def record_routing(batch: LossBatch, expert_0_is_old: bool) -> None:
     """Records the share of the selections that each expert gets, expert 0's mean score for old and for new tokens, and
     the mean openness of the gates.
 
     Args:
-        selections: for each layer `[N]`, number of this rank's counted tokens that select each of its routed experts.
-        local: counts of this rank's micro-batch.
         expert_0_is_old: whether expert 0 belongs to the old languages; with the group loss it belongs to one group.
     """
-    for layer, selections_N in zip(routing, selections, strict=True):
+    record, tokens, local = batch.record, batch.tokens, batch.local
+    for layer, selections_N in zip(batch.routing, batch.selections, strict=True):
         for expert, count in enumerate(selections_N, start=int(layer.conditional)):
             record(f"expert_{expert}_share", count, selections_N.sum())
         score_T = layer.router_logits.detach().softmax(-1)[:, 0]

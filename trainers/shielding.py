@@ -7,7 +7,7 @@ biases train.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,14 +46,11 @@ def column_importance(model: Any, batches: Iterable[torch.Tensor]) -> dict[str, 
         sums = inputs[0].detach().float().square().flatten(0, -2).sum(0)
         squares[name] = squares[name] + sums if name in squares else sums
 
-    handles = [layer.register_forward_pre_hook(partial(add, name)) for name, layer in layers.items()]
-    try:
-        with evaluating(model):
-            for ids in batches:
-                model(input_ids=ids.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, evaluating(model):
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(add, name)))
+        for ids in batches:
+            model(input_ids=ids.to(model.device), use_cache=False)
     return {name: layers[name].weight.float().norm(dim=0) * sums.sqrt() for name, sums in squares.items()}
 
 
@@ -72,16 +69,12 @@ def shielded(model: Any, columns: Mapping[str, torch.Tensor]) -> Iterator[None]:
         RuntimeError: a column moved; the message names its layer.
     """
     layers = shielded_layers(model)
-    handles = [
-        layers[name].weight.register_hook(lambda gradient, frozen=frozen: gradient.index_fill(1, frozen, 0.0))
-        for name, frozen in columns.items()
-    ]
     before = {name: _digest(layers[name], frozen) for name, frozen in columns.items()}
-    try:
+    with ExitStack() as hooks:
+        for name, frozen in columns.items():
+            weight = layers[name].weight
+            hooks.enter_context(weight.register_hook(lambda of, frozen=frozen: of.index_fill(1, frozen, 0.0)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     moved = [name for name, frozen in columns.items() if _digest(layers[name], frozen) != before[name]]
     if moved:
         raise RuntimeError(

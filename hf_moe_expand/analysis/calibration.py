@@ -158,15 +158,10 @@ def _bits(model: Any, streams: Mapping[str, TextStream]) -> dict[str, float]:
 def check_calibrated(
     languages: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int
 ) -> None:
-    """Refuses text in other languages than the packs', packs without any, and too few tokens.
+    """Refuses text in other languages than the packs', packs without any, and too few tokens of each language.
 
     Args:
-        languages: languages with text.
         packs: the name and the expansions of each pack.
-        tokens: tokens to read of each language.
-
-    Raises:
-        InputError: it is one of these.
     """
     languages = list(languages)
     new = [(name, [code for record in records for code in record.new_languages]) for name, records in packs]
@@ -187,11 +182,7 @@ def check_calibrated(
 
 
 def first_tokens(language: str, documents: Iterable[str], tokenizer: Any, tokens: int) -> TextStream:
-    """The stream of a text's first tokens; the last document is cut.
-
-    Raises:
-        InputError: the text has fewer tokens.
-    """
+    """The stream of a text's first tokens, whose last document is cut; refuses a text with fewer tokens."""
     chosen, count = [], 0
     for text, ids in tokenized(documents, tokenizer):
         fits = count + len(ids) <= tokens

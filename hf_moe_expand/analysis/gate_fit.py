@@ -20,6 +20,7 @@ The bias keeps a promise: anchors are left out of the fit in turn, a third of th
 Shape suffixes: T tokens, h hidden size, R languages, C classes, E = C - 1, M texts, S tokens of a text.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -59,7 +60,6 @@ class GateReport:
         named: anchor languages outside the promise, each with the new language that it is taken for.
         new: each new language, on text that is left out of the fit, after the first tokens of `POSITIONS`; key 0: all.
         home: the base's own languages, on their text.
-        by_layer: for each layer, the share of the new languages' tokens, and of unseen languages' tokens.
         doubts: languages most of whose text the gates take for another one.
     """
 
@@ -68,7 +68,6 @@ class GateReport:
     named: dict[str, str]
     new: dict[str, dict[int, float]]
     home: dict[str, float]
-    by_layer: dict[int, tuple[float, float]]
     doubts: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
@@ -146,7 +145,7 @@ def fit_rows(
                 bar.update()
     languages = [[code for code in rows if rows[code] == number] for number in range(fit.count)]
     gates = Gates(languages, {layer: (one.weight_Rh, one.bias_R) for layer, one in results.items()}, rule)
-    return gates, _report(results, unseen_share)
+    return gates, _report(list(results.values()), unseen_share)
 
 
 @dataclass(frozen=True)
@@ -342,9 +341,7 @@ def _read(model: Any, examples: Sequence[Example], layers: Sequence[int], langua
     return {layer: _Text(examples, torch.cat([of[number] for number in back])) for layer, of in pieces.items()}
 
 
-def _report(results: Mapping[int, _OfLayer], unseen_share: float) -> GateReport:
-    layers = list(results.values())
-
+def _report(layers: Sequence[_OfLayer], unseen_share: float) -> GateReport:
     def mean(shares: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         return {key: sum(share[key] for share in shares) / len(shares) for key in shares[0]}
 
@@ -364,15 +361,7 @@ def _report(results: Mapping[int, _OfLayer], unseen_share: float) -> GateReport:
     }
     doubts = {}
     for code in layers[0].taken_for:
-        others = [layer.taken_for[code] for layer in layers]
-        most = max(set(others), key=others.count)
-        if most != code and others.count(most) > len(others) / 2:
+        ((most, times),) = Counter(layer.taken_for[code] for layer in layers).most_common(1)
+        if most != code and times > len(layers) / 2:
             doubts[code] = most
-    by_layer = {
-        number: (
-            sum(shares[0] for shares in layer.new.values()) / len(layer.new),
-            sum(layer.unseen.values()) / max(len(layer.unseen), 1),
-        )
-        for number, layer in results.items()
-    }
-    return GateReport(unseen_share, unseen, named, new, mean([layer.home for layer in layers]), by_layer, doubts)
+    return GateReport(unseen_share, unseen, named, new, mean([layer.home for layer in layers]), doubts)

@@ -39,10 +39,6 @@ def gate_examples(
     in single lines, half in texts of `block` tokens, which are lines one after the other. Where the tokenizer has a
     chat template, every second one stands in it, as a user's message.
 
-    Args:
-        tokens: tokens of each language.
-        block: most tokens of one text.
-
     Raises:
         InputError: a language has fewer than `LEAST` tokens.
     """

@@ -117,11 +117,7 @@ def fitted(
     settings: GateSettings,
     classes: Mapping[str, int] | None = None,
 ) -> tuple[Gates, GateReport]:
-    """Gates for a loaded model; see `fit_gates`.
-
-    Args:
-        classes: the class of each language of `texts`; by default those of the model's history.
-    """
+    """Gates for a loaded model, see `fit_gates`; the languages have the classes of its history, unless given."""
     known = History.of(model.config).classes if classes is None else classes
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
     examples = gate_examples(texts, tokenizer, settings.tokens, block)
@@ -135,15 +131,8 @@ def fitted(
 
 
 def gates_of_base(model: Any, tokenizer: Any, texts: Mapping[str, Iterable[str]], new: Collection[str]) -> GateReport:
-    """Where gates would send tokens, by a dense base's hidden states, before anything is trained.
-
-    Args:
-        texts: documents of old and new languages.
-        new: the new languages.
-
-    Raises:
-        InputError: see `fit_gates`.
-    """
+    """Where gates would send tokens of old and `new` languages, by a dense base's hidden states, before anything is
+    trained; refuses what `fit_gates` refuses."""
     check_decoder(model.config, model_name(model), "gates")
     classes = {code: int(code in new) for code in texts}
     anchors = check_languages(classes, texts, None)

@@ -6,9 +6,10 @@ language's sentences as sources, its decoder's layers on them as targets.
 Shape suffixes: B rows of a batch, S tokens of a row, T tokens of a target, h hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,21 +52,6 @@ class TextBatch:
         return TextBatch(inputs, tuple(mask.to(device) for mask in self.measured), self.targets.to(device))
 
 
-def text_batches(
-    model: Any, tokenizer: Any, texts: Mapping[str, Iterable[Any]], tokens: int, block_size: int, batch_size: int
-) -> dict[str, list[TextBatch]]:
-    """Batches with exactly `tokens` tokens of each language, in each stack.
-
-    Raises:
-        InputError: see `token_blocks` and `side_batches`.
-    """
-    if model.config.is_encoder_decoder:
-        return {code: side_batches(code, pairs, tokenizer, tokens, batch_size, model) for code, pairs in texts.items()}
-    block_size = min(block_size, longest_block(model.config) or block_size)
-    blocks = {code: token_blocks(code, documents, tokenizer, tokens, block_size) for code, documents in texts.items()}
-    return {code: padded_batches(of_language, batch_size) for code, of_language in blocks.items()}
-
-
 def progress(model: Any, languages: int, tokens: int) -> tqdm:
     """A bar over the measured tokens of all languages."""
     return tqdm(total=len(stack_sizes(model.config)) * tokens * languages, unit="token", unit_scale=True)
@@ -75,17 +61,14 @@ def progress(model: Any, languages: int, tokens: int) -> tqdm:
 def ffn_inputs(model: nn.Module, receive: Callable[[int, torch.Tensor], Any]) -> Iterator[None]:
     """Inside, every FFN, expanded or dense, passes its input to `receive(layer, hidden_states)`."""
 
-    def hook(layer: int) -> Any:
-        return lambda module, args: receive(layer, args[0])
+    def receive_first(layer: int, module: nn.Module, args: tuple) -> Any:
+        return receive(layer, args[0])
 
-    handles = [
-        model.get_submodule(ffn.place).register_forward_pre_hook(hook(i)) for i, ffn in enumerate(decoder_ffns(model))
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, ffn in enumerate(decoder_ffns(model)):
+            module = model.get_submodule(ffn.place)
+            hooks.enter_context(module.register_forward_pre_hook(partial(receive_first, layer)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def read_inputs(
@@ -107,11 +90,7 @@ def read_inputs(
 
 
 def token_blocks(language: str, texts: Iterable[str], tokenizer: Any, tokens: int, block_size: int) -> list[list[int]]:
-    """Exactly the first `tokens` tokens of the texts, each text cut into blocks.
-
-    Raises:
-        InputError: the texts have fewer than `tokens` tokens.
-    """
+    """Exactly the first `tokens` tokens of the texts, each text cut into blocks; refuses texts with fewer tokens."""
     return [block for blocks in document_blocks(language, texts, tokenizer, tokens, block_size) for block in blocks]
 
 
@@ -121,9 +100,6 @@ def document_blocks(
     """The blocks of `token_blocks`, document by document; documents without tokens are left out.
 
     Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token.
-
-    Raises:
-        InputError: the texts have fewer than `tokens` tokens.
     """
     documents: list[list[list[int]]] = []
     begin, left = begin_token(tokenizer), tokens

@@ -4,9 +4,9 @@ Shape suffixes as in `modeling/routing.py`; M experts of a neighbouring layer, B
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -97,16 +97,9 @@ def random_experts(seed: int, device: torch.device) -> Callable[[torch.Tensor, i
     return draw
 
 
-@contextmanager
-def random_routing(model: Any, seed: int) -> Iterator[None]:
+def random_routing(model: Any, seed: int) -> AbstractContextManager:
     """Inside, an expanded model sends every token to uniformly drawn experts, classifiers or not."""
-    control = model.routing_control
-    before = control.change_logits
-    control.change_logits = random_experts(seed, model.device)
-    try:
-        yield
-    finally:
-        control.change_logits = before
+    return model.routing_control.setting("change_logits", random_experts(seed, model.device))
 
 
 def language_classes(config: Any, languages: Iterable[str], old: Sequence[str], new: Sequence[str]) -> dict[str, int]:
@@ -273,9 +266,8 @@ def nearest_experts(
 
 def _only(routing: LayerRouting, mask_T: torch.Tensor) -> LayerRouting:
     """The routing of the tokens that `mask_T` marks."""
-    values = {f.name: getattr(routing, f.name) for f in fields(routing)}
-    of_text: dict[str, Any] = {name: v[mask_T] for name, v in values.items() if isinstance(v, torch.Tensor)}
-    return replace(routing, **of_text)
+    tensors: dict[str, Any] = {name: value for name, value in vars(routing).items() if isinstance(value, torch.Tensor)}
+    return replace(routing, **{name: value[mask_T] for name, value in tensors.items()})
 
 
 def _bounded_batches(

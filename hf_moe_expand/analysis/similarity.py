@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ..modeling import count_layers, stack_sizes
-from ..models import model_name
+from ..models import longest_block, model_name
 from ..results import SimilarityResult
 from ..settings import AnalysisSettings
-from .reading import progress, read_inputs, text_batches
+from .reading import padded_batches, progress, read_inputs, side_batches, token_blocks
 
 
 class MeanDirections:
@@ -62,9 +62,14 @@ def measure_similarity(
     """
     AnalysisSettings(tokens=tokens, block_size=block_size, batch_size=batch_size)  # refuses numbers out of range
     model.eval()
+    block_size = min(block_size, longest_block(model.config) or block_size)
     # Counts all text before the first pass, so that a lack of text is reported at once.
-    measured = {code: texts[code] for code in (*old, *new)}
-    batches = text_batches(model, tokenizer, measured, tokens, block_size, batch_size)
+    batches = {
+        code: side_batches(code, texts[code], tokenizer, tokens, batch_size, model)
+        if model.config.is_encoder_decoder
+        else padded_batches(token_blocks(code, texts[code], tokenizer, tokens, block_size), batch_size)
+        for code in (*old, *new)
+    }
     means = {}
     with progress(model, len(batches), tokens) as bar:
         for language, of_language in batches.items():

@@ -5,7 +5,7 @@ Languages with little text over-fit when they train from the start, so they ente
 
 from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InputError
 from ..results import JsonFile
@@ -33,10 +33,6 @@ class Curriculum(JsonFile):
     steps: Count
     entry: dict[Text, Whole]
 
-    if TYPE_CHECKING:
-
-        def __init__(self, steps: int, entry: dict[str, int]) -> None: ...
-
     def model_post_init(self, _: Any) -> None:
         for language, step in self.entry.items():
             if not 0 <= step < self.steps:
@@ -50,16 +46,8 @@ class Curriculum(JsonFile):
                 f"curriculum: no language trains from the start (the first enters at step {first}): let one enter at 0."
             )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The curriculum as in the JSON file."""
-        return self.model_dump()
-
     def check_languages(self, languages: Collection[str]) -> None:
-        """Refuses a curriculum for other languages than those that train.
-
-        Raises:
-            InputError: the curriculum names a language that does not train, or lacks one that does.
-        """
+        """Refuses a curriculum that names a language that does not train, or lacks one that does."""
         if unknown := sorted(set(self.entry) - set(languages)):
             raise InputError(f"curriculum: {', '.join(unknown)} does not train here; known: {', '.join(languages)}.")
         if missing := [code for code in languages if code not in self.entry]:
@@ -152,4 +140,4 @@ def _curriculum(bins: Sequence[Sequence[str]], trained_steps: Sequence[float], s
     entry: dict[str, int] = {}
     for languages, k in zip(bins, trained_steps, strict=True):
         entry |= dict.fromkeys(languages, steps - max(1, round(k)) if entry else 0)
-    return Curriculum(steps, entry)
+    return Curriculum(steps=steps, entry=entry)

@@ -34,11 +34,8 @@ class PackedText:
 
 
 def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The tokens of each document, with the tokenizer's own special tokens and an end-of-text token.
-
-    Raises:
-        InputError: the tokenizer has no end-of-text token.
-    """
+    """The tokens of each document, with the tokenizer's own special tokens and an end-of-text token, which it must
+    have."""
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")
@@ -52,11 +49,7 @@ def begin_token(tokenizer: Any) -> int | None:
 
 
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: int, desc: str = "tokenize") -> Dataset:
-    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`.
-
-    Raises:
-        InputError: the tokenizer has no end-of-text token.
-    """
+    """Turns `text` into `input_ids` (see `encode_documents`) and `language_ids`; the progress bar shows `desc`."""
 
     def encode(batch: dict) -> dict:
         ids = encode_documents(batch["text"], tokenizer)
@@ -67,17 +60,14 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, language_id: 
 
 
 def take_tokens(dataset: Dataset, tokens: int | None, language: str) -> tuple[Dataset, int]:
-    """The first documents that together have at least `tokens` tokens, all by default, and their number of tokens.
-
-    Raises:
-        InputError: all documents together have fewer.
-    """
+    """The first documents that together have at least `tokens` tokens, all by default, and their number of tokens."""
     number, total = first_tokens(language, map(len, dataset.with_format("arrow")["input_ids"]), tokens)
     return dataset.select(range(number)), total
 
 
 def first_tokens(language: str, sizes: Iterable[int], wanted: int | None) -> tuple[int, int]:
-    """How many first texts of these sizes together have at least `wanted` tokens, all by default, and their tokens."""
+    """How many first texts of these sizes together have at least `wanted` tokens, all by default, and their tokens;
+    refuses texts that all together have fewer."""
     number = total = 0
     for number, size in enumerate(sizes, start=1):
         total += size

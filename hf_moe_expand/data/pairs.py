@@ -66,12 +66,8 @@ class PairEncoder:
         return f"the model reads {self._reads!r} and writes {self._writes!r}, says its tokenizer"
 
     def check(self, directions: Iterable[Pair]) -> None:
-        """Refuses directions that the model does not translate, and languages that the tokenizer has no code for.
-
-        Raises:
-            InputError: a direction is the wrong way round, or the tokenizer has language codes, but none for one of the
-                languages.
-        """
+        """Refuses directions that the model does not translate, and languages for which a tokenizer with language codes
+        has none."""
         for source, target in directions:
             if not self.translates((source, target)):
                 raise InputError(f"{source}-{target} is not a direction of this model: {self.one_way()}.")
@@ -223,11 +219,7 @@ def sentence_pairs(dataset: Dataset | Mapping[str, Any]) -> list[SentencePair]:
 
 
 def pairs_of(translations: Iterable[Mapping[str, str | None]], language: str) -> Dataset:
-    """The sentence pairs to and from a language of the column `translation` of a data set.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The sentence pairs to and from a language, at least one, of the column `translation` of a data set."""
     rows = [
         row for number, sentences in enumerate(translations)
         for row in row_pairs({"translation": sentences}, language, f"train_dataset: row {number}")
@@ -238,14 +230,11 @@ def pairs_of(translations: Iterable[Mapping[str, str | None]], language: str) ->
 
 
 def texts_for(config: Any, sources: Mapping[str, LanguageText], seed: int | None = None) -> dict[str, Any]:
-    """What a model reads of each language: sentence pairs, if it is an encoder-decoder, else documents.
-
-    Args:
-        seed: random seed of their order; the files' order by default.
-    """
+    """What a model reads of each language: sentence pairs, if it is an encoder-decoder, else documents; in the files'
+    order, or in a random one that `seed` gives."""
     texts: dict[str, Any] = {}
     for code, source in sources.items():
-        dataset = source.load_pairs() if config.is_encoder_decoder else source.load()
+        dataset = source.load(config.is_encoder_decoder)
         dataset = dataset if seed is None else dataset.shuffle(seed=seed)
         texts[code] = sentence_pairs(dataset) if config.is_encoder_decoder else dataset["text"]
     return texts

@@ -19,7 +19,7 @@ from pyarrow.parquet import ParquetFile
 from ..errors import InputError, first_line
 from ..extra import import_extra
 from ..hub_access import hub_problem
-from ..languages import check_old_and_new
+from ..languages import check_old_and_new, is_language_code
 
 Pair = tuple[str, str]
 
@@ -51,24 +51,16 @@ class LanguageText:
             raise InputError(f"{argument!r} is not LANGUAGE=FILE, e.g. el=data/el.jsonl.")
         return cls(language, source)
 
-    def load(self) -> Dataset:
+    def load(self, as_pairs: bool = False) -> Dataset:
         """The documents, in order, as a dataset with the column `text`.
 
-        Raises:
-            InputError: the source is missing, empty or not UTF-8, or a line is malformed.
-        """
-        return self._loaded(as_pairs=False)
-
-    def load_pairs(self) -> Dataset:
-        """The sentence pairs to and from the language, in order, for an encoder-decoder: the columns `source`,
-        `target`, `source_language` and `target_language`.
+        Args:
+            as_pairs: for an encoder-decoder, the sentence pairs to and from the language: the columns `source`,
+                `target`, `source_language` and `target_language`.
 
         Raises:
-            InputError: see `load`; or a row has no `translation`.
+            InputError: the source is missing, empty or not UTF-8, a line is malformed, or has no pairs.
         """
-        return self._loaded(as_pairs=True)
-
-    def _loaded(self, as_pairs: bool) -> Dataset:
         of_kind: dict[str, Any] = {"language": self.language, "as_pairs": as_pairs}
         if self.source.startswith("hub:"):
             dataset = _generated(read_hub, source=self.source, **of_kind)
@@ -81,6 +73,10 @@ class LanguageText:
         if not len(dataset):
             raise self._no_text(as_pairs)
         return dataset
+
+    def load_pairs(self) -> Dataset:
+        """`load(as_pairs=True)`."""
+        return self.load(as_pairs=True)
 
     def check(self) -> None:
         """Refuses local text that `load` would refuse, as far as the first document shows; does not use the hub.
@@ -95,7 +91,7 @@ class LanguageText:
         """The first sentence pair of the local files, for an encoder-decoder; None for text on the hub.
 
         Raises:
-            InputError: see `load_pairs`.
+            InputError: see `load`.
         """
         files = self.files()
         pair = next(self._rows(as_pairs=True), None)
@@ -162,12 +158,11 @@ def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) 
         # The library's error for an empty one is unclear.
         return Dataset.from_dict({name: [] for name in features}, features=features)
     try:
-        loaded: Any = Dataset.from_generator(rows, features=features, gen_kwargs=arguments)
+        return Dataset.from_generator(rows, features=features, gen_kwargs=arguments)  # type: ignore[return-value]
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         raise
-    return loaded
 
 
 def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, str]]:
@@ -205,11 +200,7 @@ def _of_language(row: Mapping[str, Any], language: str, where: str, as_pairs: bo
 
 
 def row_pairs(row: Mapping[str, Any], language: str, where: str) -> Iterator[dict[str, str]]:
-    """A row's sentence pairs to and from a language; white space in a sentence counts as one space.
-
-    Raises:
-        InputError: the row has `text` in place of `translation`.
-    """
+    """A row's sentence pairs to and from a language; refuses a row with `text` in place of `translation`."""
     if not _is_translation(row):
         raise InputError(
             f"{where}: holds `text`, but the model is an encoder-decoder, which learns from sentences and their "
@@ -346,12 +337,9 @@ def language_name(code: str) -> str:
         InputError: no language has this code, or the package of language names is not installed.
     """
     import_extra("language_data")
-    try:
-        if langcodes.tag_is_valid(code):
-            return langcodes.Language.get(code).display_name()
-    except langcodes.LanguageTagError:
-        pass
-    raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
+    if not is_language_code(code):
+        raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")
+    return langcodes.Language.get(code).display_name()
 
 
 def translation_line(pair: Pair, source: str, target: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,18 @@ def task_scores(results: Mapping[str, Any], harness: str) -> dict[str, TaskScore
 
 
 def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> dict[str, Metric]:
-    """Joins each metric with its standard error, such as `acc,none` with `acc_stderr,none`; only finite values stay."""
+    """Joins each metric with its standard error, such as `acc,none` and `acc_stderr,none`; only finite numbers stay."""
     metrics = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
-        # Where no document had a metric, it is not finite; JSON has no such number.
-        if not comma or metric.endswith("_stderr") or not math.isfinite(value):
+        # Where no document had a metric, it is not finite; JSON has no such number. A task of one's own may give text.
+        if not comma or metric.endswith("_stderr") or not _is_finite(value):
             continue
-        stderr = values.get(f"{metric}_stderr,{kind}")
-        error = float(stderr) if isinstance(stderr, (int, float)) and math.isfinite(stderr) else None
+        stderr: Any = values.get(f"{metric}_stderr,{kind}")
+        error = float(stderr) if _is_finite(stderr) else None
         metrics[metric if kind == "none" else key] = Metric(float(value), error, better.get(metric))
     return metrics
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

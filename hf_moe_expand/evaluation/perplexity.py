@@ -4,6 +4,7 @@ translations."""
 import math
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -42,11 +43,7 @@ class LanguageScore:
 
     @classmethod
     def from_nats(cls, nats: float, tokens: int, size: int) -> "LanguageScore":
-        """From the text's negative log-likelihood.
-
-        Raises:
-            InputError: it is not finite: the model computes NaN or infinite values.
-        """
+        """From the text's negative log-likelihood, which must be finite."""
         if not math.isfinite(nats):
             raise InputError(f"the log-likelihood of the text is {-nats}: the model computes NaN or infinite values.")
         return cls(math.exp(min(nats / tokens, 700.0)), nats / math.log(2) / size, tokens, size)
@@ -75,18 +72,9 @@ class TextStream:
 
         Windows overlap by one token, so that each token is a target once.
         """
-        starts = self._starts(block_size)
-        while batch := list(islice(starts, batch_size)):
-            inputs, targets = [], []
-            for start, lead in batch:
-                end = start + block_size - len(lead)
-                window = [*lead, *self.ids[start : end + 1]]
-                # The first token was a target of the window before.
-                scored = [*[False] * (len(lead) + 1), *self.scored[start + 1 : end + 1]]
-                padding = block_size + 1 - len(window)
-                inputs.append(window[:-1] + [0] * padding)
-                wanted = [token if is_scored else -100 for token, is_scored in zip(window, scored, strict=True)]
-                targets.append(wanted[1:] + [-100] * padding)
+        windows = self._windows(block_size)
+        while batch := list(islice(windows, batch_size)):
+            inputs, targets = zip(*batch, strict=True)
             yield torch.tensor(inputs), torch.tensor(targets)
 
     @property
@@ -94,14 +82,20 @@ class TextStream:
         """Number of scored tokens."""
         return sum(self.scored)
 
-    def _starts(self, block_size: int) -> Iterator[tuple[int, list[int]]]:
-        """Each window's first token, and what comes before it."""
+    def _windows(self, block_size: int) -> Iterator[tuple[list[int], list[int]]]:
+        """The inputs and the targets of each window, padded."""
         start = 0
         while start < len(self.ids) - 1:
             leads = self.ids[start] != self.begin and block_size > 1
             lead = [self.begin] if leads and self.begin is not None else []
-            yield start, lead
-            start += block_size - len(lead)
+            end = start + block_size - len(lead)
+            window = [*lead, *self.ids[start : end + 1]]
+            # The first token was a target of the window before.
+            scored = [*[False] * (len(lead) + 1), *self.scored[start + 1 : end + 1]]
+            wanted = [token if is_scored else -100 for token, is_scored in zip(window, scored, strict=True)]
+            padding = block_size + 1 - len(window)
+            yield window[:-1] + [0] * padding, wanted[1:] + [-100] * padding
+            start = end
 
 
 def text_stream(
@@ -148,16 +142,12 @@ def tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[tuple[str, list[
 
 def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     """A beginning of a document that has at most `most` tokens, as long as bisection finds, and its tokens."""
-    longest: tuple[str, list[int]] = ("", [])
-    fits, too_long = 0, len(text)
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        tokens = tokenizer(text[:middle], add_special_tokens=False, verbose=False).input_ids
-        if len(tokens) <= most:
-            fits, longest = middle, (text[:middle], tokens)
-        else:
-            too_long = middle
-    return longest
+
+    def tokens(end: int) -> list[int]:
+        return tokenizer(text[:end], add_special_tokens=False, verbose=False).input_ids
+
+    end = bisect_right(range(1, len(text)), most, key=lambda end: len(tokens(end)))
+    return text[:end], tokens(end)
 
 
 @cache
@@ -170,11 +160,7 @@ def _say(line: str) -> None:
 def language_stream(
     language: str, texts: Mapping[str, Iterable[str]], tokenizer: Any, max_tokens: int | None
 ) -> TextStream:
-    """`text_stream` of one language's documents.
-
-    Raises:
-        InputError: the documents have no token to score.
-    """
+    """`text_stream` of one language's documents; refuses documents without a token to score."""
     stream = text_stream(texts[language], tokenizer, max_tokens, f"language {language!r}")
     if not any(stream.scored):
         raise InputError(f"Language {language!r}: no text to score (max_tokens {max_tokens}).")
@@ -216,11 +202,7 @@ def pair_stream(
     language: str, pairs: Iterable[SentencePair], tokenizer: Any, max_tokens: int | None, longest: int | None = None
 ) -> PairStream:
     """The first pairs to and from a language, in directions that the model translates, whose translations have at most
-    `max_tokens` tokens; at least one.
-
-    Args:
-        longest: number of positions that the model takes; longer pairs are left out.
-    """
+    `max_tokens` tokens; at least one. Pairs longer than `longest`, the model's positions, are left out."""
     encoder = PairEncoder(tokenizer)
     place_of_code = cache(encoder.place_of_code)
     rows = [pair for pair in pairs if encoder.translates(pair.direction)]

@@ -165,14 +165,7 @@ def score_models(
 
 
 def check_decoders(models: Mapping[str, tuple[str, str | None]], what: str) -> None:
-    """Refuses encoder-decoders among models, before any of them is scored.
-
-    Args:
-        models: see `score_models`.
-        what: see `check_decoder`.
-
-    Raises:
-        InputError: a model is an encoder-decoder.
-    """
+    """Refuses encoder-decoders among the models of `score_models`, before any is scored; `what` as in
+    `check_decoder`."""
     for name, (path, revision) in models.items():
         check_decoder(load_config(resolve_checkpoint(path, revision)), name, what)

@@ -150,7 +150,7 @@ def translate(
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens.
     """
     encoded = [tokenizer(prompt).input_ids for prompt in prompts]
-    positions, longest = longest_block(model.config), max(map(len, encoded))
+    positions, longest = longest_block(model.config), max(map(len, encoded), default=0)
     if positions is not None and longest + max_new_tokens > positions:
         raise InputError(
             f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
@@ -181,6 +181,8 @@ def translate_pairs(
 
     Of the checkpoint's own generation settings, only its special tokens count.
     """
+    if not sentences:
+        return [], 0
     _check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
     encoder, own, ends = PairEncoder(tokenizer), model.generation_config, _end_tokens(model, tokenizer)
     start = own.decoder_start_token_id
@@ -248,11 +250,7 @@ def _generated(
 
 
 def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
-    """Checks the numbers for `evaluate_translation`, before a model is loaded.
-
-    Raises:
-        InputError: a number is out of range.
-    """
+    """Refuses numbers that `evaluate_translation` would refuse, before a model is loaded."""
     sizes = {
         "shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1),
         "beams": (beams, 1),

@@ -1,8 +1,7 @@
 """Scores held-out text of each language while a stage trains, to show where a language starts to over-fit."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,8 @@ class ValidationCallback(TrainerCallback):
 
     def _score(self, args: Any, state: Any, model: Any) -> None:
         scores = {}
-        with _untouched(model):
+        # Neither a module's mode nor the random numbers of the training change.
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
             for language, stream in self.streams.items():
                 with errors_at(f"validation at step {state.global_step}: language {language!r}"):
                     scores[language] = score_stream(model, stream, self.block_size, args.per_device_train_batch_size)
@@ -147,21 +147,6 @@ class ValidationCallback(TrainerCallback):
             self.curves.save(self.path)
 
 
-@contextmanager
-def _untouched(model: Any) -> Iterator[None]:
-    """Puts the model into evaluation mode; restores each module's mode and the random numbers' state at the end."""
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []), evaluating(model):
-        yield
-
-
 def validation_sources(settings: Any) -> dict[str, LanguageText]:
-    """The sources of the held-out text.
-
-    Raises:
-        InputError: a language code or a source is malformed.
-    """
-    for code, source in settings.texts.items():
-        # YAML 1.1 reads the unquoted language code `no` as false.
-        if not isinstance(code, str) or not isinstance(source, str):
-            raise InputError(f"validation.texts: {code!r}: {source!r} is not `language: file` (`no` needs quotes).")
+    """The sources of the held-out text."""
     return {code: LanguageText(code, source) for code, source in settings.texts.items()}

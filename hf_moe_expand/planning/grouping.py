@@ -188,11 +188,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def check_groups(groups: list[list[str]]) -> None:
-    """Checks that every group has a language, and every language is in one group.
-
-    Raises:
-        InputError: a group is empty, or a language is named twice.
-    """
+    """Refuses empty groups, and a language that is named twice."""
     if not groups or not all(groups):
         raise InputError("groups: a group is empty; every group needs a language.")
     refuse_twice([language for group in groups for language in group])

@@ -45,11 +45,7 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
 
 
 def check_layer_ranges(text: str, key: str = "only_layers") -> str:
-    """Returns the text, if it has the form that `layers_in` reads.
-
-    Raises:
-        InputError: it has not; the message names the key.
-    """
+    """Returns the text; refuses one that has not the form that `layers_in` reads, under the name of its key."""
     if not _RANGES.fullmatch(text):
         raise InputError(
             f"{key} is {text!r}: give layers and ranges of layers from 0, such as 4-11, 0,6-8 or 1-11/2 (every second "
@@ -99,19 +95,19 @@ def classifier_layers(
     Args:
         choice: `similarity` (the `count` layers with the highest new-old similarity, where a router is most easily
             confused), `random`, `last`, `all` or `none`.
-        count: number of layers, for the first three choices.
+        count: number of layers, for the first three choices; 0 turns them off.
         expanded: the layers that have a router.
         new_old: S_new&old of each layer, for `similarity`.
 
     Raises:
         InputError: the choice is unknown, or asks for more layers than are expanded.
     """
-    if choice == "none":
-        return []
     if choice == "all":
         return sorted(expanded)
     if choice not in CHOICES:
         raise InputError(f"classifier_choice is {choice!r}; known: {', '.join(CHOICES)}.")
+    if choice == "none" or count == 0:
+        return []
     if not 0 <= count <= len(expanded):
         raise InputError(f"{count} classifier layers were asked for, but {len(expanded)} layers are expanded.")
     if choice == "random":

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ..errors import InputError
 from ..layer_names import layer_name
 from ..modeling.prefix_gate import PrefixRule
-from ..results import DeviationResult, SeparabilityResult, SimilarityResult
+from ..results import DeviationResult, Result, SeparabilityResult, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, LayerPlan, PlanSettings, Target
 from .plan import Plan
@@ -43,11 +43,11 @@ def make_plan(
         raise InputError(f"A {settings.method} plan is for a dense model and cannot grow one; use {growing}.")
     if grows_from and len(grows_from) != num_layers:
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
-    lengths = [len(similarity.similarity)] if similarity else []
-    lengths += [len(deviation.deviation)] if deviation else []
-    lengths += [len(separability.token)] if separability else []
-    if wrong := [length for length in lengths if length != num_layers]:
-        raise InputError(f"The analysis has {wrong[0]} layers, but the model has {num_layers}.")
+    given = {"similarity": similarity, "deviation": deviation, "separability": separability}
+    analyses: dict[str, Result] = {name: analysis for name, analysis in given.items() if analysis is not None}
+    for name, analysis in analyses.items():
+        if (layers_of := len(getattr(analysis, name))) != num_layers:
+            raise InputError(f"The analysis has {layers_of} layers, but the model has {num_layers}.")
     if similarity is not None and similarity.encoder_layers != encoder_layers:
         raise InputError(
             f"The analysis has {similarity.encoder_layers} layers of an encoder, but the model has {encoder_layers}."
@@ -59,12 +59,20 @@ def make_plan(
             "at once: leave them out for an encoder-decoder."
         )
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
-    made = settings.allocate_in(layers, Target(num_layers, seed, similarity, deviation, grows_from, separability))
+    made = settings.allocate_in(layers, Target(num_layers, seed, grows_from, analyses))
     counts = made.counts
     if grows_from:
         counts = [before + added for before, added in zip(grows_from, counts, strict=True)]
     expanded = [layer for layer, count in enumerate(counts) if count > 1]
-    classifiers = _classifiers(by_layer, num_layers, expanded, similarity, seed, encoder_layers)
+    if by_layer.classifiers_in:
+        if by_layer.classifier_layers:
+            raise InputError(
+                "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
+            )
+        classifiers = layers_in(by_layer.classifiers_in, num_layers, "classifiers_in", encoder_layers)
+    else:
+        new_old = None if similarity is None else similarity.new_old
+        classifiers = classifier_layers(by_layer.classifier_choice, by_layer.classifier_layers, expanded, new_old, seed)
     drawn = made.drawn or by_layer.classifier_choice == "random"
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if by_layer.only_layers:
@@ -77,27 +85,6 @@ def make_plan(
         settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from), prefix_gate=gate,
         encoder_layers=encoder_layers,
     )  # fmt: skip
-
-
-def _classifiers(
-    settings: LayerPlan,
-    num_layers: int,
-    expanded: Sequence[int],
-    similarity: SimilarityResult | None,
-    seed: int,
-    encoder_layers: int,
-) -> list[int]:
-    """The layers with a classifier: those that the settings name, or a number of them by a choice."""
-    choice, number = settings.classifier_choice, settings.classifier_layers
-    if settings.classifiers_in:
-        if number:
-            raise InputError(
-                "classifiers_in names the layers, and classifier_layers counts them: leave one of them out."
-            )
-        return layers_in(settings.classifiers_in, num_layers, "classifiers_in", encoder_layers)
-    # A count of 0 turns off every choice but `all`.
-    choice = "none" if number == 0 and choice != "all" else choice
-    return classifier_layers(choice, number, expanded, None if similarity is None else similarity.new_old, seed)
 
 
 def _layers(only: str | None, num_layers: int, grows_from: Sequence[int], encoder_layers: int) -> list[int]:

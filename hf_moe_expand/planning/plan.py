@@ -121,11 +121,7 @@ class Plan(JsonFile):
             raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
 
     def checked(self) -> "Plan":
-        """This plan, after all checks of a new one: its lists may have been changed since it was made.
-
-        Raises:
-            InputError: see `Plan`.
-        """
+        """This plan, after all checks of a new one: its lists may have been changed since it was made."""
         return read(Plan, dict(self), "plan")
 
     def name_of(self, layer: int) -> str:

@@ -168,8 +168,7 @@ class TrainingStage(StageConfig, Stage):
     @classmethod
     def load(cls, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
         """The documents of each language; for an encoder-decoder, the sentence pairs to and from it."""
-        is_encoder_decoder = model_config.is_encoder_decoder
-        return {code: source.load_pairs() if is_encoder_decoder else source.load() for code, source in data.items()}
+        return {code: source.load(model_config.is_encoder_decoder) for code, source in data.items()}
 
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
         """Blocks of the stage's text.

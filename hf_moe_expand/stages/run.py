@@ -77,7 +77,7 @@ def train_stage(
     recorded = config.recorded()
     if curriculum is not None:
         config.max_steps = curriculum.steps
-    settings = recorded | ({} if curriculum is None else {"curriculum": curriculum.to_dict()})
+    settings = recorded | ({} if curriculum is None else {"curriculum": curriculum.model_dump()})
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
     if config.process_index == 0:

@@ -192,11 +192,7 @@ class LayerLoss(RouterLoss):
 
 
 def checked_losses(losses: Iterable[RouterLoss]) -> tuple[RouterLoss, ...]:
-    """Checks and returns the losses of a trainer.
-
-    Raises:
-        InputError: `losses` is not a list of router losses, or two losses log the same metric.
-    """
+    """The losses of a trainer; refuses what is no list of router losses, and two losses that log the same metric."""
     if not isinstance(losses, Iterable):
         raise InputError(f"router_losses is {losses!r}: must be a list of losses, such as [BalanceLoss(0.01)].")
     checked = tuple(losses)

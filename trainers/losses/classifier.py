@@ -60,11 +60,8 @@ class ClassifierLoss(LayerLoss):
 
 
 def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor, of_T: torch.Tensor | None = None) -> None:
-    """Records the accuracy: the share of the tokens of known language whose class has the largest logit.
-
-    Args:
-        of_T: bool, the tokens that count; all by default.
-    """
+    """Records the accuracy: the share of the tokens of known language (of those in `of_T`, bool) whose class has the
+    largest logit."""
     counted_T = batch.tokens.tagged_T if of_T is None else batch.tokens.tagged_T & of_T
     right_T = (logits_TC.argmax(-1) == batch.tokens.class_T) & counted_T
     batch.record(metric, right_T.sum(), counted_T.sum())

@@ -7,14 +7,14 @@ help; `allocate` is the rule.
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
-from ...results import DeviationResult, SeparabilityResult, SimilarityResult
+from ...results import DeviationResult, Result, SeparabilityResult, SimilarityResult
 from ...schema import Count, Declared, Flag, Positive, Share, Text, Whole, changed, read, unknown_key
 from ..layers import check_layer_ranges
 
@@ -25,7 +25,6 @@ ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
 DEFAULT_METHOD = "layer-moe"
 # The methods by name, in the order in which their classes are defined.
 METHODS: "dict[str, type[PlanSettings]]" = {}
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,14 @@ class Target:
     Attributes:
         num_layers: number of its layers.
         seed: random seed of all choices.
-        measured_similarity, measured_deviation, measured_separability: its analyses; None for an analysis that was not
-            made.
         grows_from: experts of each layer of an expanded model; empty for a dense one.
+        analyses: the analyses that were made of it, by name.
     """
 
     num_layers: int
     seed: int = 0
-    measured_similarity: SimilarityResult | None = None
-    measured_deviation: DeviationResult | None = None
     grows_from: Sequence[int] = ()
-    measured_separability: SeparabilityResult | None = None
+    analyses: Mapping[str, Result] = field(default_factory=dict)
 
     @property
     def least(self) -> int:
@@ -55,23 +51,22 @@ class Target:
     @property
     def similarity(self) -> SimilarityResult:
         """The similarity of the languages in each layer; refused if it was not measured, as the other analyses are."""
-        return _measured(self.measured_similarity, "an analysis of the languages' similarity", "similarity")
+        return self._measured("similarity", "an analysis of the languages' similarity")
 
     @property
     def deviation(self) -> DeviationResult:
         """The deviation of each layer."""
-        return _measured(self.measured_deviation, "the deviation of each layer", "deviation")
+        return self._measured("deviation", "the deviation of each layer")
 
     @property
     def separability(self) -> SeparabilityResult:
         """How well each layer tells old text from new."""
-        return _measured(self.measured_separability, "the separability of old and new text", "separability")
+        return self._measured("separability", "the separability of old and new text")
 
-
-def _measured(result: R | None, words: str, verb: str) -> R:
-    if result is None:
-        raise InputError(f"The plan needs {words}: run `analyze {verb}` first.")
-    return result
+    def _measured(self, name: str, words: str) -> Any:
+        if name not in self.analyses:
+            raise InputError(f"The plan needs {words}: run `analyze {name}` first.")
+        return self.analyses[name]
 
 
 @dataclass(frozen=True)
@@ -186,18 +181,16 @@ class PlanSettings(Declared):
             others = rest * (target.num_layers - len(layers))
             check_total(total, len(layers), getattr(self, "minimum", None) or target.least, others)
             settings = changed(self, total_experts=total - others)
-        similarity, apart = target.measured_similarity, target.measured_separability
         some = replace(
             target,
             num_layers=len(layers),
-            measured_similarity=similarity and similarity.of_layers(layers),
             grows_from=[target.grows_from[layer] for layer in layers] if target.grows_from else (),
-            measured_separability=apart and apart.of_layers(layers),
+            analyses={name: analysis.of_layers(layers) for name, analysis in target.analyses.items()},
         )
         made = settings.allocate(some)
         counts = dict(zip(layers, made.counts, strict=True))
-        whole = {"similarity": similarity and similarity.similarity, "separability": apart and apart.separability}
-        details = {name: whole.get(name) or value for name, value in made.details.items()}
+        whole = {name: getattr(analysis, name) for name, analysis in target.analyses.items()}
+        details = {name: whole.get(name, value) for name, value in made.details.items()}
         return replace(made, counts=[counts.get(layer, rest) for layer in range(target.num_layers)], details=details)
 
     @property
@@ -260,19 +253,12 @@ def method_title(name: str) -> str:
 
 
 def plan_settings(method: str = DEFAULT_METHOD, **keys: Any) -> PlanSettings:
-    """`plan_settings("moe-lpr", experts=3)`: the settings of a method.
-
-    Raises:
-        InputError: see `read_plan_settings`.
-    """
+    """`plan_settings("moe-lpr", experts=3)`: the settings of a method, as `read_plan_settings` reads them."""
     return read_plan_settings({"method": method, **keys})
 
 
-def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
+def read_plan_settings(mapping: Any) -> PlanSettings:
     """The settings of the method that the mapping names; settings are returned unchanged.
-
-    Args:
-        where: prefix of the keys in messages: a file, or the mapping's own key.
 
     Raises:
         InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
@@ -281,24 +267,23 @@ def read_plan_settings(mapping: Any, where: str = "") -> PlanSettings:
     if isinstance(mapping, PlanSettings):
         return mapping
     if not isinstance(mapping, Mapping):
-        return read(METHODS[DEFAULT_METHOD], mapping, where)  # which refuses it
+        return read(METHODS[DEFAULT_METHOD], mapping)  # which refuses it
     name = mapping.get("method", DEFAULT_METHOD)
-    before = f"{where}: " if where else ""
     method = METHODS.get(name) if isinstance(name, str) else None
     if method is None:
         near = difflib.get_close_matches(str(name), METHODS, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(METHODS)}."
-        raise InputError(f"{before}unknown plan method {name!r}; {hint}")
+        raise InputError(f"unknown plan method {name!r}; {hint}")
     for key in mapping:
         if key in method.model_fields:
             continue
         others = [other for other, cls in METHODS.items() if key in cls.model_fields]
         if not others:
-            raise InputError(f"{before}{unknown_key(str(key), ['method', *method.all_keys()])}")
+            raise InputError(unknown_key(str(key), ["method", *method.all_keys()]))
         default = "" if "method" in mapping else ", the default"
         listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
-        raise InputError(f"{before}`{key}` is a key of {listed}; this plan is {name}{default}.")
-    return read(method, mapping, where)
+        raise InputError(f"`{key}` is a key of {listed}; this plan is {name}{default}.")
+    return read(method, mapping)
 
 
 class _ByMethod:
