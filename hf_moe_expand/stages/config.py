@@ -44,11 +44,11 @@ def setting(default: Any, help: str) -> Any:
 class ValidationSettings(Declared):
     """Held-out text that is scored during a stage."""
 
-    texts: Annotated[dict[Text, Text], Field(description="language: held-out text")] = Field(default_factory=dict)
-    every: Annotated[Count, Field(description="steps between two scores; the model is scored at the end too")] = 50
-    max_tokens: Annotated[
-        Annotated[Whole, Field(ge=2)] | None, Field(description="maximum of tokens to score of each language")
-    ] = 20_000
+    texts: dict[Text, Text] = Field(default_factory=dict, description="language: held-out text")
+    every: Count = Field(50, description="steps between two scores; the model is scored at the end too")
+    max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
+        20_000, description="maximum of tokens to score of each language"
+    )
 
 
 @dataclass
