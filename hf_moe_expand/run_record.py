@@ -20,7 +20,7 @@ def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
     return facts
 
 
-class _Step(Declared):
+class StepDone(Declared):
     """A step that is done: seconds that its attempts took together, their number, a line for the user, facts for the
     page, hashes of its inputs."""
 
@@ -31,7 +31,7 @@ class _Step(Declared):
     made_from: dict[Text, Text] = Field(default_factory=dict)
 
 
-class _StepAtWork(Declared):
+class StepAtWork(Declared):
     """The step that has begun, hashes of its inputs, seconds of its earlier attempts, and the number of attempts."""
 
     step: Text
@@ -51,15 +51,12 @@ def run_folder(run: str | Path) -> Path:
     return Path(run)
 
 
-def read_steps(path: Path) -> dict[str, Any]:
-    """The record, name of a step to what it says of it; empty where there is none.
+def read_steps(path: Path) -> tuple[dict[str, StepDone], StepAtWork | None]:
+    """The record: the steps that are done, by name, and the step at work; empty where there is none.
 
     Raises:
         InputError: the file is no such record.
     """
-    if not path.is_file():
-        return {}
-    steps = read_json(path, "the record of a run")
-    for name, step in steps.items():
-        read(_StepAtWork if name == BEGUN else _Step, step, f"{path}: {name}")
-    return steps
+    steps = read_json(path, "the record of a run") if path.is_file() else {}
+    begun = read(StepAtWork, steps.pop(BEGUN), f"{path}: {BEGUN}") if BEGUN in steps else None
+    return {name: read(StepDone, step, f"{path}: {name}") for name, step in steps.items()}, begun

@@ -23,7 +23,7 @@ from ..planning.plan import Plan
 from ..recipe_paths import without_paths
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
-from ..run_record import BEGUN, read_steps
+from ..run_record import StepDone, read_steps
 from ..stages import trained_parts
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml, to_yaml
@@ -59,8 +59,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
             f"{root}: not the folder of a run (it has none of {', '.join(_RECORDS)}); give the `output` of a recipe "
             "that `hf-moe-expand run` has run, or checkpoints."
         )
-    steps = read_steps(root / "steps.json")
-    steps.pop(BEGUN, None)
+    steps, _ = read_steps(root / "steps.json")
     history = next((made for part in reversed(parts) if len(made := part.history())), History())
     evaluation = Evaluation.from_json(root / "evaluation.json") if (root / "evaluation.json").is_file() else None
     plans = [plan for part in parts if (plan := part.plan())]
@@ -80,8 +79,8 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         "routing": [_routing(path, root) for path in routing],
         "no_choice": NO_CHOICE,
         "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
-        "steps": [{"name": name, **step, "time": _time_of(step)} for name, step in steps.items()],
-        "total_time": _time(sum(step["seconds"] for step in steps.values())),
+        "steps": [{"name": name, "summary": step.summary, "time": _time_of(step)} for name, step in steps.items()],
+        "total_time": _time(sum(step.seconds for step in steps.values())),
         "history": history.expansions,
     }
     environment = jinja2.Environment(
@@ -245,7 +244,7 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any] | None:
+def _training(part: Part, name: str, steps: Mapping[str, StepDone]) -> dict[str, Any] | None:
     folder = part.folder / name
     entry = _entry(folder)
     logs: list[dict[str, Any]] = []
@@ -375,7 +374,7 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
     }
 
 
-def _frozen(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
+def _frozen(part: Part, name: str, steps: Mapping[str, StepDone]) -> dict[str, Any]:
     """The stage's trained parameters, counted from the model's shape, and the tensors that the run found unchanged."""
     folder = part.folder / name
     entry = _entry(folder)
@@ -383,14 +382,13 @@ def _frozen(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
     report = None
     if entry is not None and trained is not None:
         report = freeze(network_of(load_expanded_config(folder)), trained, entry.stage)
-    checked = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
-    return {"title": part.title_of(name), "report": report, "checked": checked}
+    step = steps.get(part.prefix + name)
+    return {"title": part.title_of(name), "report": report, "checked": step and step.facts.get("frozen")}
 
 
-def _time_of(step: Mapping[str, Any]) -> str:
+def _time_of(step: StepDone) -> str:
     """The time of a step, over all attempts."""
-    attempts = step.get("attempts", 1)
-    return _time(step["seconds"]) + (f" ({attempts} attempts)" if attempts > 1 else "")
+    return _time(step.seconds) + (f" ({step.attempts} attempts)" if step.attempts > 1 else "")
 
 
 def _time(seconds: float) -> str:
