@@ -30,7 +30,7 @@ from ..yamlfile import read_text, read_yaml, to_yaml
 from .charts import allocation_chart, change_chart, heat_map, line_chart
 from .drawing import Change, Line, with_means
 from .figures import expert_0_lines, grouped, separability_lines, separability_range
-from .parts import Loose, Part, history_of, records_and_checkpoints
+from .parts import Loose, Part, history_of, last_stage, records_and_checkpoints
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
 _RECORDS = (
@@ -246,7 +246,7 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
 
 def _training(part: Part, name: str, steps: Mapping[str, StepDone]) -> dict[str, Any] | None:
     folder = part.folder / name
-    entry = _entry(folder)
+    entry = last_stage(folder)
     logs: list[dict[str, Any]] = []
     if (folder / "trainer_state.json").is_file():
         state = read_json(folder / "trainer_state.json", "a trainer's state")
@@ -282,12 +282,6 @@ def _logs(history: Any, file: Path) -> list[dict[str, Any]]:
         raise InputError(f"{file}: not a trainer's state: log_history is no list of mappings.")
     logs = [{k: v for k, v in log.items() if isinstance(v, int | float) and abs(v) < 1e300} for log in history or ()]
     return [log for log in logs if "step" in log]
-
-
-def _entry(folder: Path) -> StageRecord | None:
-    """The stage's record in the checkpoint's history."""
-    history = history_of(folder)
-    return history.last.stages[-1] if len(history) and history.last.stages else None
 
 
 def _training_figures(
@@ -377,10 +371,8 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
 def _frozen(part: Part, name: str, steps: Mapping[str, StepDone]) -> dict[str, Any]:
     """The stage's trained parameters, counted from the model's shape, and the tensors that the run found unchanged."""
     folder = part.folder / name
-    entry = _entry(folder)
-    trained = trained_parts(entry.stage) if entry else None
-    report = None
-    if entry is not None and trained is not None:
+    entry, report = last_stage(folder), None
+    if entry is not None and (trained := trained_parts(entry.stage)) is not None:
         report = freeze(network_of(load_expanded_config(folder)), trained, entry.stage)
     step = steps.get(part.prefix + name)
     return {"title": part.title_of(name), "report": report, "checked": step and step.facts.get("frozen")}
