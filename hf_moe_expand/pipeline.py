@@ -24,7 +24,6 @@ from .recipe_paths import unset_variable, without_paths
 from .run_record import BEGUN, StepAtWork, StepDone, read_steps
 from .schema import changed
 from .scratch import FolderLock
-from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
 from .steps.base import Checks, ExpansionRun, Step, StepResult, check_pairs
 from .steps.evaluate import Evaluate
@@ -36,8 +35,7 @@ from .steps.stage import GraftStep, StageStep, TrainStep
 from .steps.write import WriteOldText
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
-
-
+# The steps of the stages that do not train.
 _KINDS: dict[str, type[StageStep]] = {"graft": GraftStep, "gates": GatesStep}
 
 
@@ -57,8 +55,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
         if expansion.joins:
             models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
-            kind: type[StageStep] = TrainStep if issubclass(stage, TrainingStage) else _KINDS[stage.key]
-            steps.append(kind(work, stage, settings, steps[-1].output))
+            steps.append(_KINDS.get(stage.key, TrainStep)(work, stage, settings, steps[-1].output))
             if not lifelong:
                 models[stage.participle] = str(steps[-1].output)
         start, old = str(steps[-1].output), [*old, *expansion.new]
@@ -94,11 +91,6 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     return _checked(recipe, offline).lines
 
 
-def _layers_in_words(config: Any) -> str:
-    sizes = stack_sizes(config)
-    return ", ".join(f"{size} {stack} layers".replace("  ", " ") for stack, size in sizes.items())
-
-
 def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     """The state of a recipe's checks after the last one."""
     if offline:
@@ -110,7 +102,8 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     if config is None:
         checks.lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
     else:
-        checks.lines.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
+        stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
+        checks.lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
             checks.lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
@@ -185,7 +178,10 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         check_room(root, peak(checks.written), _WRITTEN)
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
     with lock.held() if state.is_main_process else nullcontext():
-        _run_steps(recipe, root, steps, record, state, say)
+        if state.is_main_process and recipe.text is not None:
+            # Unchanged: variables are not filled in, so that no local path is published.
+            write_text(root / "recipe.yaml", recipe.text)
+        _run_steps(steps, record, state, say)
     if recipe.test:
         say("bits per byte of held-out text, lower is better:")
         say(Evaluation.from_json(root / "evaluation.json").markdown())
@@ -193,13 +189,8 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     return final
 
 
-def _run_steps(
-    recipe: Recipe, root: Path, steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]
-) -> None:
+def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]) -> None:
     """Runs the steps that are not done."""
-    if state.is_main_process and recipe.text is not None:
-        # Unchanged: variables are not filled in, so that no local path is published.
-        write_text(root / "recipe.yaml", recipe.text)
     for number, step in enumerate(steps, start=1):
         label = f"[{number}/{len(steps)}] {step.name}"
         exists, replaced_by = step.output.exists(), record.replaced_by(step, steps[number:])
