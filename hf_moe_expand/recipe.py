@@ -51,11 +51,7 @@ class _Expansion(Declared):
 
     @property
     def planned(self) -> PlanSettings:
-        """The settings of the plan.
-
-        Raises:
-            InputError: the recipe has no `plan`.
-        """
+        """The settings of the plan; an InputError says that there is none."""
         if self.plan is None:
             raise InputError("`plan` is missing: say how many experts each layer gets.")
         return self.plan

@@ -41,11 +41,7 @@ class StepAtWork(Declared):
 
 
 def run_folder(run: str | Path) -> Path:
-    """The folder of a run.
-
-    Raises:
-        InputError: there is no such folder.
-    """
+    """The folder of a run; refuses a name that is no folder."""
     if not Path(run).is_dir():
         raise InputError(f"{run}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
     return Path(run)

@@ -31,10 +31,7 @@ class Graft(Stage):
     families = ("layer_moe", "dmoe")
     runs_unasked = False
     optional = True
-
-    @classmethod
-    def settings_class(cls) -> type[GraftSettings]:
-        return GraftSettings
+    settings = GraftSettings
 
 
 STAGE = Graft

@@ -81,7 +81,7 @@ def train_stage(
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
     if config.process_index == 0:
-        work.refuse_if_at_work()
+        work.lock.refuse_if_held()
     resume = work.resume()
     written = sum(info.nbytes for info in CheckpointReader(folder).tensors.values())
     saves, each = saved_at_once(config), training_checkpoint(*config.saved_parameters(network_of(before)), config)
@@ -150,11 +150,7 @@ def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
 
 
 def checked_stage(config: StageConfig) -> TrainingStage:
-    """The configuration, which is a stage's.
-
-    Raises:
-        InputError: the configuration belongs to no stage.
-    """
+    """The configuration, which is a stage's; refuses any other."""
     if isinstance(config, TrainingStage):
         return config
     raise InputError(
