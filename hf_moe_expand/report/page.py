@@ -87,7 +87,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     filters: dict[str, Any] = {
-        "count": "{:,}".format, "percent": lambda share: f"{100 * share:.2f} %", "score": _score, "change": _change,
+        "count": _count, "percent": lambda share: f"{100 * share:.2f} %", "score": _score, "change": _change,
         "in_words": in_words, "method_title": method_title,
     }  # fmt: skip
     environment.filters |= filters
@@ -150,6 +150,10 @@ def _scores(evaluation: Evaluation, history: History) -> dict[str, Any]:
 
 def _score(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _count(number: int | None) -> str:
+    return "–" if number is None else f"{number:,}"
 
 
 def _change(values: Sequence[float | None], number: int = -1) -> str:
@@ -268,7 +272,7 @@ def _training(part: Part, name: str, steps: Mapping[str, StepDone]) -> dict[str,
         "entry": entry,
         "time": _time_of(step) if step else None,
         "data": [
-            (code, documents.get(code), tokens.get(code), seen.get(code, 0) if seen else None)
+            (code, *map(_count, (documents.get(code), tokens.get(code), seen.get(code, 0) if seen else None)))
             for code in dict.fromkeys([*documents, *tokens])
         ],
         "settings": without_paths(to_yaml(settings)) if settings else None,
