@@ -46,7 +46,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     models: dict[str, str] = {"base": recipe.base}
     start, old = recipe.base, recipe.old_languages
     if recipe.self_written is not None:
-        steps.append(WriteOldText(recipe))
+        steps.append(WriteOldText(recipe, recipe.self_written))
     lifelong = len(recipe.all_expansions) > 1
     for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}

@@ -256,11 +256,7 @@ class Recipe(Expansion):
 
     @classmethod
     def of_text(cls, text: str, path: str | Path, unset_ok: bool = False) -> "Recipe":
-        """Reads a recipe from its text; messages call it `path`.
-
-        Raises:
-            InputError: see `load`.
-        """
+        """Reads a recipe from its text, as `load` does; messages call it `path`."""
         mapping = parse_mapping(text, path)
         for place in _PATHS:
             mapping = fill_in(mapping, place.split("."), str(path), unset_ok)

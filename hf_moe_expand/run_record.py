@@ -48,11 +48,8 @@ def run_folder(run: str | Path) -> Path:
 
 
 def read_steps(path: Path) -> tuple[dict[str, StepDone], StepAtWork | None]:
-    """The record: the steps that are done, by name, and the step at work; empty where there is none.
-
-    Raises:
-        InputError: the file is no such record.
-    """
+    """The record: the steps that are done, by name, and the step at work; empty where there is none. Refuses a file
+    that is no such record."""
     steps = read_json(path, "the record of a run") if path.is_file() else {}
     begun = read(StepAtWork, steps.pop(BEGUN), f"{path}: {BEGUN}") if BEGUN in steps else None
     return {name: read(StepDone, step, f"{path}: {name}") for name, step in steps.items()}, begun

@@ -10,7 +10,6 @@ from datasets import Dataset
 from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
-from ..data.sources import LanguageText
 from ..errors import InputError, errors_at
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import longest_block
@@ -151,17 +150,11 @@ class TrainingStage(StageConfig, Stage):
         """The weights to write, from the whole weights of a finished training; on the first rank."""
         return weights
 
-    @classmethod
-    def load(cls, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
-        """The documents of each language; for an encoder-decoder, the sentence pairs to and from it."""
-        is_encoder_decoder = model_config.is_encoder_decoder
-        return {code: source.load_pairs() if is_encoder_decoder else source.load() for code, source in data.items()}
-
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
         """Blocks of the stage's text.
 
         Args:
-            texts: documents of each language (column `text`), or sentence pairs; see `load`.
+            texts: documents of each language (column `text`); for an encoder-decoder, sentence pairs to and from it.
             model_config: configuration of the expanded model, whose history orders the languages.
         """
         old, new = languages_of(model_config)

@@ -104,11 +104,7 @@ def is_mixed(config: Any) -> bool:
 
 
 def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
-    """The curriculum that a stage's configuration names.
-
-    Raises:
-        InputError: the file is wrong, or its languages are not those on which the stage trains.
-    """
+    """The curriculum that a stage's configuration names; refuses one for other languages than the stage's."""
     if getattr(config, "curriculum", None) is None:
         return None
     curriculum = Curriculum.load(config.curriculum)

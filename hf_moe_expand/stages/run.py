@@ -91,7 +91,9 @@ def train_stage(
     tokenizer = load_tokenizer(folder, model)
     callbacks: list[Any] = []
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
-        packed = config.pack(config.load(data, before), tokenizer, before)
+        pairs = before.is_encoder_decoder
+        texts = {code: source.load_pairs() if pairs else source.load() for code, source in data.items()}
+        packed = config.pack(texts, tokenizer, before)
         validation: Any = getattr(config, "validation", None)
         if validation is not None and validation.texts:
             path = work.path / VALIDATION
@@ -136,11 +138,7 @@ def train_stage(
 
 
 def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
-    """Refuses weights that are no numbers, before they are written.
-
-    Raises:
-        DivergedError: a tensor is not finite; the message names the first one.
-    """
+    """Refuses weights that are not finite, before they are written; the DivergedError names the first one."""
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.isfinite(weight).all():
             raise DivergedError(

@@ -138,11 +138,7 @@ class Step(ABC):
 
     @abstractmethod
     def check(self, checks: Checks) -> None:
-        """Checks the step as far as possible before anything runs, and adds its lines to `checks`.
-
-        Raises:
-            InputError: the step's settings or texts are wrong.
-        """
+        """Refuses wrong settings and texts, as far as possible before anything runs, and adds its lines to `checks`."""
 
     @abstractmethod
     def work(self) -> StepResult:
