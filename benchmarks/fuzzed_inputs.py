@@ -400,7 +400,7 @@ def no_training(cache: Path) -> Iterator[None]:
     with ExitStack() as stack:
         stop = {"side_effect": Stop(0)}
         stack.enter_context(patch.object(stage_run, "load_tokenizer", **stop))
-        stack.enter_context(patch.object(pipeline._Record, "begin", **stop))
+        stack.enter_context(patch.object(pipeline._Record, "attempt", **stop))
         stack.enter_context(patch.object(datasets.config, "HF_DATASETS_CACHE", cache))
         yield
 

@@ -88,11 +88,7 @@ class Asked:
         return cls(*load_for_inference(name, revision), name_in_results(name))
 
     def base_inside(self) -> "Asked":
-        """The base inside this expanded model, which shares its memory.
-
-        Raises:
-            InputError: the model has none.
-        """
+        """The base inside this expanded model, which shares its memory; an InputError says that there is none."""
         return Asked(self.model, self.tokenizer, f"{self.name}: base inside", inside=True)
 
     @property

@@ -46,12 +46,8 @@ def leave_ranks() -> None:
 
 
 def check_sharding(training: Mapping[str, Any], where: str) -> None:
-    """Checks `distributed_config` under `training`, if it is set.
-
-    Raises:
-        InputError: a key is unknown to `transformers.distributed.DistributedConfig`, or the settings ask for training
-            checkpoints.
-    """
+    """Refuses keys of `distributed_config` under `training` that `transformers.distributed.DistributedConfig` does not
+    know, and training checkpoints beside it."""
     if SHARDING not in training:
         return
     if not isinstance(training[SHARDING], Mapping):
@@ -75,11 +71,8 @@ def sharding(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_deepspeed(trainer: Any, config: Any) -> None:
-    """Refuses, before the first step, a DeepSpeed configuration whose result could not be saved exactly.
-
-    Raises:
-        InputError: the configuration prevents gathering whole weights, or would round frozen tensors.
-    """
+    """Refuses, before the first step, a DeepSpeed configuration that prevents gathering whole weights, or would round
+    frozen tensors."""
     if not trainer.is_deepspeed_enabled:
         return
     settings = trainer.accelerator.state.deepspeed_plugin.hf_ds_config

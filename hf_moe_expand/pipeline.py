@@ -21,9 +21,9 @@ from .jsonfile import write_json, write_text
 from .modeling import stack_sizes
 from .recipe import Recipe
 from .recipe_paths import unset_variable, without_paths
-from .run_record import BEGUN, read_steps
+from .run_record import BEGUN, StepAtWork, StepDone, read_steps
+from .schema import changed
 from .scratch import FolderLock
-from .stages.base import TrainingStage
 from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
 from .steps.base import Checks, ExpansionRun, Step, StepResult, check_pairs
 from .steps.evaluate import Evaluate
@@ -35,8 +35,7 @@ from .steps.stage import GraftStep, StageStep, TrainStep
 from .steps.write import WriteOldText
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
-
-
+# The steps of the stages that do not train.
 _KINDS: dict[str, type[StageStep]] = {"graft": GraftStep, "gates": GatesStep}
 
 
@@ -47,7 +46,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     models: dict[str, str] = {"base": recipe.base}
     start, old = recipe.base, recipe.old_languages
     if recipe.self_written is not None:
-        steps.append(WriteOldText(recipe))
+        steps.append(WriteOldText(recipe, recipe.self_written))
     lifelong = len(recipe.all_expansions) > 1
     for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
@@ -56,8 +55,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
         if expansion.joins:
             models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
-            kind: type[StageStep] = TrainStep if issubclass(stage, TrainingStage) else _KINDS[stage.key]
-            steps.append(kind(work, stage, settings, steps[-1].output))
+            steps.append(_KINDS.get(stage.key, TrainStep)(work, stage, settings, steps[-1].output))
             if not lifelong:
                 models[stage.participle] = str(steps[-1].output)
         start, old = str(steps[-1].output), [*old, *expansion.new]
@@ -93,11 +91,6 @@ def validate_recipe(recipe: Recipe, offline: bool = False) -> list[str]:
     return _checked(recipe, offline).lines
 
 
-def _layers_in_words(config: Any) -> str:
-    sizes = stack_sizes(config)
-    return ", ".join(f"{size} {stack} layers".replace("  ", " ") for stack, size in sizes.items())
-
-
 def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     """The state of a recipe's checks after the last one."""
     if offline:
@@ -109,7 +102,8 @@ def _checked(recipe: Recipe, offline: bool = False) -> Checks:
     if config is None:
         checks.lines.append(f"skipped: architecture, plans and block sizes: {recipe.base} is not on this machine")
     else:
-        checks.lines.append(f"base: {recipe.base}, {config.model_type}, {_layers_in_words(config)}")
+        stacks = [f"{size} {stack} layers".replace("  ", " ") for stack, size in stack_sizes(config).items()]
+        checks.lines.append(", ".join([f"base: {recipe.base}", config.model_type, *stacks]))
     for key, source in recipe.keyed_sources():
         if offline and (unset := unset_variable(source.source)):
             checks.lines.append(f"skipped: {key}: {source.source}: {unset} is not set")
@@ -177,14 +171,17 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         lock.refuse_if_held()
     checks = _checked(recipe)
     steps, final = steps_of(recipe)
-    record = _Record(root, steps, _start(recipe))
+    record = _Record(root, steps, _start(recipe), state.is_main_process)
     record.refuse_foreign(recipe.text)
     record.refuse_changes()
     if state.is_main_process:
         check_room(root, peak(checks.written), _WRITTEN)
     state.wait_for_everyone()  # all ranks have read the record before the first rank writes to it
     with lock.held() if state.is_main_process else nullcontext():
-        _run_steps(recipe, root, steps, record, state, say)
+        if state.is_main_process and recipe.text is not None:
+            # Unchanged: variables are not filled in, so that no local path is published.
+            write_text(root / "recipe.yaml", recipe.text)
+        _run_steps(steps, record, state, say)
     if recipe.test:
         say("bits per byte of held-out text, lower is better:")
         say(Evaluation.from_json(root / "evaluation.json").markdown())
@@ -192,28 +189,23 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
     return final
 
 
-def _run_steps(
-    recipe: Recipe, root: Path, steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]
-) -> None:
+def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[str], None]) -> None:
     """Runs the steps that are not done."""
-    if state.is_main_process:
-        _keep_text(recipe, root)
     for number, step in enumerate(steps, start=1):
         label = f"[{number}/{len(steps)}] {step.name}"
         exists, replaced_by = step.output.exists(), record.replaced_by(step, steps[number:])
         redo = step.repeatable and bool(record.changes(step))
         state.wait_for_everyone()  # all ranks have looked before the first one writes
         if record.is_done(step) and exists and not redo:
-            say(f"{label}: done already ({record.done[step.name]['summary']})")
+            say(f"{label}: done already ({record.done[step.name].summary})")
             continue
         if replaced_by:
             say(f"{label}: done, its output is no longer kept; to run it again, delete {replaced_by.output} too")
             continue
         say(f"{label} ...")
         unrecorded = exists and record.is_begun(step)
-        record.begin(step, steps[number:], state.is_main_process)
         done = StepResult("")
-        with record.timed(state.is_main_process):
+        with record.attempt(step, steps[number:]):
             if step.every_rank or state.is_main_process:
                 done = (step.finish() if unrecorded else None) or step.work()
         state.wait_for_everyone()
@@ -223,11 +215,11 @@ def _run_steps(
 
 
 class _Record:
-    """`steps.json`: the finished steps with hashes of their inputs, and the running step."""
+    """`steps.json`: the finished steps with hashes of their inputs, and the running step; one rank `writes` it."""
 
-    def __init__(self, root: Path, steps: list[Step], start: dict[str, Any]) -> None:
-        self.root, self.path, self.steps = root, root / "steps.json", steps
-        self.done = read_steps(self.path)
+    def __init__(self, root: Path, steps: list[Step], start: dict[str, Any], writes: bool) -> None:
+        self.root, self.path, self.steps, self.writes = root, root / "steps.json", steps, writes
+        self.done, self.begun = read_steps(self.path)
         # A step is made from all that the steps before it were made from.
         self.made: dict[str, dict[str, str]] = {}
         before = _hashed(start)
@@ -239,25 +231,25 @@ class _Record:
         return step.name in self.done
 
     def is_begun(self, step: Step) -> bool:
-        return self.done.get(BEGUN, {}).get("step") == step.name
+        return self.begun is not None and self.begun.step == step.name
 
     def changes(self, step: Step) -> list[str]:
         """The inputs that changed since the step ran."""
         unrecorded = self.is_begun(step) and step.output.exists()
-        earlier = self.done.get(BEGUN) if unrecorded else self.done.get(step.name)
+        earlier = self.begun if unrecorded else self.done.get(step.name)
         if earlier is None:
             return []
-        if "made_from" not in earlier:
+        if "made_from" not in earlier.model_fields_set:
             raise InputError(
                 f"{self.path}: was written by an earlier release of this package: give another `output`, or finish the "
                 "run with that release."
             )
-        before, now = earlier["made_from"], self.made[step.name]
+        before, now = earlier.made_from, self.made[step.name]
         return [key for key in dict.fromkeys([*now, *before]) if before.get(key) != now.get(key)]
 
     def refuse_foreign(self, text: str | None) -> None:
         """Refuses a first run whose output folder holds files that its steps would overwrite."""
-        if self.done:
+        if self.done or self.begun:
             return
         recipe_file = self.root / "recipe.yaml"
         same = text is not None and recipe_file.is_file() and recipe_file.read_text(encoding="utf-8-sig") == text
@@ -290,54 +282,44 @@ class _Record:
                 return other
         return None
 
-    def begin(self, step: Step, later: list[Step], writes: bool) -> None:
-        """Records that a step is running; forgets later repeatable steps, which used its former output. A step that was
-        interrupted with the same inputs is at its next attempt."""
-        earlier = self.done.get(BEGUN, {})
-        again = earlier.get("step") == step.name and earlier.get("made_from") == self.made[step.name]
-        self.seconds = earlier.get("seconds", 0.0) if again else 0.0
-        self.attempts = earlier.get("attempts", 1) + 1 if again else 1
-        self.other = earlier if earlier.get("step") == step.name and not again else None
-        for other in later:
-            if other.repeatable:
-                self.done.pop(other.name, None)
-        self.done.pop(BEGUN, None)
-        self.step = step
-        if writes:
-            self._write_begun()
-
     @contextmanager
-    def timed(self, writes: bool) -> Iterator[None]:
-        """Adds the time inside to the step's; an attempt that an error ends leaves its time in the file, on the rank
-        that `writes`. Where one with other inputs is refused, the file still tells of the attempts before."""
-        started = time.time()
+    def attempt(self, step: Step, later: list[Step]) -> Iterator[None]:
+        """Records that a step is running, and adds the time inside to the step's; forgets later repeatable steps, which
+        used its former output. A step that was interrupted with the same inputs is at its next attempt. Where one with
+        other inputs is refused, the file still tells of the attempts before."""
+        begun = StepAtWork(step=step.name, seconds=0.0, attempts=1, made_from=self.made[step.name])
+        other = self.begun if self.is_begun(step) else None
+        if other is not None and other.made_from == begun.made_from:
+            begun, other = changed(begun, seconds=other.seconds, attempts=other.attempts + 1), None
+        for repeatable in (one.name for one in later if one.repeatable):
+            self.done.pop(repeatable, None)
+        self._write(begun)
+        started, refused = time.monotonic(), False
         try:
             yield
-        except BaseException as error:
-            self.seconds += time.time() - started
-            if writes and isinstance(error, InputError) and self.other is not None:
-                write_json(self.path, {**self.done, BEGUN: self.other})
-            elif writes:
-                self._write_begun()
+        except InputError:
+            refused = True
             raise
-        self.seconds += time.time() - started
-
-    def _write_begun(self) -> None:
-        begun = {
-            "step": self.step.name, "seconds": round(self.seconds, 1), "attempts": self.attempts,
-            "made_from": self.made[self.step.name],
-        }  # fmt: skip
-        write_json(self.path, {**self.done, BEGUN: begun})
+        finally:
+            begun = changed(begun, seconds=round(begun.seconds + time.monotonic() - started, 1))
+            self._write((refused and other) or begun)
 
     def end(self, step: Step, done: StepResult) -> float:
         """Records that the step is done; returns the seconds that its attempts took."""
-        self.done[step.name] = {
-            "seconds": round(self.seconds, 1), "summary": done.summary,
-            **({"attempts": self.attempts} if self.attempts > 1 else {}),
-            "facts": done.facts, "made_from": self.made[step.name],
-        }  # fmt: skip
-        write_json(self.path, self.done)
-        return self.seconds
+        assert self.begun is not None
+        seconds, attempts = self.begun.seconds, self.begun.attempts
+        several = {"attempts": attempts} if attempts > 1 else {}
+        self.done[step.name] = StepDone(
+            seconds=seconds, summary=done.summary, **several, facts=done.facts, made_from=self.made[step.name]
+        )
+        self._write(None)
+        return seconds
+
+    def _write(self, begun: StepAtWork | None) -> None:
+        self.begun = begun
+        if self.writes:
+            records = {**self.done, **({} if begun is None else {BEGUN: begun})}
+            write_json(self.path, {name: record.model_dump(exclude_unset=True) for name, record in records.items()})
 
 
 def _start(recipe: Recipe) -> dict[str, Any]:
@@ -351,15 +333,6 @@ def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
         for key, value in inputs.items()
     }
-
-
-def _keep_text(recipe: Recipe, root: Path) -> None:
-    """Copies the recipe's file unchanged: its variables are not filled in, so that no local path is published."""
-    recipe_file = root / "recipe.yaml"
-    if recipe.text is not None and not (
-        recipe_file.is_file() and recipe_file.read_text(encoding="utf-8") == recipe.text
-    ):
-        write_text(recipe_file, recipe.text)
 
 
 def _say_nothing(line: str) -> None:

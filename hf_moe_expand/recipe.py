@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field, PrivateAttr, model_validator
@@ -43,21 +43,15 @@ _NOT_WITH_JOIN = (
 class _Expansion(Declared):
     """The keys of an expansion besides its stages."""
 
-    new: Annotated[Sources, Field(description="language: training text, of the languages that this expansion adds")]
-    analysis: Annotated[AnalysisSettings, Field(description="how similarity and separability are measured")] = (
-        AnalysisSettings()
-    )
-    deviation: Annotated[DeviationSettings, Field(description="how deviation is measured (DMoE)")] = DeviationSettings()
-    plan: Annotated[AnyPlan | None, Field(description="which layer gets how many experts")] = None
-    expand: Annotated[ExpandSettings, Field(description="how new experts start")] = ExpandSettings()
+    new: Sources = Field(description="language: training text, of the languages that this expansion adds")
+    analysis: AnalysisSettings = Field(AnalysisSettings(), description="how similarity and separability are measured")
+    deviation: DeviationSettings = Field(DeviationSettings(), description="how deviation is measured (DMoE)")
+    plan: AnyPlan | None = Field(None, description="which layer gets how many experts")
+    expand: ExpandSettings = Field(ExpandSettings(), description="how new experts start")
 
     @property
     def planned(self) -> PlanSettings:
-        """The settings of the plan.
-
-        Raises:
-            InputError: the recipe has no `plan`.
-        """
+        """The settings of the plan; an InputError says that there is none."""
         if self.plan is None:
             raise InputError("`plan` is missing: say how many experts each layer gets.")
         return self.plan
@@ -121,8 +115,8 @@ class Recipe(Expansion):
 
     _text: str | None = PrivateAttr(default=None)
 
-    base: Annotated[Text, Field(description="folder or hub id of the dense checkpoint")]
-    output: Annotated[Text, Field(description="folder for everything that `run` makes")]
+    base: Text = Field(description="folder or hub id of the dense checkpoint")
+    output: Text = Field(description="folder for everything that `run` makes")
     new: Sources = Field({}, description="language: training text, of the languages to be learned")
     old: Sources = Field({}, description="language: training text, of languages that the base is good at")
     test: Sources = Field({}, description="language: held-out text; without any, nothing is evaluated")
@@ -130,19 +124,16 @@ class Recipe(Expansion):
         {},
         description="language: text of languages that are not new, for `gates`; by default the package's own sentences",
     )
-    revision: Annotated[Text | None, Field(description="revision of a base on the hub")] = None
-    seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
+    revision: Text | None = Field(None, description="revision of a base on the hub")
+    seed: Whole = Field(0, ge=0, lt=2**32, description="random seed")
     expansions: list[Expansion] = Field(
         [], description="several expansions, one after the other, each with `new` and settings of its own"
     )
-    join: Annotated[
-        JoinSettings | None, Field(description="language packs to join, in place of a plan and of new experts")
-    ] = None
-    self_written: Annotated[
-        SelfWrittenSettings | None,
-        Field(description="old text that the base writes itself, with or without `old`; `{}`: by the defaults"),
-    ] = None
-    evaluation: Annotated[EvaluationSettings, Field(description="how held-out text is scored")] = EvaluationSettings()
+    join: JoinSettings | None = Field(None, description="language packs to join, in place of a plan and of new experts")
+    self_written: SelfWrittenSettings | None = Field(
+        None, description="old text that the base writes itself, with or without `old`; `{}`: by the defaults"
+    )
+    evaluation: EvaluationSettings = Field(EvaluationSettings(), description="how held-out text is scored")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -265,11 +256,7 @@ class Recipe(Expansion):
 
     @classmethod
     def of_text(cls, text: str, path: str | Path, unset_ok: bool = False) -> "Recipe":
-        """Reads a recipe from its text; messages call it `path`.
-
-        Raises:
-            InputError: see `load`.
-        """
+        """Reads a recipe from its text, as `load` does; messages call it `path`."""
         mapping = parse_mapping(text, path)
         for place in _PATHS:
             mapping = fill_in(mapping, place.split("."), str(path), unset_ok)

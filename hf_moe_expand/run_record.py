@@ -20,7 +20,7 @@ def _facts(facts: dict[Text, Any]) -> dict[Text, Any]:
     return facts
 
 
-class _Step(Declared):
+class StepDone(Declared):
     """A step that is done: seconds that its attempts took together, their number, a line for the user, facts for the
     page, hashes of its inputs."""
 
@@ -31,7 +31,7 @@ class _Step(Declared):
     made_from: dict[Text, Text] = Field(default_factory=dict)
 
 
-class _StepAtWork(Declared):
+class StepAtWork(Declared):
     """The step that has begun, hashes of its inputs, seconds of its earlier attempts, and the number of attempts."""
 
     step: Text
@@ -41,25 +41,15 @@ class _StepAtWork(Declared):
 
 
 def run_folder(run: str | Path) -> Path:
-    """The folder of a run.
-
-    Raises:
-        InputError: there is no such folder.
-    """
+    """The folder of a run; refuses a name that is no folder."""
     if not Path(run).is_dir():
         raise InputError(f"{run}: no such folder; give the `output` of a recipe that `hf-moe-expand run` has run.")
     return Path(run)
 
 
-def read_steps(path: Path) -> dict[str, Any]:
-    """The record, name of a step to what it says of it; empty where there is none.
-
-    Raises:
-        InputError: the file is no such record.
-    """
-    if not path.is_file():
-        return {}
-    steps = read_json(path, "the record of a run")
-    for name, step in steps.items():
-        read(_StepAtWork if name == BEGUN else _Step, step, f"{path}: {name}")
-    return steps
+def read_steps(path: Path) -> tuple[dict[str, StepDone], StepAtWork | None]:
+    """The record: the steps that are done, by name, and the step at work; empty where there is none. Refuses a file
+    that is no such record."""
+    steps = read_json(path, "the record of a run") if path.is_file() else {}
+    begun = read(StepAtWork, steps.pop(BEGUN), f"{path}: {BEGUN}") if BEGUN in steps else None
+    return {name: read(StepDone, step, f"{path}: {name}") for name, step in steps.items()}, begun

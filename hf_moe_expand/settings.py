@@ -16,51 +16,45 @@ class AnalysisSettings(Declared):
     """Similarity of languages in each layer (LayerMoE), separability of old and new text, and which experts a further
     expansion copies."""
 
-    tokens: Annotated[Count, Field(description="tokens of each language (Q)")] = 100_000
-    block_size: Annotated[Count, Field(description="tokens that the model sees at once")] = 1024
-    batch_size: Annotated[Count, Field(description="blocks in a forward pass")] = 8
+    tokens: Count = Field(100_000, description="tokens of each language (Q)")
+    block_size: Count = Field(1024, description="tokens that the model sees at once")
+    batch_size: Count = Field(8, description="blocks in a forward pass")
 
 
 class DeviationSettings(Declared):
     """How training moves each layer (DMoE)."""
 
-    steps: Annotated[Count, Field(description="training steps on each language")] = 10
-    learning_rate: Annotated[Positive, Field(description="learning rate of the first step; it decays to zero")] = 8e-6
-    batch_size: Annotated[Count, Field(description="blocks in a step")] = 2048
-    block_size: Annotated[Annotated[Whole, Field(ge=2)], Field(description="tokens in a block")] = 512
-    micro_batch_size: Annotated[
-        Count, Field(description="blocks in one forward and backward pass; affects only memory and speed")
-    ] = 8
-    last_layers: Annotated[Count, Field(description="number of last layers over whose FFNs languages are compared")] = 3
+    steps: Count = Field(10, description="training steps on each language")
+    learning_rate: Positive = Field(8e-6, description="learning rate of the first step; it decays to zero")
+    batch_size: Count = Field(2048, description="blocks in a step")
+    block_size: Whole = Field(512, ge=2, description="tokens in a block")
+    micro_batch_size: Count = Field(
+        8, description="blocks in one forward and backward pass; affects only memory and speed"
+    )
+    last_layers: Count = Field(3, description="number of last layers over whose FFNs languages are compared")
 
 
 class ExpandSettings(Declared):
     """Kind and initial weights of the new experts."""
 
-    expert_init: Annotated[Text, Field(description="`copy` of the original FFN, or `random` weights (an ablation)")] = (
-        "copy"
+    expert_init: Text = Field("copy", description="`copy` of the original FFN, or `random` weights (an ablation)")
+    copy_from: Whole | Text = Field(
+        0,
+        description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
+        "which each layer routes the new languages' text most",
     )
-    copy_from: Annotated[
-        Whole | Text,
-        Field(
-            description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
-            "which each layer routes the new languages' text most"
-        ),
-    ] = 0
-    conditional_routing: Annotated[
-        Flag, Field(description="share the original FFN among all tokens; a gate weighs the other experts (CMR)")
-    ] = False
-    expert_kind: Annotated[
-        Text,
-        Field(
-            description="`ffn`; `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE); or `added`: small FFNs "
-            "beside the original block, which may be a mixture of experts"
-        ),
-    ] = "ffn"
-    lora_rank: Annotated[Count, Field(description="rank of the updates")] = LORA_RANK
-    lora_alpha: Annotated[Positive, Field(description="the updates are scaled by lora_alpha / lora_rank")] = LORA_ALPHA
-    expert_width: Annotated[Count | None, Field(description="width of the added FFNs")] = None
-    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = DEFAULT_SHARD_SIZE
+    conditional_routing: Flag = Field(
+        False, description="share the original FFN among all tokens; a gate weighs the other experts (CMR)"
+    )
+    expert_kind: Text = Field(
+        "ffn",
+        description="`ffn`; `lora`: low-rank updates of the original FFN (MoLA, LoRAMoE); or `added`: small FFNs "
+        "beside the original block, which may be a mixture of experts",
+    )
+    lora_rank: Count = Field(LORA_RANK, description="rank of the updates")
+    lora_alpha: Positive = Field(LORA_ALPHA, description="the updates are scaled by lora_alpha / lora_rank")
+    expert_width: Count | None = Field(None, description="width of the added FFNs")
+    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
 
     def model_post_init(self, _: Any) -> None:
         copied = self.copy_from
@@ -71,66 +65,50 @@ class ExpandSettings(Declared):
 class JoinSettings(Declared):
     """Language packs, which are joined without training."""
 
-    packs: Annotated[
-        list[Text],
-        Field(
-            min_length=2,
-            description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack",
-        ),
-    ]
-    keep_both: Annotated[Flag, Field(description="join packs that add one and the same language, too")] = False
-    calibrate: Annotated[
-        Flag, Field(description="fit gates, or find a factor for each pack's router, on text under `old` and `new`")
-    ] = False
-    gates: Annotated[
-        Flag,
-        Field(description="with calibrate: fit gates that tell the packs' languages from all others; else factors"),
-    ] = True
-    tokens: Annotated[
-        Annotated[Whole, Field(ge=16)], Field(description="tokens of each language by which the join is scored")
-    ] = 500
-    max_shard_size: Annotated[Text, Field(description="size of the largest weight file")] = DEFAULT_SHARD_SIZE
+    packs: list[Text] = Field(
+        min_length=2, description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack"
+    )
+    keep_both: Flag = Field(False, description="join packs that add one and the same language, too")
+    calibrate: Flag = Field(
+        False, description="fit gates, or find a factor for each pack's router, on text under `old` and `new`"
+    )
+    gates: Flag = Field(
+        True, description="with calibrate: fit gates that tell the packs' languages from all others; else factors"
+    )
+    tokens: Whole = Field(500, ge=16, description="tokens of each language by which the join is scored")
+    max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
 
 
 class GateSettings(Declared):
     """How gates that send home what they do not recognise are fitted."""
 
-    unseen_share: Annotated[
-        Annotated[float, Field(gt=0, lt=1)],
-        Field(description="most tokens of a language that a gate has not seen that may go to new experts, as a share"),
-    ] = 0.01
-    tokens: Annotated[
-        Annotated[Whole, Field(ge=100)], Field(description="tokens of each of the model's languages to fit on")
-    ] = 1600
-    anchor_tokens: Annotated[
-        Annotated[Whole, Field(ge=100)], Field(description="tokens of each anchor language to fit on")
-    ] = 400
-    decay: Annotated[
-        Annotated[float, Field(gt=0, le=1)], Field(description="factor of the evidence so far from token to token")
-    ] = 0.95
-    bound: Annotated[Positive, Field(description="most evidence of one token, in nats")] = 2.0
-    state_free: Annotated[
-        Flag,
-        Field(description="judge each token by itself, for servers that keep no evidence beside the cache (vLLM)"),
-    ] = False
+    unseen_share: float = Field(
+        0.01,
+        gt=0,
+        lt=1,
+        description="most tokens of a language that a gate has not seen that may go to new experts, as a share",
+    )
+    tokens: Whole = Field(1600, ge=100, description="tokens of each of the model's languages to fit on")
+    anchor_tokens: Whole = Field(400, ge=100, description="tokens of each anchor language to fit on")
+    decay: float = Field(0.95, gt=0, le=1, description="factor of the evidence so far from token to token")
+    bound: Positive = Field(2.0, description="most evidence of one token, in nats")
+    state_free: Flag = Field(
+        False, description="judge each token by itself, for servers that keep no evidence beside the cache (vLLM)"
+    )
 
 
 class EvaluationSettings(Declared):
     """How held-out text is scored."""
 
-    block_size: Annotated[Count, Field(description="tokens in a window")] = 1024
-    batch_size: Annotated[Count, Field(description="windows in a forward pass")] = 8
-    max_tokens: Annotated[
-        Annotated[Whole, Field(ge=2)] | None,
-        Field(
-            description="tokens of each language, in whole documents (a longer first one is cut); all of its text by "
-            "default"
-        ),
-    ] = None
-    questions: Annotated[
-        dict[Text, Text] | None,
-        Field(
-            description="by old language, a file with questions, one a line, that base and result answer in the base's "
-            "chat template; by default ten in English, if English is old; `{}` for none"
-        ),
-    ] = None
+    block_size: Count = Field(1024, description="tokens in a window")
+    batch_size: Count = Field(8, description="windows in a forward pass")
+    max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
+        None,
+        description="tokens of each language, in whole documents (a longer first one is cut); all of its text by "
+        "default",
+    )
+    questions: dict[Text, Text] | None = Field(
+        None,
+        description="by old language, a file with questions, one a line, that base and result answer in the base's "
+        "chat template; by default ten in English, if English is old; `{}` for none",
+    )

@@ -50,7 +50,7 @@ def test_messages_are_one_line():
 @pytest.mark.parametrize("step", [3, None, {"summary": "x"}, {"seconds": 1.0, "summary": "x", "made_from": 3}])
 def test_the_record_of_a_run_is_checked(tmp_path, step):
     file = tmp_path / "steps.json"
-    assert read_steps(file) == {}
+    assert read_steps(file) == ({}, None)
     file.write_text(json.dumps({"plan": step}))
     with pytest.raises(InputError, match=r"steps\.json: plan"):
         read_steps(file)

@@ -4,16 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_moe_expand.stages.recording import _duration, _SaysHowFar, _shares
+from hf_moe_expand.stages.recording import _duration, _SaysProgress, _shares
 
 
 def said(capsys, seconds, disable_tqdm, begin=0, monkeypatch=None):
     """The lines of a training of 1,000 steps of 2 blocks of 50 tokens, whose steps take `seconds`."""
     now = [0.0]
-    callback = _SaysHowFar(SimpleNamespace(get_total_train_batch_size=lambda args: 2), lambda: now[0])
-    arguments = SimpleNamespace(block_size=50, disable_tqdm=disable_tqdm)
+    trainer = SimpleNamespace(
+        get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=False, trained_as="review", packed=None
+    )
+    callback = _SaysProgress(trainer, lambda: now[0])
+    arguments = SimpleNamespace(
+        block_size=50, disable_tqdm=disable_tqdm, lr_scheduler_type="cosine", learning_rate=0.01
+    )
     state = SimpleNamespace(global_step=begin, max_steps=1000, is_world_process_zero=True)
     callback.on_train_begin(arguments, state, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "review: 1,000 steps of 100 tokens, learning rate 0.01 (cosine)",
+        *([f"resumes at step {begin} of 1000"] if begin else []),
+    ]
     while state.global_step < 1000:
         now[0] += seconds
         state.global_step += 1

@@ -108,11 +108,8 @@ def codes(argument: str) -> list[str]:
 
 
 def check_file(path: Path | None, overwrite: bool) -> None:
-    """Refuses a file that cannot be written, before the work of hours that it is for; None is no file.
-
-    Raises:
-        InputError: it exists (without `overwrite`), is a folder, or its folder cannot be written to.
-    """
+    """Refuses a file that exists (without `overwrite`), is a folder or cannot be written, before the work of hours that
+    it is for; None is no file."""
     if path is None:
         return
     try:

@@ -23,14 +23,14 @@ from ..planning.plan import Plan
 from ..recipe_paths import without_paths
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
-from ..run_record import BEGUN, read_steps
+from ..run_record import StepDone, read_steps
 from ..stages import trained_parts
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml, to_yaml
 from .charts import allocation_chart, change_chart, heat_map, line_chart
 from .drawing import Change, Line, with_means
 from .figures import expert_0_lines, grouped, separability_lines, separability_range
-from .parts import Loose, Part, history_of, records_and_checkpoints
+from .parts import Loose, Part, history_of, last_stage, records_and_checkpoints
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
 _RECORDS = (
@@ -59,8 +59,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
             f"{root}: not the folder of a run (it has none of {', '.join(_RECORDS)}); give the `output` of a recipe "
             "that `hf-moe-expand run` has run, or checkpoints."
         )
-    steps = read_steps(root / "steps.json")
-    steps.pop(BEGUN, None)
+    steps, _ = read_steps(root / "steps.json")
     history = next((made for part in reversed(parts) if len(made := part.history())), History())
     evaluation = Evaluation.from_json(root / "evaluation.json") if (root / "evaluation.json").is_file() else None
     plans = [plan for part in parts if (plan := part.plan())]
@@ -80,15 +79,15 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         "routing": [_routing(path, root) for path in routing],
         "no_choice": NO_CHOICE,
         "frozen": [_frozen(part, name, steps) for part in parts for name in part.stages()],
-        "steps": [{"name": name, **step, "time": _time_of(step)} for name, step in steps.items()],
-        "total_time": _time(sum(step["seconds"] for step in steps.values())),
+        "steps": [{"name": name, "summary": step.summary, "time": _time_of(step)} for name, step in steps.items()],
+        "total_time": _time(sum(step.seconds for step in steps.values())),
         "history": history.expansions,
     }
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     filters: dict[str, Any] = {
-        "count": "{:,}".format, "percent": lambda share: f"{100 * share:.2f} %", "score": _score, "change": _change,
+        "count": _count, "percent": lambda share: f"{100 * share:.2f} %", "score": _score, "change": _change,
         "in_words": in_words, "method_title": method_title,
     }  # fmt: skip
     environment.filters |= filters
@@ -151,6 +150,10 @@ def _scores(evaluation: Evaluation, history: History) -> dict[str, Any]:
 
 def _score(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _count(number: int | None) -> str:
+    return "–" if number is None else f"{number:,}"
 
 
 def _change(values: Sequence[float | None], number: int = -1) -> str:
@@ -245,9 +248,9 @@ def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any] | None:
+def _training(part: Part, name: str, steps: Mapping[str, StepDone]) -> dict[str, Any] | None:
     folder = part.folder / name
-    entry = _entry(folder)
+    entry = last_stage(folder)
     logs: list[dict[str, Any]] = []
     if (folder / "trainer_state.json").is_file():
         state = read_json(folder / "trainer_state.json", "a trainer's state")
@@ -269,7 +272,7 @@ def _training(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]
         "entry": entry,
         "time": _time_of(step) if step else None,
         "data": [
-            (code, documents.get(code), tokens.get(code), seen.get(code, 0) if seen else None)
+            (code, *map(_count, (documents.get(code), tokens.get(code), seen.get(code, 0) if seen else None)))
             for code in dict.fromkeys([*documents, *tokens])
         ],
         "settings": without_paths(to_yaml(settings)) if settings else None,
@@ -283,12 +286,6 @@ def _logs(history: Any, file: Path) -> list[dict[str, Any]]:
         raise InputError(f"{file}: not a trainer's state: log_history is no list of mappings.")
     logs = [{k: v for k, v in log.items() if isinstance(v, int | float) and abs(v) < 1e300} for log in history or ()]
     return [log for log in logs if "step" in log]
-
-
-def _entry(folder: Path) -> StageRecord | None:
-    """The stage's record in the checkpoint's history."""
-    history = history_of(folder)
-    return history.last.stages[-1] if len(history) and history.last.stages else None
 
 
 def _training_figures(
@@ -375,22 +372,19 @@ def _routing(path: Path, root: Path) -> dict[str, Any]:
     }
 
 
-def _frozen(part: Part, name: str, steps: Mapping[str, Any]) -> dict[str, Any]:
+def _frozen(part: Part, name: str, steps: Mapping[str, StepDone]) -> dict[str, Any]:
     """The stage's trained parameters, counted from the model's shape, and the tensors that the run found unchanged."""
     folder = part.folder / name
-    entry = _entry(folder)
-    trained = trained_parts(entry.stage) if entry else None
-    report = None
-    if entry is not None and trained is not None:
+    entry, report = last_stage(folder), None
+    if entry is not None and (trained := trained_parts(entry.stage)) is not None:
         report = freeze(network_of(load_expanded_config(folder)), trained, entry.stage)
-    checked = steps.get(part.prefix + name, {}).get("facts", {}).get("frozen")
-    return {"title": part.title_of(name), "report": report, "checked": checked}
+    step = steps.get(part.prefix + name)
+    return {"title": part.title_of(name), "report": report, "checked": step and step.facts.get("frozen")}
 
 
-def _time_of(step: Mapping[str, Any]) -> str:
+def _time_of(step: StepDone) -> str:
     """The time of a step, over all attempts."""
-    attempts = step.get("attempts", 1)
-    return _time(step["seconds"]) + (f" ({attempts} attempts)" if attempts > 1 else "")
+    return _time(step.seconds) + (f" ({step.attempts} attempts)" if step.attempts > 1 else "")
 
 
 def _time(seconds: float) -> str:

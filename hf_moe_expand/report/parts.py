@@ -8,7 +8,7 @@ from ..checkpoint.local import EXPANDED
 from ..errors import InputError
 from ..jsonfile import read_json
 from ..planning.plan import Plan
-from ..records import History
+from ..records import History, StageRecord
 from ..run_record import run_folder
 from ..stages import OTHER_STAGES, RECIPE_STAGES, stage_of, stages_for
 
@@ -65,15 +65,21 @@ class Loose(Part):
         return history_of(self.checkpoints[-1])
 
     def title_of(self, stage: str) -> str:
-        history = history_of(Path(stage))
-        last = history.last.stages[-1].stage if len(history) and history.last.stages else "expanded"
-        known = {known_stage.name: known_stage for known_stage in map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))}
-        return f"{known[last].title if last in known else last}: {Path(stage).name}"
+        record = last_stage(Path(stage))
+        name = "expanded" if record is None else record.stage
+        titles = {known.name: known.title for known in map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))}
+        return f"{titles.get(name, name)}: {Path(stage).name}"
 
 
 def history_of(folder: Path) -> History:
     """The history in a checkpoint's config.json."""
     return History.of(read_json(folder / "config.json", "a checkpoint's configuration"))
+
+
+def last_stage(folder: Path) -> StageRecord | None:
+    """The record of the last stage in a checkpoint's history."""
+    expansions = history_of(folder).expansions
+    return expansions[-1].stages[-1] if expansions and expansions[-1].stages else None
 
 
 def records_and_checkpoints(folders: Sequence[str | Path]) -> list[Path]:

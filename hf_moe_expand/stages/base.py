@@ -10,7 +10,6 @@ from datasets import Dataset
 from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
-from ..data.sources import LanguageText
 from ..errors import InputError, errors_at
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import longest_block
@@ -33,6 +32,7 @@ class Stage:
         families: model types for which it exists.
         runs_unasked: whether it runs, with default settings, if a recipe does not name it.
         optional: whether a recipe may turn it off with `null`.
+        settings: the class of its settings in YAML; a stage that trains makes one of its fields.
     """
 
     key: ClassVar[str]
@@ -42,11 +42,12 @@ class Stage:
     families: ClassVar[tuple[str, ...]] = ("layer_moe",)
     runs_unasked: ClassVar[bool] = True
     optional: ClassVar[bool] = False
+    settings: ClassVar[type]
 
     @classmethod
     def settings_class(cls) -> type:
         """The class of its settings in YAML."""
-        raise NotImplementedError
+        return cls.settings
 
     @classmethod
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
@@ -72,7 +73,7 @@ class TrainingStage(StageConfig, Stage):
 
     @classmethod
     def settings_class(cls) -> type[StageSettings]:
-        return settings_of(cls)
+        return settings_of(cls)  # type: ignore[arg-type]
 
     def trained(self) -> tuple[str, Trained]:
         """Its name in a history, and the parts of the model that train."""
@@ -83,11 +84,7 @@ class TrainingStage(StageConfig, Stage):
         return list(new)
 
     def check(self, facts: StageFacts) -> None:
-        """Refuses settings that contradict the text, the model or itself, as far as they are known.
-
-        Raises:
-            InputError: a language has no text or is unknown to the model, or a setting is wrong.
-        """
+        """Refuses settings that contradict the text, the model or each other, as far as they are known."""
         check_label_smoothing(self, facts)
         if unknown := sorted({*facts.texts} - {*facts.old, *facts.new}):
             raise InputError(
@@ -101,11 +98,7 @@ class TrainingStage(StageConfig, Stage):
         check_mix(self, facts)
 
     def check_text(self, facts: StageFacts) -> None:
-        """Refuses text in languages for which the stage is not made.
-
-        Raises:
-            InputError: text in a language is missing, or is not for this stage.
-        """
+        """Refuses text in languages for which the stage is not made, and missing text."""
         if not facts.texts:
             raise InputError("No text was given: name files with --data.")
 
@@ -120,11 +113,7 @@ class TrainingStage(StageConfig, Stage):
 
     @classmethod
     def check_model(cls, model_config: Any) -> None:
-        """Refuses a model of a type that the stage does not train.
-
-        Raises:
-            InputError: the stage does not train models of this type.
-        """
+        """Refuses a model of a type that the stage does not train."""
         if model_config.model_type in cls.families:
             return
         if "dmoe" in cls.families:
@@ -139,11 +128,7 @@ class TrainingStage(StageConfig, Stage):
 
     @classmethod
     def load_config(cls, folder: Path) -> Any:
-        """The configuration of a checkpoint that the stage trains.
-
-        Raises:
-            InputError: the stage does not train checkpoints of this kind.
-        """
+        """The configuration of a checkpoint that the stage trains; refuses other kinds."""
         config = load_expanded_config(folder)
         cls.check_model(config)
         return config
@@ -165,16 +150,11 @@ class TrainingStage(StageConfig, Stage):
         """The weights to write, from the whole weights of a finished training; on the first rank."""
         return weights
 
-    @classmethod
-    def load(cls, data: Mapping[str, LanguageText], model_config: Any) -> dict[str, Dataset]:
-        """The documents of each language; for an encoder-decoder, the sentence pairs to and from it."""
-        return {code: source.load(model_config.is_encoder_decoder) for code, source in data.items()}
-
     def pack(self, texts: Mapping[str, Dataset], tokenizer: Any, model_config: Any) -> PackedText:
         """Blocks of the stage's text.
 
         Args:
-            texts: documents of each language (column `text`), or sentence pairs; see `load`.
+            texts: documents of each language (column `text`); for an encoder-decoder, sentence pairs to and from it.
             model_config: configuration of the expanded model, whose history orders the languages.
         """
         old, new = languages_of(model_config)

@@ -48,9 +48,6 @@ def check_block_size(block_size: int, longest: int | None, where: str = "block_s
     Args:
         longest: number of positions that the model takes; None if it sets no limit.
         where: name of the setting in the message.
-
-    Raises:
-        InputError: the blocks are too long.
     """
     if longest is not None and block_size > longest:
         raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
@@ -65,11 +62,8 @@ def check_label_smoothing(config: Any, facts: StageFacts) -> None:
 
 
 def check_mix(config: Any, facts: StageFacts) -> None:
-    """Checks a configuration's held-out text, temperature and curriculum.
-
-    Raises:
-        InputError: a setting is wrong, or contradicts the languages or the training arguments.
-    """
+    """Refuses held-out text, a temperature or a curriculum that is wrong, or contradicts the languages or the training
+    arguments."""
     validation = getattr(config, "validation", None)
     named_files = [*(validation.texts.values() if validation else ()), getattr(config, "curriculum", None)]
     if facts.offline and (unset := next(filter(None, map(unset_variable, filter(None, named_files))), None)):
@@ -110,11 +104,7 @@ def is_mixed(config: Any) -> bool:
 
 
 def read_curriculum(config: Any, languages: Sequence[str]) -> Curriculum | None:
-    """The curriculum that a stage's configuration names.
-
-    Raises:
-        InputError: the file is wrong, or its languages are not those on which the stage trains.
-    """
+    """The curriculum that a stage's configuration names; refuses one for other languages than the stage's."""
     if getattr(config, "curriculum", None) is None:
         return None
     curriculum = Curriculum.load(config.curriculum)

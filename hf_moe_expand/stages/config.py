@@ -44,11 +44,11 @@ def setting(default: Any, help: str) -> Any:
 class ValidationSettings(Declared):
     """Held-out text that is scored during a stage."""
 
-    texts: Annotated[dict[Text, Text], Field(description="language: held-out text")] = Field(default_factory=dict)
-    every: Annotated[Count, Field(description="steps between two scores; the model is scored at the end too")] = 50
-    max_tokens: Annotated[
-        Annotated[Whole, Field(ge=2)] | None, Field(description="maximum of tokens to score of each language")
-    ] = 20_000
+    texts: dict[Text, Text] = Field(default_factory=dict, description="language: held-out text")
+    every: Count = Field(50, description="steps between two scores; the model is scored at the end too")
+    max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
+        20_000, description="maximum of tokens to score of each language"
+    )
 
 
 @dataclass
@@ -62,7 +62,6 @@ class StageConfig(TrainingArguments):
         InputError: a field has another type, is out of range, or contradicts another field.
     """
 
-    _settings: ClassVar[Any]
     _VALID_DICT_FIELDS = (*TrainingArguments._VALID_DICT_FIELDS, "distributed_config")  # type: ignore[assignment]
 
     num_train_epochs: float = 1.0
@@ -82,7 +81,7 @@ class StageConfig(TrainingArguments):
         # The given arguments, which the history records, before TrainingArguments adds the others.
         self.given = {name: getattr(self, name) for name in _argument_names() if self._was_given(name)}
         own = {name: _from_json(getattr(self, name)) for name in own_fields(type(self))}
-        checked = read(settings_of(type(self)), own)
+        checked = read(settings_of(type(self)), own)  # type: ignore[arg-type]
         for name in own:
             setattr(self, name, getattr(checked, name))
         for name in ("seed", "data_seed"):
@@ -157,11 +156,7 @@ class StageSettings(Declared):
 
 
 def check_seed(seed: int | None, name: str = "seed") -> None:
-    """Refuses a seed that the generators of random numbers do not take.
-
-    Raises:
-        InputError: it is negative, or has more than 32 bits.
-    """
+    """Refuses a seed that the generators of random numbers do not take."""
     if seed is not None and not 0 <= seed < 2**32:
         raise InputError(f"{name} is {seed}: must be at least 0 and below 2 ** 32.")
 
@@ -203,14 +198,9 @@ def _without_json(hint: Any) -> Any:
     return hint
 
 
+@cache
 def settings_of(cls: type[StageConfig]) -> type[StageSettings]:
-    """The class of a stage's settings in YAML, made from its configuration's own fields; cached."""
-    if "_settings" not in vars(cls):
-        cls._settings = _settings_class(cls)
-    return cls._settings
-
-
-def _settings_class(cls: type[StageConfig]) -> type[StageSettings]:
+    """The class of a stage's settings in YAML, made from its configuration's own fields."""
     declared = {f.name: f for f in fields(cls)}
     keys: dict[str, Any] = {}
     for name, hint in own_fields(cls).items():

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -39,24 +39,22 @@ from .recording import RecordingTrainer
 class LoraSettings(Declared):
     """Low-rank adapters of `train dense`, merged into the weights at the end."""
 
-    r: Annotated[Count, Field(description="rank")] = 16
-    alpha: Annotated[Number, Field(description="the update is scaled by alpha / r")] = 32
-    target_modules: Annotated[
-        Text | list[Text], Field(description="modules with an adapter: `all-linear`, or names")
-    ] = "all-linear"
+    r: Count = Field(16, description="rank")
+    alpha: Number = Field(32, description="the update is scaled by alpha / r")
+    target_modules: Text | list[Text] = Field(
+        "all-linear", description="modules with an adapter: `all-linear`, or names"
+    )
 
 
 class ShieldSettings(Declared):
     """Columns of weights that `train dense` leaves frozen (source-shielded updates, arXiv 2512.04844)."""
 
-    languages: Annotated[
-        list[Text],
-        Field(description="languages of the data whose text says which columns matter; it is not trained on"),
-    ] = Field(default_factory=list)
-    share: Annotated[
-        Annotated[float, Field(gt=0, lt=1)], Field(description="share of each linear layer's columns to freeze")
-    ] = 0.5
-    tokens: Annotated[Count, Field(description="most tokens of that text to read, of all languages together")] = 20_000
+    languages: list[Text] = Field(
+        default_factory=list,
+        description="languages of the data whose text says which columns matter; it is not trained on",
+    )
+    share: float = Field(0.5, gt=0, lt=1, description="share of each linear layer's columns to freeze")
+    tokens: Count = Field(20_000, description="most tokens of that text to read, of all languages together")
 
 
 @dataclass

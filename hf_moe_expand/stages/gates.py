@@ -19,10 +19,7 @@ class FitGates(Stage):
     participle = "gated"
     runs_unasked = False
     optional = True
-
-    @classmethod
-    def settings_class(cls) -> type[GateSettings]:
-        return GateSettings
+    settings = GateSettings
 
     @classmethod
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:

@@ -14,11 +14,11 @@ from .base import Stage
 class GraftSettings(Declared):
     """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
 
-    instruct: Annotated[Text, Field(description="folder or hub id of the fine-tune")]
-    scale: Annotated[Number, AllowInfNan(False), Field(description="factor of the change")] = 1.0
-    keep_tokenizer: Annotated[
-        Flag, Field(description="keep the model's tokenizer, chat template and generation config, not the fine-tune's")
-    ] = False
+    instruct: Text = Field(description="folder or hub id of the fine-tune")
+    scale: Annotated[Number, AllowInfNan(False)] = Field(1.0, description="factor of the change")
+    keep_tokenizer: Flag = Field(
+        False, description="keep the model's tokenizer, chat template and generation config, not the fine-tune's"
+    )
 
 
 class Graft(Stage):
@@ -31,10 +31,7 @@ class Graft(Stage):
     families = ("layer_moe", "dmoe")
     runs_unasked = False
     optional = True
-
-    @classmethod
-    def settings_class(cls) -> type[GraftSettings]:
-        return GraftSettings
+    settings = GraftSettings
 
 
 STAGE = Graft

@@ -19,31 +19,10 @@ from ..trainers.pieces import PiecewiseLossMixin
 _FIRST, _LATER = 10, 600
 
 
-class _SaysWhatBegins(TrainerCallback):
-    """Says how long the training is, and from which step an interrupted one goes on."""
-
-    def __init__(self, trainer: "RecordingTrainer") -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
-        of = f"{blocks * size:,} tokens" if size else f"{blocks:,} rows"
-        if self.trainer._is_encoder_decoder:
-            of = f"{blocks:,} sentence pairs"
-        scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-        rate = f"learning rate {args.learning_rate:g} ({scheduler})"
-        print(f"{self.trainer.trained_as}: {state.max_steps:,} steps of {of}, {rate}")
-        if self.trainer.packed is not None and getattr(self.trainer, "mix", None) is None:
-            print("\n".join(_shares(self.trainer.packed.tokens)))
-        if state.global_step:
-            print(f"resumes at step {state.global_step} of {state.max_steps}")
-
-
-class _SaysHowFar(TrainerCallback):
-    """Says within half a minute, and at least every ten minutes, how far a training is: steps, tokens a second of this
-    attempt, and the time that is left. Where a progress bar shows the steps, it says so once."""
+class _SaysProgress(TrainerCallback):
+    """Says how long the training is, and from which step an interrupted one goes on. Then says within half a minute,
+    and at least every ten minutes, how far it is: steps, tokens a second of this attempt, and the time that is left.
+    Where a progress bar shows the steps, it says so once."""
 
     def __init__(self, trainer: "RecordingTrainer", clock: Callable[[], float] = time.monotonic) -> None:
         self.trainer, self.clock = trainer, clock
@@ -51,6 +30,20 @@ class _SaysHowFar(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.begun, self.first, self.printed = self.clock(), state.global_step, 0.0
         self.wait: float = _FIRST
+        if not state.is_world_process_zero:
+            return
+        trainer = self.trainer
+        blocks, size = trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
+        of = f"{blocks * size:,} tokens" if size else f"{blocks:,} rows"
+        if trainer._is_encoder_decoder:
+            of = f"{blocks:,} sentence pairs"
+        scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        rate = f"learning rate {args.learning_rate:g} ({scheduler})"
+        print(f"{trainer.trained_as}: {state.max_steps:,} steps of {of}, {rate}")
+        if trainer.packed is not None and getattr(trainer, "mix", None) is None:
+            print("\n".join(_shares(trainer.packed.tokens)))
+        if state.global_step:
+            print(f"resumes at step {state.global_step} of {state.max_steps}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         now = self.clock() - self.begun
@@ -171,20 +164,14 @@ class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
         before = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(model, *args, **kwargs)
         self._use_cache_before = before  # the library sets it to false, and a saved model would generate slowly
-        self.add_callback(_SaysWhatBegins(self))
-        self.add_callback(_SaysHowFar(self))
+        self.add_callback(_SaysProgress(self))
         self.add_callback(SeenText())
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """The library warns of tied weights, which a training checkpoint holds once."""
-        super()._issue_warnings_after_load(
-            load_result._replace(missing_keys=[key for key in load_result.missing_keys if key not in self._tied()])
-        )
-
-    def _tied(self) -> set[str]:
-        """The names of weights that are another weight under a further name."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        return set(getattr(model, "all_tied_weights_keys", ()))
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", ())
+        missing = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
         if self.state.global_step >= self.state.max_steps:  # resumed from the last step's checkpoint

@@ -34,7 +34,7 @@ class TrainingFolder:
         self, out: Path, model: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int
     ) -> None:
         self.path = training_of(out)
-        self._lock = FolderLock(self.path, f"trains {out.name}")
+        self.lock = FolderLock(self.path, f"trains {out.name}")
         self.started_with = beginning(model, settings, data, seed)
         inputs = [model, *(file for text in data.values() for file in text.files())]
         here = self.path.resolve()
@@ -49,14 +49,6 @@ class TrainingFolder:
                 f"{self.path}: is not the folder of an interrupted training of {out.name}, but would be removed at the "
                 "end: move it, or give another output."
             )
-
-    def refuse_if_at_work(self) -> None:
-        """Refuses while another process trains the same output.
-
-        Raises:
-            InputError: the message names the process.
-        """
-        self._lock.refuse_if_held()
 
     def resume(self) -> str | None:
         """The last complete training checkpoint of an interrupted run with the same inputs; None without one.
@@ -91,7 +83,7 @@ class TrainingFolder:
         """
         if writes:
             work_folder(self.path)
-            self._lock.acquire()
+            self.lock.acquire()
         try:
             if writes:
                 write_json(self.path / STARTED_WITH, self.started_with)
@@ -99,13 +91,13 @@ class TrainingFolder:
         except BaseException:
             if writes and not any(self.path.glob("checkpoint-*")):
                 self.remove()
-            self._lock.release()
+            self.lock.release()
             raise
 
     def remove(self) -> None:
         """Removes the folder."""
         remove_work_folder(self.path)
-        self._lock.release()
+        self.lock.release()
 
 
 def remove_training(out: Path) -> None:

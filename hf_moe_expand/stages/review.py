@@ -77,16 +77,12 @@ class ReviewConfig(TrainingStage):
 
     def amounts(self, texts: Mapping[str, Dataset], model_config: Any) -> dict[str, Any]:
         old, new = languages_of(model_config)
-        if not (counts_documents(self) or model_config.is_encoder_decoder):
+        by_documents = self.old_documents is not None or self.new_per_old is not None or self.fewer_documents
+        if not (by_documents or model_config.is_encoder_decoder):
             return {"sides": [old, new]}
         available = {code: len(dataset) for code, dataset in texts.items()}
         limits = (self.old_documents, self.new_per_old or NEW_PER_OLD, self.fewer_documents)
         return {"documents": review_documents(available, old, new, *limits)}
-
-
-def counts_documents(settings: Any) -> bool:
-    """Whether a review's settings make its mix by documents, not by tokens."""
-    return settings.old_documents is not None or settings.new_per_old is not None or settings.fewer_documents
 
 
 def _check_distillation(facts: StageFacts) -> None:

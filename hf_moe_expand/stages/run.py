@@ -81,7 +81,7 @@ def train_stage(
     work = TrainingFolder(out, folder, settings, data, config.seed)
     config.output_dir = str(work.path)
     if config.process_index == 0:
-        work.refuse_if_at_work()
+        work.lock.refuse_if_held()
     resume = work.resume()
     written = sum(info.nbytes for info in CheckpointReader(folder).tensors.values())
     saves, each = saved_at_once(config), training_checkpoint(*config.saved_parameters(network_of(before)), config)
@@ -91,7 +91,8 @@ def train_stage(
     tokenizer = load_tokenizer(folder, model)
     callbacks: list[Any] = []
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
-        packed = config.pack(config.load(data, before), tokenizer, before)
+        texts = {code: source.load(before.is_encoder_decoder) for code, source in data.items()}
+        packed = config.pack(texts, tokenizer, before)
         validation: Any = getattr(config, "validation", None)
         if validation is not None and validation.texts:
             path = work.path / VALIDATION
@@ -137,11 +138,7 @@ def train_stage(
 
 
 def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
-    """Refuses weights that are no numbers, before they are written.
-
-    Raises:
-        DivergedError: a tensor is not finite; the message names the first one.
-    """
+    """Refuses weights that are not finite, before they are written; the DivergedError names the first one."""
     for name, weight in weights.items():
         if weight.is_floating_point() and not torch.isfinite(weight).all():
             raise DivergedError(
@@ -151,11 +148,7 @@ def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
 
 
 def checked_stage(config: StageConfig) -> TrainingStage:
-    """The configuration, which is a stage's.
-
-    Raises:
-        InputError: the configuration belongs to no stage.
-    """
+    """The configuration, which is a stage's; refuses any other."""
     if isinstance(config, TrainingStage):
         return config
     raise InputError(

@@ -88,8 +88,10 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
                 model, config, train_dataset, processing_class, mix, language_classes
             )
         self.mix = mix
+        pairs = model.config.is_encoder_decoder
+        collator = PairCollator(model.config.pad_token_id or 0) if pairs else collate_blocks
         super().__init__(
-            model, args, data_collator or _collator(model), train_dataset, processing_class=processing_class,
+            model, args, data_collator or collator, train_dataset, processing_class=processing_class,
             masking=masking, router_losses=router_losses, language_classes=language_classes, **others,
         )  # fmt: skip
         if config is not None and own_text:
@@ -174,10 +176,6 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         if self.record is not None:
             add_stage(self.accelerator.unwrap_model(self.model).config, self.record)
         return result
-
-
-def _collator(model: Any) -> Any:
-    return PairCollator(model.config.pad_token_id or 0) if model.config.is_encoder_decoder else collate_blocks
 
 
 def _by_language(

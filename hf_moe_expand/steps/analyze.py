@@ -2,7 +2,6 @@
 (DMoE)."""
 
 import shutil
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,29 +11,11 @@ from ..analysis.separability import measure_separability, split
 from ..analysis.similarity import measure_similarity
 from ..errors import InputError
 from ..models import load_for_inference
-from ..results import DeviationResult, SimilarityResult
 from ..self_written import SelfWrittenText
 from .base import Checks, ExpansionRun, RunStep, StepResult
 
 
-class _Analysis(RunStep):
-    """Measures the base, or the checkpoint before, on text, and writes the result as JSON."""
-
-    def work(self) -> StepResult:
-        result = self._measured(*load_for_inference(self.run.start, self.run.revision))
-        result.to_json(self.output)
-        return StepResult(self._summary(result))
-
-    @abstractmethod
-    def _measured(self, model: Any, tokenizer: Any) -> Any:
-        """The result."""
-
-    @abstractmethod
-    def _summary(self, result: Any) -> str:
-        """The result in a line."""
-
-
-class AnalyzeSimilarity(_Analysis):
+class AnalyzeSimilarity(RunStep):
     """Measures the similarity of languages in each layer."""
 
     title, writes = "analyze", "analysis.json"
@@ -49,16 +30,16 @@ class AnalyzeSimilarity(_Analysis):
     def check(self, checks: Checks) -> None:
         check_tokens(self.run, checks)
 
-    def _measured(self, model: Any, tokenizer: Any) -> SimilarityResult:
-        return measure_similarity(*self._text(model, tokenizer), **self.run.expansion.analysis.model_dump())
+    def work(self) -> StepResult:
+        result = measure_similarity(*self._model_and_text(), **self.run.expansion.analysis.model_dump())
+        result.to_json(self.output)
+        return StepResult(f"similarity {_range(result.similarity)} over {len(result.similarity)} layers")
 
-    def _text(self, model: Any, tokenizer: Any) -> tuple[Any, Any, dict[str, Any], list[str], list[str]]:
-        """The model, and the text that it reads."""
+    def _model_and_text(self) -> tuple[Any, Any, dict[str, Any], list[str], list[str]]:
+        """The base, or the checkpoint before, and the text that it reads."""
         run = self.run
+        model, tokenizer = load_for_inference(run.start, run.revision)
         return model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new
-
-    def _summary(self, result: SimilarityResult) -> str:
-        return f"similarity {_range(result.similarity)} over {len(result.similarity)} layers"
 
 
 class AnalyzeSeparability(AnalyzeSimilarity):
@@ -79,16 +60,15 @@ class AnalyzeSeparability(AnalyzeSimilarity):
                 sizes = (checks.tokenizer, settings.tokens, settings.block_size)
                 split(code, document_blocks(code, source.documents(), *sizes), checks.recipe.seed)
 
-    def _measured(self, model: Any, tokenizer: Any) -> Any:
+    def work(self) -> StepResult:
         settings = self.run.expansion.analysis.model_dump()
-        return measure_separability(*self._text(model, tokenizer), **settings, seed=self.run.recipe.seed)
-
-    def _summary(self, result: Any) -> str:
+        result = measure_separability(*self._model_and_text(), **settings, seed=self.run.recipe.seed)
+        result.to_json(self.output)
         accuracy = _range(result.separability)
-        return f"accuracy after {result.length} tokens {accuracy} over {len(result.token)} layers"
+        return StepResult(f"accuracy after {result.length} tokens {accuracy} over {len(result.token)} layers")
 
 
-class AnalyzeDeviation(_Analysis):
+class AnalyzeDeviation(RunStep):
     """Measures how far training on each language moves each layer, and how similar these changes are."""
 
     title, writes = "analyze", "analysis.json"
@@ -119,17 +99,16 @@ class AnalyzeDeviation(_Analysis):
                     "batch_size: ...}`."
                 )
 
-    def _measured(self, model: Any, tokenizer: Any) -> DeviationResult:
+    def work(self) -> StepResult:
         run, work = self.run, self.run.folder / "deviation.work"
+        model, tokenizer = load_for_inference(run.start, run.revision)
         result = measure_deviation(
             model, tokenizer, run.texts(run.new, model.config), work_dir=work, seed=run.recipe.seed,
             **run.expansion.deviation.model_dump(),
         )  # fmt: skip
         shutil.rmtree(work)
-        return result
-
-    def _summary(self, result: DeviationResult) -> str:
-        return f"deviation {_range(result.deviation, '.4g')} over {len(result.deviation)} layers"
+        result.to_json(self.output)
+        return StepResult(f"deviation {_range(result.deviation, '.4g')} over {len(result.deviation)} layers")
 
 
 def _range(values: Sequence[float], digits: str = ".3f") -> str:

@@ -138,11 +138,7 @@ class Step(ABC):
 
     @abstractmethod
     def check(self, checks: Checks) -> None:
-        """Checks the step as far as possible before anything runs, and adds its lines to `checks`.
-
-        Raises:
-            InputError: the step's settings or texts are wrong.
-        """
+        """Refuses wrong settings and texts, as far as possible before anything runs, and adds its lines to `checks`."""
 
     @abstractmethod
     def work(self) -> StepResult:
@@ -172,11 +168,7 @@ class RunStep(Step):
 
 def check_pairs(source: LanguageText, checks: Checks) -> None:
     """Refuses an encoder-decoder's text, as far as its first row shows, without translations or in a language that the
-    base's tokenizer has no code for.
-
-    Raises:
-        InputError: the text is refused.
-    """
+    base's tokenizer has no code for."""
     pair = source.first_pair()
     if pair is not None and not checks.offline:
         encoder, direction = PairEncoder(checks.tokenizer), SentencePair(**pair).direction

@@ -51,9 +51,7 @@ class Expand(RunStep):
 
     def _network(self, dense: Any, plan: Plan) -> Any:
         """The model that `plan` makes of the dense base, without weights."""
-        settings = self.run.recipe.all_expansions[
-            0
-        ].expand  # a further expansion keeps the kind of the first one's experts
+        settings = self.run.recipe.all_expansions[0].expand  # further expansions keep the first one's kind of experts
         with errors_at("expand"):
             if not plan.grows_from:
                 check_dense_plan(plan, dense, self.run.start, settings.conditional_routing)

@@ -123,11 +123,8 @@ class JoinPacks(RunStep):
             **options,
         )
         summary = _in_words(report.packs, report.experts_per_layer)
-        summary += (
-            f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}"
-            if not calibration.gates
-            else ""
-        )
+        if not calibration.gates:
+            summary += f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}"
         return StepResult(summary, {"scales": report.scales, "before": calibration.before, "after": calibration.after})
 
     def _texts(self) -> dict[str, list[str]]:

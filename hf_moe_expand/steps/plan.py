@@ -5,7 +5,6 @@ from typing import Any
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
-from ..planning.methods import PlanSettings
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
 from .base import Checks, RunStep, StepResult
 
@@ -57,24 +56,20 @@ class MakePlan(RunStep):
             f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
         )
 
-    @property
-    def _method(self) -> type[PlanSettings]:
-        return type(self.run.expansion.planned)
-
     def _leaves_layers(self) -> bool:
         """Whether some layers of a model that grows may get no experts."""
-        return self._method.needs_separability or bool(getattr(self.run.expansion.planned, "only_layers", None))
+        planned = self.run.expansion.planned
+        return planned.needs_separability or bool(getattr(planned, "only_layers", None))
 
     def work(self) -> StepResult:
-        run, path = self.run, self.run.folder / "analysis.json"
-        needs = run.expansion.planned.needs
-        similarity = SimilarityResult.from_json(path) if needs == "similarity" else None
-        deviation = DeviationResult.from_json(path) if needs == "deviation" else None
-        apart = self.run.folder / "separability.json"
-        separability = SeparabilityResult.from_json(apart) if self._method.needs_separability else None
+        run, planned = self.run, self.run.expansion.planned
+        path, apart = run.folder / "analysis.json", run.folder / "separability.json"
+        similarity = SimilarityResult.from_json(path) if planned.needs == "similarity" else None
+        deviation = DeviationResult.from_json(path) if planned.needs == "deviation" else None
+        separability = SeparabilityResult.from_json(apart) if planned.needs_separability else None
         config = load_config(resolve_checkpoint(run.start, run.revision))
         plan = make_plan(
-            run.expansion.planned, count_layers(config), run.old, run.new, similarity, run.recipe.seed,
+            planned, count_layers(config), run.old, run.new, similarity, run.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (), separability=separability,
             encoder_layers=_encoder_layers(config),
         )  # fmt: skip

@@ -10,13 +10,7 @@ from accelerate import PartialState
 
 from ..checkpoint.graft import check_fine_tune, graft_delta
 from ..checkpoint.source import load_config
-from ..costs import (
-    activation_bytes,
-    tokens_at_hand,
-    training_flops,
-    training_speed,
-    weights_bytes,
-)
+from ..costs import activation_bytes, tokens_at_hand, training_flops, training_speed, weights_bytes
 from ..data.packing import NEW_PER_OLD, review_documents
 from ..data.sources import LanguageText
 from ..disk import StepOutput, saved_at_once, training_checkpoint
@@ -35,17 +29,13 @@ from ..trainers.freezing import freeze
 from ..trainers.router_losses import CHECKPOINTING
 from .base import Checks, RunStep, StepResult, check_pairs, contents
 
-# The training arguments on which the size of the training checkpoints depends.
-_OF_SAVING = (
-    "save_strategy", "save_steps", "save_total_limit", "max_steps", "num_train_epochs", "optim", "distributed_config",
+# The training arguments on which memory, time and the size of the training checkpoints depend.
+_OF_COSTS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "save_strategy",
+    "save_steps", "save_total_limit", "optim", "distributed_config",
 )  # fmt: skip
-
 # Steps that are done again without much loss.
 _FEW_STEPS = 100
-# Those on which memory and time depend.
-_OF_COSTS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
-)  # fmt: skip
 
 
 @dataclass
@@ -114,9 +104,7 @@ class TrainStep(StageStep):
 
     def _estimate(self, checks: Checks) -> None:
         """Says the memory, steps and hours of the stage, and the tokens of each language; estimates."""
-        training = self.settings.training
-        relevant = {name: training[name] for name in _OF_COSTS if name in training}
-        config: Any = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
+        training, config = self.settings.training, self._costs(checks)
         half = bool(training.get("bf16") or training.get("fp16"))
         at_once = config.per_device_train_batch_size * config.block_size
         trained = freeze(checks.network, config.trained()[1]).trainable
@@ -176,9 +164,13 @@ class TrainStep(StageStep):
                 with errors_at(f"{self.stage.key}.validation.texts.{code}"):
                     check_pairs(source, checks)
 
+    def _costs(self, checks: Checks) -> Any:
+        """The stage's configuration without the arguments that cost nothing, which another machine may refuse."""
+        relevant = {name: value for name, value in self.settings.training.items() if name in _OF_COSTS}
+        return self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
+
     def _working(self, checks: Checks) -> int:
-        relevant = {name: value for name, value in self.settings.training.items() if name in _OF_SAVING}
-        config = self.settings.model_copy(update={"training": relevant}).config(self.output, checks.recipe.seed)
+        config = self._costs(checks)
         total, trained = config.saved_parameters(checks.network)
         each = training_checkpoint(total, trained, config)
         return saved_at_once(config) * each

@@ -9,7 +9,7 @@ from ..disk import StepOutput
 from ..errors import errors_at
 from ..models import check_decoder
 from ..recipe import Recipe
-from ..self_written import check_positions, write_texts
+from ..self_written import SelfWrittenSettings, check_positions, write_texts
 from .base import Checks, Step, StepResult
 
 # Generous: bytes of a token's text, and of the words about its origin in a document's row.
@@ -24,17 +24,16 @@ class WriteOldText(Step):
     name = "self_written"
 
     recipe: Recipe
+    chosen: SelfWrittenSettings
 
     def __post_init__(self) -> None:
         self.output = Path(next(iter(self.recipe.written_sources.values())).source)
 
     def inputs(self) -> dict[str, Any]:
-        assert self.recipe.self_written is not None
-        return {"self_written": self.recipe.self_written.model_dump()}
+        return {"self_written": self.chosen.model_dump()}
 
     def check(self, checks: Checks) -> None:
-        recipe, chosen = self.recipe, self.recipe.self_written
-        assert chosen is not None
+        recipe, chosen = self.recipe, self.chosen
         if checks.config is not None:
             check_decoder(checks.config, recipe.base, "texts that the base writes itself (self_written)")
             tokenizer = None if checks.offline else checks.tokenizer
@@ -49,9 +48,8 @@ class WriteOldText(Step):
         )
 
     def work(self) -> StepResult:
-        recipe, chosen = self.recipe, self.recipe.self_written
-        assert chosen is not None
-        return self._done(*write_texts(recipe.base, recipe.revision, chosen.samples(recipe.seed), self.output))
+        recipe, samples = self.recipe, self.chosen.samples(self.recipe.seed)
+        return self._done(*write_texts(recipe.base, recipe.revision, samples, self.output))
 
     def finish(self) -> StepResult:
         with open(self.output, encoding="utf-8") as file:
