@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ def training_speed(half: bool = False) -> float:
 def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
     """About how many tokens a language's local text has, from the first megabyte of each file; None for text on the hub
     and for parquet files."""
-    files = [Path(file) for file in source.files()]
+    files = source.files()
     if not files or any(file.suffix not in (".jsonl", ".txt") for file in files):
         return None
     total = 0.0

@@ -3,8 +3,7 @@
 Shape suffixes as in `modeling/routing.py`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -52,8 +51,7 @@ def check_gates(masking: Masking | None, has_gates: bool, where: str = "masking"
         )
 
 
-@contextmanager
-def mask_routing(model: Any, masking: Masking | None) -> Iterator[None]:
+def mask_routing(model: Any, masking: Masking | None) -> AbstractContextManager:
     """Inside, an expanded model in training mode masks its routing by `masking`; in evaluation mode it does not.
 
     Run the backward pass inside too: gradient checkpointing repeats the forward pass in it, with the same draws.
@@ -62,11 +60,9 @@ def mask_routing(model: Any, masking: Masking | None) -> Iterator[None]:
         InputError: gate masking is set, but the model has no gates.
     """
     if masking is None or masking == Masking():
-        yield
-        return
+        return nullcontext()
     check_gates(masking, model.config.conditional_routing)
-    with model.routing_control.setting("change_choice", _MaskedChoice(masking, min(model.expanded_ffns()))):
-        yield
+    return model.routing_control.setting("change_choice", _MaskedChoice(masking, min(model.expanded_ffns())))
 
 
 class MaskingMixin:

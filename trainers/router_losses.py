@@ -83,9 +83,8 @@ class RouterLossMixin:
                 "Reentrant gradient checkpointing silently drops the gradient of the router losses: set "
                 f'{CHECKPOINTING}_kwargs={{"use_reentrant": False}}.'
             )
-        if self._is_encoder_decoder and (
-            wrong := [loss for loss in self._active_losses() if not loss.for_encoder_decoders]
-        ):
+        wrong = [loss for loss in self._active_losses() if not loss.for_encoder_decoders]
+        if wrong and self._is_encoder_decoder:
             raise ValueError(
                 f"The {wrong[0].name} loss is for decoders, but the model is an encoder-decoder: leave it out."
             )

@@ -146,7 +146,7 @@ def beginning(text: str, tokenizer: Any, most: int) -> tuple[str, list[int]]:
     def tokens(end: int) -> list[int]:
         return tokenizer(text[:end], add_special_tokens=False, verbose=False).input_ids
 
-    end = bisect_right(range(1, len(text)), most, key=lambda end: len(tokens(end)))
+    end = bisect_right(range(1, len(text)), most, key=lambda place: len(tokens(place)))
     return text[:end], tokens(end)
 
 
