@@ -178,7 +178,7 @@ class ExpandedFFN(nn.Module):
         if self.control.text is not None or self.classifier is None:
             return self.control.text
         B, S = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, hidden_states.shape[0])
-        return RunningText(self.prefix_rule, TextMarks((B, S), hidden_states.device))
+        return RunningText(self.prefix_rule, TextMarks.of((B, S), hidden_states.device))
 
     def _classes(
         self, x_Th: torch.Tensor, text: RunningText | None

@@ -84,33 +84,41 @@ class PrefixRule:
             raise ValueError(f"prefix_gate: {error}") from None
 
 
+@dataclass(frozen=True)
 class TextMarks:
-    """Where the texts of a model's inputs begin, and which of their tokens are text.
+    """Where the texts of a batch begin, and which of its tokens are text.
 
     Attributes:
         starts: `[B, S]` bool, the first token of each text.
         counted: `[B, S]` bool, all tokens but padding.
-
-    Raises:
-        ValueError: the attention mask is not `[B, S]`, and there are no position_ids.
     """
 
-    def __init__(
-        self, shape: tuple[int, int], device: Any, attention_mask: Any = None, position_ids: Any = None
-    ) -> None:
+    starts: torch.Tensor
+    counted: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, int], device: Any, attention_mask: Any = None, position_ids: Any = None
+    ) -> "TextMarks":
+        """The marks of a model's inputs.
+
+        Raises:
+            ValueError: the attention mask is not `[B, S]`, and there are no position_ids.
+        """
         B, S = shape
-        self.starts = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.counted = ~self.starts
+        starts = torch.zeros(shape, dtype=torch.bool, device=device)
+        counted = ~starts
         if position_ids is not None:
             position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
-            self.starts = (position_ids[:, -S:] == 0).expand(B, S).to(device)
+            starts = (position_ids[:, -S:] == 0).expand(B, S).to(device)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            self.counted = attention_mask[:, -S:].to(device, torch.bool)
+            counted = attention_mask[:, -S:].to(device, torch.bool)
         elif attention_mask is not None and position_ids is None:
             raise ValueError(
                 "Prefix gates do not find padding and the beginnings of texts in this attention_mask: give one of "
                 "[batch, sequence], or position_ids."
             )
+        return cls(starts, counted)
 
 
 def bounded_log_odds(logits: torch.Tensor, bound: float) -> torch.Tensor:
@@ -293,12 +301,12 @@ def texts_of_call(rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str,
     """The texts of a decoder's forward pass, from its arguments.
 
     Raises:
-        ValueError: see `TextMarks` and `text_seen`.
+        ValueError: see `TextMarks.of` and `text_seen`.
     """
     arguments = inspect.signature(decoder.forward).bind_partial(*args).arguments | kwargs if args else kwargs
     inputs = arguments.get("input_ids")
     inputs = arguments["inputs_embeds"] if inputs is None else inputs
-    marks = TextMarks(
+    marks = TextMarks.of(
         tuple(inputs.shape[:2]), inputs.device, arguments.get("attention_mask"), arguments.get("position_ids")
     )
     cache = arguments.get("past_key_values")

@@ -104,7 +104,7 @@ def test_padding_is_no_evidence_and_position_zero_begins_a_text():
     rule, logits = PrefixRule(0.9, 2.0), torch.randn(12, 2)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1]])
     positions = torch.tensor([[0, 0, 0, 1, 2, 3], [0, 1, 0, 1, 1, 2]])
-    found = RunningText(rule, TextMarks((2, 6), "cpu", mask, positions)).judge(0, logits).view(2, 6, 2)
+    found = RunningText(rule, TextMarks.of((2, 6), "cpu", mask, positions)).judge(0, logits).view(2, 6, 2)
     e = bounded_log_odds(logits, 2.0).view(2, 6)
     assert torch.equal(found[..., 0], torch.zeros(2, 6))
     s = found[..., 1]
@@ -116,11 +116,11 @@ def test_padding_is_no_evidence_and_position_zero_begins_a_text():
 @pytest.mark.parametrize("cuts", [[1] * 20, [7, 1, 12], [19, 1]])
 def test_in_pieces_the_log_odds_are_the_same_bits(cuts):
     rule, logits = PrefixRule(0.95, 3.0), torch.randn(2, 20, 3)
-    whole = RunningText(rule, TextMarks((2, 20), "cpu")).judge(4, logits.flatten(0, 1)).view(2, 20, 3)
+    whole = RunningText(rule, TextMarks.of((2, 20), "cpu")).judge(4, logits.flatten(0, 1)).view(2, 20, 3)
     seen, start = SeenText(), 0
     for size in cuts:
         piece = logits[:, start : start + size]
-        text = RunningText(rule, TextMarks((2, size), "cpu"), seen)
+        text = RunningText(rule, TextMarks.of((2, size), "cpu"), seen)
         assert torch.equal(text.judge(4, piece.flatten(0, 1)).view(2, size, 3), whole[:, start : start + size])
         seen.keep, seen.evidence, start = text.keep, text.evidence, start + size
 
@@ -272,9 +272,11 @@ def test_packed_documents_are_judged_apart():
     own = own_logits(model, ids, positions)
     rule = PrefixRule.of(model.config)
     for judged, logits in zip(found, own, strict=True):
-        parts = [RunningText(rule, TextMarks((1, len(part)), "cpu")).judge(0, part) for part in logits.split([9, 17])]
+        parts = [
+            RunningText(rule, TextMarks.of((1, len(part)), "cpu")).judge(0, part) for part in logits.split([9, 17])
+        ]
         assert torch.equal(judged, (torch.cat(parts)[:, 1] >= 0).long())
-        whole = RunningText(rule, TextMarks((1, 26), "cpu")).judge(0, logits)
+        whole = RunningText(rule, TextMarks.of((1, 26), "cpu")).judge(0, logits)
         assert not torch.equal(judged, (whole[:, 1] >= 0).long())
 
 
@@ -421,7 +423,7 @@ def test_text_that_changes_its_language_changes_its_class():
     rule, e = PrefixRule(0.9, 4.0), 1.0
     raw = 4.0 * math.atanh(e / 4.0)
     own = torch.tensor([[0.0, -raw]] * 40 + [[0.0, raw]] * 20)
-    found = RunningText(rule, TextMarks((1, 60), "cpu")).judge(0, own)[:, 1]
+    found = RunningText(rule, TextMarks.of((1, 60), "cpu")).judge(0, own)[:, 1]
     assert (found[:40] < 0).all()
     before = e * (1 - 0.9**40) / 0.1
     needed = next(n for n in range(1, 20) if e * (1 - 0.9**n) / 0.1 >= before * 0.9**n)

@@ -40,7 +40,7 @@ def judged_by_text(layer: LayerRouting, inputs: Mapping[str, Any]) -> LayerRouti
     if layer.prefix_rule is None or layer.classifier_logits is None:
         return layer
     ids = inputs["input_ids"]
-    marks = TextMarks(tuple(ids.shape), ids.device, inputs.get("attention_mask"), inputs.get("position_ids"))
+    marks = TextMarks.of(tuple(ids.shape), ids.device, inputs.get("attention_mask"), inputs.get("position_ids"))
     log_odds_TC = RunningText(layer.prefix_rule, marks).judge(0, layer.classifier_logits)
     return replace(layer, classifier_logits=log_odds_TC, prefix_rule=None)
 
