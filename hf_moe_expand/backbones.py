@@ -48,11 +48,7 @@ map the hidden states alone too. With copies and LoRA experts give such a layer 
 
 
 def answer(model: str, revision: str | None = None) -> list[str]:
-    """What there is to say about one model, line by line.
-
-    Raises:
-        InputError: the model cannot be expanded.
-    """
+    """What there is to say about one model, line by line; an InputError says why it cannot be expanded."""
     config: Any = load_base_config(resolve_checkpoint(model, revision, weights=False))
     if reason := broken_promise(config):
         raise InputError(f"{model}: a {config.model_type} checkpoint cannot be expanded: {in_refusal(config, reason)}.")

@@ -131,14 +131,8 @@ def make_card(
 
 
 def scores_of_this(evaluation: Evaluation, names: Iterable[str], where: str | os.PathLike) -> Evaluation:
-    """An evaluation reduced to its first model and this one, which gets the name `this model`.
-
-    Args:
-        names: possible names of this model.
-
-    Raises:
-        InputError: the evaluation lacks this model.
-    """
+    """An evaluation reduced to its first model and this one, which gets the name `this model`; refuses one that has
+    none of its possible `names`."""
     wanted = list(dict.fromkeys(names))
     called = next((name for name in wanted if name in evaluation.models), None)
     if called is None:
@@ -286,35 +280,24 @@ def _without_nothing(value: Any) -> Any:
 
 
 def _eval_results(scores: Evaluation) -> list[EvalResult]:
-    def result(kind: str, name: str, value: float, **dataset: Any) -> EvalResult:
-        return EvalResult(
-            task_type="text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset
-        )
-
-    of_text = [
-        result(
-            kind,
-            kind.replace("_", " "),
-            getattr(score, kind),
-            dataset_type="text",
-            dataset_name=f"held-out text ({language})",
-            dataset_config=language,
-            dataset_args={"tokens": score.tokens, "bytes": score.bytes},
-        )
-        for language, score in scores.models[THIS].items()
-        for kind in _MEASURES
+    found: list[tuple[str, str, float, dict[str, Any]]] = []  # kind and name of a metric, its value, its data set
+    for language, text in scores.models[THIS].items():
+        dataset = {
+            "dataset_type": "text",
+            "dataset_name": f"held-out text ({language})",
+            "dataset_config": language,
+            "dataset_args": {"tokens": text.tokens, "bytes": text.bytes},
+        }
+        found += [(kind, kind.replace("_", " "), getattr(text, kind), dataset) for kind in _MEASURES]
+    for task, score in scores.tasks.get(THIS, {}).items():
+        dataset = {
+            "dataset_type": task,
+            "dataset_name": f"{task} (lm-evaluation-harness)",
+            "dataset_args": {"num_few_shot": score.shots, "samples": score.samples, "version": score.version},
+        }
+        if score.group is None:
+            found += [(kind, kind, metric.value, dataset) for kind, metric in score.metrics.items()]
+    return [
+        EvalResult("text-generation", metric_type=kind, metric_name=name, metric_value=round(value, 4), **dataset)
+        for kind, name, value, dataset in found
     ]
-    of_tasks = [
-        result(
-            kind,
-            kind,
-            metric.value,
-            dataset_type=task,
-            dataset_name=f"{task} (lm-evaluation-harness)",
-            dataset_args={"num_few_shot": score.shots, "samples": score.samples, "version": score.version},
-        )
-        for task, score in scores.tasks.get(THIS, {}).items()
-        if score.group is None
-        for kind, metric in score.metrics.items()
-    ]
-    return of_text + of_tasks

@@ -7,11 +7,7 @@ from .errors import InputError
 
 
 def import_extra(name: str, extra: str = "eval") -> ModuleType:
-    """Imports a module of a package that an extra installs.
-
-    Raises:
-        InputError: the package is not installed.
-    """
+    """Imports a module of a package that an extra installs; an InputError says how to install it."""
     package = name.partition(".")[0]
     try:
         return import_module(name)

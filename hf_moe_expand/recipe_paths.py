@@ -20,11 +20,8 @@ def unset_variable(text: str) -> str | None:
 
 
 def filled_in(source: Any, where: str, unset_ok: bool) -> str:
-    """A path or source with the values of its variables.
-
-    Raises:
-        InputError: `source` is not a text, or a variable is not set and `unset_ok` is false.
-    """
+    """A path or source with the values of its variables; refuses what is no text and, unless `unset_ok`, variables that
+    are not set."""
     if not isinstance(source, str):
         raise InputError(f"{where}: {source!r} is not a file, a folder or hub:NAME.")
     if not unset_ok and (unset := unset_variable(source)):

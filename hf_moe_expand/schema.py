@@ -48,10 +48,10 @@ _KINDS = {
     "model_attributes_type": "`key: value` lines", "none_required": "null",
 }  # fmt: skip
 _BOUNDS = {
-    "greater_than_equal": ("at least {ge}", "ge"),
-    "greater_than": ("larger than {gt}", "gt"),
-    "less_than_equal": ("at most {le}", "le"),
-    "less_than": ("less than {lt}", "lt"),
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("larger than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
 }
 
 
@@ -182,7 +182,7 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
     split = max((i for i, part in enumerate(path) if not isinstance(part, int)), default=0)  # a list with its index
     if bound := next((entry for entry in same if entry["type"] in _BOUNDS), None):
         words, name = _BOUNDS[bound["type"]]
-        wanted = words.format(**{name: f"{bound['ctx'][name]:g}"})
+        wanted = f"{words} {bound['ctx'][name]:g}"
         return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
     kinds = list(dict.fromkeys(_KINDS.get(str(entry["type"]), entry["msg"]) for entry in same))
     return f"{_place(where, path)}expected {' or '.join(kinds)}, found {_found(value)}."

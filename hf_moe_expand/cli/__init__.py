@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partialmethod
 from pathlib import Path
 from types import FrameType
@@ -101,12 +101,10 @@ def orderly_stops() -> Iterator[list[int]]:
             came.append(number)
             raise KeyboardInterrupt
 
-    try:
+    with suppress(ValueError):  # only the main thread may set handlers
         for number in _SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, stop)
-    except ValueError:  # only the main thread may set handlers
-        pass
     try:
         yield came
     finally:
@@ -140,13 +138,11 @@ def tell_unforeseen(error: BaseException) -> int:
     name = f"hf-moe-expand-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     where = ""
     for folder in (Path.cwd, lambda: Path(tempfile.gettempdir())):
-        try:
+        with suppress(OSError):
             file = folder() / name
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
             where = f" The traceback is in {file}."
             break
-        except OSError:
-            continue
     kind, message = type(error).__name__, first_line(error)
     message = message if message.startswith(kind) else f"{kind}: {message}"
     print(f"error: {message}. This error was not expected.{where}", file=sys.stderr)

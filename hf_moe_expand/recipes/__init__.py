@@ -39,11 +39,7 @@ def packaged_recipes() -> list[PackagedRecipe]:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe: a file of that name, or else a packaged recipe.
-
-    Raises:
-        InputError: `name` is neither; the message suggests the nearest packaged recipe.
-    """
+    """The file of that name, or else of a packaged recipe; an InputError suggests the nearest one."""
     files = packaged_files()
     if Path(name).is_file():
         return Path(name)

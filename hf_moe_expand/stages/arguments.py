@@ -81,10 +81,7 @@ def _numbers() -> type[pydantic.BaseModel]:
     for f in fields(TrainingArguments):
         options = typing.get_args(hints[f.name]) or (hints[f.name],)
         if f.init and all(option in _STRICT for option in options):
-            strict: Any = _STRICT[options[0]]
-            for option in options[1:]:
-                strict = strict | _STRICT[option]
-            types[f.name] = (strict, None)
+            types[f.name] = (typing.Union[tuple(_STRICT[option] for option in options)], None)  # noqa: UP007
     return pydantic.create_model("TrainingNumbers", **types)
 
 

@@ -141,11 +141,8 @@ class StageSettings(Declared):
     )
 
     def config(self, output_dir: Any, seed: int, where: str = "") -> StageConfig:
-        """The stage's configuration.
-
-        Raises:
-            InputError: a training argument is unknown, is set by this package, or is refused by the library.
-        """
+        """The stage's configuration; refuses training arguments that are unknown or set by this package, and those that
+        the library refuses."""
         prefix = f"{where}." if where else ""
         training = check_training_arguments(self.training, f"{prefix}training")
         own = {name: getattr(self, name) for name in own_fields(self.config_class)}

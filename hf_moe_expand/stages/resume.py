@@ -51,11 +51,8 @@ class TrainingFolder:
             )
 
     def resume(self) -> str | None:
-        """The last complete training checkpoint of an interrupted run with the same inputs; None without one.
-
-        Raises:
-            InputError: the interrupted run had other settings, other data or another model.
-        """
+        """The last complete training checkpoint of an interrupted run; None without one. Refuses a run that had other
+        settings, other data or another model."""
         record = self.path / STARTED_WITH
         # Saved last: if it is missing, the process was killed while it saved.
         whole = [path.parent for path in self.path.glob("checkpoint-*/trainer_state.json") if _is_json(path)]
@@ -75,12 +72,8 @@ class TrainingFolder:
     @contextmanager
     def begun(self, writes: bool) -> Iterator[None]:
         """Makes the folder and its record, and locks it until `remove` or the end of the process; on the rank that
-        `writes`. An error inside of it removes the folder again where no training checkpoint was saved, from which to
-        go on.
-
-        Raises:
-            InputError: another process trains the same output.
-        """
+        `writes`. Refuses while another process trains the same output. An error inside of it removes the folder again
+        where no training checkpoint was saved, from which to go on."""
         if writes:
             work_folder(self.path)
             self.lock.acquire()

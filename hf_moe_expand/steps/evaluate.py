@@ -95,11 +95,9 @@ class Evaluate(Step):
         )  # fmt: skip
         first, *_, last = models.values()
         if len(models) > 1 and not load_config(Path(last[0])).is_encoder_decoder:
-            checks = [
-                check_chat(first[0], last[0], code, questions, first[1])
-                for code, questions in self._questions().items()
-            ]
-            result.chats = [check for check in checks if check is not None]
+            asked = self._questions().items()
+            compared = (check_chat(first[0], last[0], code, questions, first[1]) for code, questions in asked)
+            result.chats = list(filter(None, compared))
         result.to_json(self.output)
         missing = [name for name in self.models if name not in present]
         gone = f" ({', '.join(missing)}: no longer kept)" if missing else ""

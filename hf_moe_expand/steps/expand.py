@@ -12,9 +12,11 @@ from ..disk import StepOutput
 from ..errors import InputError, errors_at
 from ..models import load_for_inference
 from ..planning.plan import Plan
-from ..settings import ExpandSettings
 from .analyze import check_tokens
 from .base import Checks, RunStep, StepResult
+
+# The settings that say what the new experts are.
+_KIND = {"expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width"}
 
 
 class Expand(RunStep):
@@ -55,13 +57,8 @@ class Expand(RunStep):
         with errors_at("expand"):
             if not plan.grows_from:
                 check_dense_plan(plan, dense, self.run.start, settings.conditional_routing)
-            kind = chosen_kind(network_of(dense), plan, **self._kind(settings))
+            kind = chosen_kind(network_of(dense), plan, **settings.model_dump(include=_KIND))
         return network_of(planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing))
-
-    @staticmethod
-    def _kind(settings: ExpandSettings) -> dict[str, Any]:
-        names = ("expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width")
-        return {name: getattr(settings, name) for name in names}
 
     def work(self) -> StepResult:
         run, settings = self.run, self.run.expansion.expand
@@ -82,7 +79,7 @@ class Expand(RunStep):
             self.output,
             plan,
             conditional_routing=settings.conditional_routing,
-            **self._kind(settings),
+            **settings.model_dump(include=_KIND),
             revision=run.revision,
             **options,
         )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analysis.gating import check_languages, fit_gates
-from ..data.sources import LanguageText
 from ..errors import errors_at
 from .base import Checks, StepResult, contents
 from .stage import StageStep
@@ -13,11 +12,6 @@ from .stage import StageStep
 @dataclass
 class GatesStep(StageStep):
     """Writes the checkpoint with gates that send home what they do not recognise."""
-
-    @property
-    def _texts(self) -> dict[str, LanguageText]:
-        codes = self.stage.languages(self.settings, self.run.old, self.run.new)
-        return {code: self.run.sources[code] for code in dict.fromkeys(codes) if code in self.run.sources}
 
     @property
     def _classes(self) -> dict[str, int]:
@@ -30,7 +24,7 @@ class GatesStep(StageStep):
 
     def inputs(self) -> dict[str, Any]:
         anchors = contents(self.run.recipe.anchor_sources)
-        return {**super().inputs(), "texts": contents(self._texts), "anchors": anchors}
+        return {**super().inputs(), "texts": contents(self._texts()), "anchors": anchors}
 
     def check(self, checks: Checks) -> None:
         share = 100 * self.settings.unseen_share
@@ -39,11 +33,11 @@ class GatesStep(StageStep):
         if checks.config is not None and not self.run.recipe.joins:
             with errors_at(self.stage.key):
                 anchors = self.run.recipe.anchor_sources or None
-                check_languages(self._classes, self._texts, anchors)  # type: ignore[arg-type]
+                check_languages(self._classes, self._texts(), anchors)  # type: ignore[arg-type]
 
     def work(self) -> StepResult:
         recipe = self.run.recipe
-        shuffled = {code: source.load().shuffle(seed=recipe.seed)["text"] for code, source in self._texts.items()}
+        shuffled = {code: source.load().shuffle(seed=recipe.seed)["text"] for code, source in self._texts().items()}
         anchors = {code: source.load()["text"] for code, source in recipe.anchor_sources.items()} or None
         report = fit_gates(
             self.before, self.output, shuffled, anchors, self.settings, seed=recipe.seed,

@@ -104,7 +104,7 @@ class JoinPacks(RunStep):
                 first_tokens(code, source.documents(), tokenizer, self._settings.tokens)
 
     def work(self) -> StepResult:
-        settings = self._settings
+        settings, recipe = self._settings, self.run.recipe
         options: dict[str, Any] = {
             "keep_both": settings.keep_both, "max_shard_size": settings.max_shard_size, "overwrite": True
         }  # fmt: skip
@@ -116,21 +116,16 @@ class JoinPacks(RunStep):
         report, calibration = join_calibrated(
             settings.packs,
             self.output,
-            self._texts(),
+            {code: self.run.sources[code].load().shuffle(seed=recipe.seed)["text"] for code in self._given},
             tokens=settings.tokens,
             gates=settings.gates,
-            anchors={code: source.load()["text"] for code, source in self.run.recipe.anchor_sources.items()} or None,
+            anchors={code: source.load()["text"] for code, source in recipe.anchor_sources.items()} or None,
             **options,
         )
         summary = _in_words(report.packs, report.experts_per_layer)
         if not calibration.gates:
             summary += f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}"
         return StepResult(summary, {"scales": report.scales, "before": calibration.before, "after": calibration.after})
-
-    def _texts(self) -> dict[str, list[str]]:
-        """The documents to calibrate on, which decoders alone read."""
-        seed = self.run.recipe.seed
-        return {code: self.run.sources[code].load().shuffle(seed=seed)["text"] for code in self._given}
 
 
 def _is_whole_folder(pack: str) -> bool:

@@ -10,7 +10,7 @@ from accelerate import PartialState
 
 from ..checkpoint.graft import check_fine_tune, graft_delta
 from ..checkpoint.source import load_config
-from ..costs import activation_bytes, tokens_at_hand, training_flops, training_speed, weights_bytes
+from ..costs import activation_bytes, size_of, tokens_at_hand, training_flops, training_speed, weights_bytes
 from ..data.packing import NEW_PER_OLD, review_documents
 from ..data.sources import LanguageText
 from ..disk import StepOutput, saved_at_once, training_checkpoint
@@ -50,6 +50,11 @@ class StageStep(RunStep):
         self.title = self.writes = self.stage.key  # type: ignore[misc]
         super().__post_init__()
 
+    def _texts(self) -> dict[str, LanguageText]:
+        """The text that the stage reads."""
+        codes = self.stage.languages(self.settings, self.run.old, self.run.new)
+        return {code: self.run.sources[code] for code in dict.fromkeys(codes)}
+
     def inputs(self) -> dict[str, Any]:
         return {self.stage.key: self.settings.model_dump()}
 
@@ -68,17 +73,13 @@ class TrainStep(StageStep):
     every_rank = True
     stage: type[TrainingStage]
 
-    def _data(self) -> dict[str, LanguageText]:
-        codes = self.stage.languages(self.settings, self.run.old, self.run.new)
-        return {code: self.run.sources[code] for code in dict.fromkeys(codes)}
-
     def inputs(self) -> dict[str, Any]:
-        return {**super().inputs(), "texts": contents(self._data())}
+        return {**super().inputs(), "texts": contents(self._texts())}
 
     def check(self, checks: Checks) -> None:
         recipe, model = checks.recipe, checks.config
         facts = StageFacts(
-            self.run.old, self.run.new, list(self._data()), recipe.all_expansions[0].expand.conditional_routing,
+            self.run.old, self.run.new, list(self._texts()), recipe.all_expansions[0].expand.conditional_routing,
             None if model is None else longest_block(model), None if model is None else bool(model.is_encoder_decoder),
             key=self.stage.key, offline=checks.offline,
         )  # fmt: skip
@@ -108,8 +109,7 @@ class TrainStep(StageStep):
         half = bool(training.get("bf16") or training.get("fp16"))
         at_once = config.per_device_train_batch_size * config.block_size
         trained = freeze(checks.network, config.trained()[1]).trainable
-        total = sum(parameter.numel() for parameter in checks.network.parameters())
-        fixed = weights_bytes(total, trained)
+        fixed = weights_bytes(size_of(checks.network), trained)
         moving = activation_bytes(checks.network, at_once, half, bool(training.get(CHECKPOINTING)))
         here = device_memory()
         if not training.get("distributed_config") and not training.get("deepspeed"):
@@ -130,7 +130,7 @@ class TrainStep(StageStep):
         of_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.block_size
         tokens: dict[str, int | None] = {}
         if not checks.offline:
-            for code, source in self._data().items():
+            for code, source in self._texts().items():
                 if isinstance(source, SelfWrittenText):
                     tokens[code] = source.tokens_to_come
                 else:
@@ -199,7 +199,7 @@ class TrainStep(StageStep):
     def work(self) -> StepResult:
         recipe = self.run.recipe
         config = self.settings.config(self.output, recipe.seed)
-        train_stage(self.before, self.output, self._data(), config)
+        train_stage(self.before, self.output, self._texts(), config)
         return self.finish()
 
     def finish(self) -> StepResult:
