@@ -360,7 +360,7 @@ def test_nothing_is_read_on_the_host(mode, kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize(("form", "tokens"), [("gated", 100), ("conv1d", 100), (Inline, 100)])
+@pytest.mark.parametrize(("form", "tokens"), [("gated", 13), ("gated", 100), ("conv1d", 100), (Inline, 100)])
 @pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_grouped_mm)])
 def test_compiled_it_is_one_graph(mode, form, tokens, kernel, monkeypatch):
     monkeypatch.setattr(dispatch_module, "has_kernel", lambda x: kernel)

@@ -90,7 +90,7 @@ def test_what_is_wrong_is_one_sentence(tmp_path, text, message):
         read(tmp_path, text)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 5
 
 
 def test_text_in_another_encoding_names_the_line(tmp_path):
