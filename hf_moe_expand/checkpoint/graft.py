@@ -231,9 +231,13 @@ def _same_tensor(target: StoredModel, key: str, dense: StoredModel, home: str) -
     ours, theirs = target.names[key], dense.home(home)
     if target.shapes[key] != dense.shapes[home]:
         return False
-    pairs = zip(target.reader.pieces(ours), dense.reader.pieces(theirs), strict=True)
-    equal = [(torch.equal(b.to(a.dtype), a), torch.equal(a.to(b.dtype), b)) for a, b in pairs]
-    return any(all(in_type) for in_type in zip(*equal, strict=True))
+    up_to_target = up_to_dense = True
+    for a, b in zip(target.reader.pieces(ours), dense.reader.pieces(theirs), strict=True):
+        up_to_target = up_to_target and torch.equal(b.to(a.dtype), a)
+        up_to_dense = up_to_dense and torch.equal(a.to(b.dtype), b)
+        if not (up_to_target or up_to_dense):  # the rest of a large tensor is not read
+            return False
+    return True
 
 
 def dense_names(target: StoredModel) -> dict[str, str | None]:
