@@ -55,6 +55,7 @@ def write_report(options: argparse.Namespace) -> None:
     if options.json:
         write_json(options.json, as_json(settings, options.out, speeds))
     if options.figures:
+        options.figures.mkdir(parents=True, exist_ok=True)
         draw_pareto(settings, results[max(results)], options.figures / f"{options.name}_pareto.svg")
         draw_losses(settings, results[max(results)], options.figures / f"{options.name}_loss.svg")
         if len(results) > 1:
