@@ -1,24 +1,23 @@
 """Writes a checkpoint that holds only the tensors added by an expansion, and a reference to its base model."""
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.core_model_loading import dot_natural_key
-from transformers.dynamic_module_utils import custom_object_save
 
 from ..errors import InputError
-from ..jsonfile import read_json, write_json
-from ..modeling import model_class
+from ..jsonfile import read_json
 from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
 from .local import name_and_commit
 from .reader import CheckpointReader
-from .source import load_expanded_config, resolve_checkpoint
+from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_companions, new_folder, write_weights
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -97,15 +96,11 @@ def save_expansion(
             f"{folder}: lacks most tensors of {base or origin.name}, such as {changed[0]}: give the base model that "
             "was expanded, or publish a model of which all weights were trained without --expansion-only."
         )
-    size = sum(tensor.nbytes for tensor in added)
-    with new_folder(out, overwrite, needed_bytes=size) as partial:
-        fields = read_json(folder / "config.json", "a configuration")
-        write_json(partial / "config.json", {**fields, "expansion_base": reference})
-        write_json(partial / RECORD, record)
-        custom_object_save(model_class(config), partial)
-        copy_companions(folder, partial)
-        write_weights(partial, added, ADDED, None, max_shard_size)
-    return SavedExpansion(Path(out), size, in_base, changed)
+    fields = read_json(folder / "config.json", "a configuration")
+    contents = {"config.json": {**fields, "expansion_base": reference}, RECORD: record}
+    files = {name: (json.dumps(it, indent=2, ensure_ascii=False) + "\n").encode() for name, it in contents.items()}
+    write_checkpoint(out, config, added, [(folder, COMPANIONS)], None, max_shard_size, overwrite, files, ADDED)
+    return SavedExpansion(Path(out), sum(tensor.nbytes for tensor in added), in_base, changed)
 
 
 def _compare(

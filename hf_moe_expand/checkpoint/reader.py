@@ -30,9 +30,24 @@ _PIECE = 1 << 18
 _SAMPLE = 1 << 12
 
 
+class Sized:
+    """A tensor with the type and the shape that its safetensors header gives."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BITS[self.dtype] // 8
+
+
 @dataclass(frozen=True)
-class TensorInfo:
-    """A tensor's type and shape, as its safetensors header gives them, and the place of its bytes.
+class TensorInfo(Sized):
+    """A tensor of a checkpoint, and the place of its bytes.
 
     Attributes:
         made: function that makes a tensor whose parts alone are stored; None for a stored tensor.
@@ -42,16 +57,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     file: Path
     start: int
-    end: int
     made: Callable[[], torch.Tensor] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 class CheckpointReader:
@@ -140,8 +146,7 @@ class CheckpointReader:
         def make() -> torch.Tensor:
             return made({part: _load(part, info) for part, info in stored.items()})
 
-        size = prod(shape) * ITEM_BITS[first.dtype] // 8
-        self.tensors[name] = TensorInfo(first.dtype, shape, first.file, 0, size, make)
+        self.tensors[name] = TensorInfo(first.dtype, shape, first.file, 0, make)
 
     def info(self, name: str) -> TensorInfo:
         """The header of a tensor, or of a part of one that is put together."""
@@ -288,9 +293,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     if unknown := [name for name, entry in header.items() if entry["dtype"] not in ITEM_BITS]:
         kind = header[unknown[0]]["dtype"]
         raise InputError(f"{file}: tensor {unknown[0]!r} is stored as {kind}, a type that this package does not know.")
-    base = 8 + length
-    tensors = {}
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), file, base + start, base + end)
-    return tensors
+    return {
+        name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
