@@ -198,7 +198,7 @@ def add_experts(
         today = {key: stored.tensor(key) for key in routing}
         files[KEPT_ROUTERS.format(len(history))] = save(today, metadata={"format": "pt"})
     parameters = sum(tensor.numel for tensor in outputs)
-    history.with_expansion(changed(record, parameters=parameters)).write(config)
+    History([*history.expansions, changed(record, parameters=parameters)]).write(config)
     return write_checkpoint(out, config, outputs, [(folder, COMPANIONS)], "grow", max_shard_size, overwrite, files)
 
 
