@@ -5,6 +5,7 @@ import copy
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
-from .stored import StoredModel, network_of, places
+from .stored import Place, StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, write_checkpoint
 
 _FEW = 5
@@ -113,7 +114,7 @@ def expand_checkpoint(
     dense = StoredModel(folder, dense_config)
     kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
-    tensors = _outputs(dense, config, expert_init, seed)
+    tensors = expanded_tensors(dense, config, expert_init, seed)
     known = {dense.names[key] for key in dense.tensors}
     base_parameters = sum(dense.reader.tensors[name].numel for name in known)
     parameters = sum(tensor.numel for tensor in tensors)
@@ -268,8 +269,15 @@ def planned_config(
     )
 
 
-def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> list[OutputTensor]:
-    """Every tensor of the expanded checkpoint, as a function of the dense checkpoint's tensors."""
+def expanded_tensors(
+    dense: StoredModel,
+    config: Any,
+    expert_init: str,
+    seed: int,
+    own: Callable[[Place, str], OutputTensor] | None = None,
+) -> list[OutputTensor]:
+    """Every tensor of the expanded checkpoint. `own` makes those that the dense model has too, of their places and
+    names; by default they are copies."""
     expanded, ffns = network_of(config), decoder_ffns(dense.network)
     outputs = []
     for name, place in places(expanded).items():
@@ -282,7 +290,7 @@ def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> li
             outputs.append(made(name, dtype, place.shape, make))
         else:
             assert place.dense is not None, "`first_weight` makes what the dense model lacks"
-            outputs += dense.copies(place.dense, name)
+            outputs += dense.copies(place.dense, name) if own is None else [own(place, name)]
     return outputs
 
 
