@@ -16,7 +16,7 @@ from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
 from .reader import is_finite
 from .source import COMPANIONS, TOKENIZER_FILES, differences
-from .stored import StoredModel, computed, layer_list, name_before_insertion, rounded
+from .stored import StoredModel, computed, layer_list, rounded
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that change the computation although the shapes are the same.
@@ -131,8 +131,11 @@ def add_delta(
         _check_expanded_from(target, before, after, own)
     instruct_cosine = _cosine(before, after, f"instruct ({after.name})")
     model_cosine = _cosine(before, target, f"the model ({target.name})", own)
-    config = target.config
-    fields = _follow(config, before.config, after.config, () if not keep_tokenizer else _TOKEN_IDS)
+    config, fields = target.config, {}
+    for name, _, new in differences(before.config, after.config, (*_OWN, *(_TOKEN_IDS if keep_tokenizer else ()))):
+        if (old := getattr(config, name, None)) != new:
+            fields[name] = (old, new)
+            setattr(config, name, new)
     tensors = [
         target.copied(key) if home is None else _grafted(target, key, home, before, after, scale)
         for key, home in homes.items()
@@ -243,16 +246,14 @@ def _same_tensor(target: StoredModel, key: str, dense: StoredModel, home: str) -
 def dense_names(target: StoredModel) -> dict[str, str | None]:
     """Maps each stored tensor to its name in the dense model from which `target` was expanded, the same for every
     expert; None for routers, classifiers and gates, and for inserted blocks."""
-    layers, new = layer_list(target.network), getattr(target.config, "new_layers", None) or []
+    layers, new = f"{layer_list(target.network)}.", getattr(target.config, "new_layers", None) or []
     homes = {key: target.places[key].dense for key in target.tensors}
-    return {key: home and name_before_insertion(home, layers, new) for key, home in homes.items()}
-
-
-def _embeddings(model: StoredModel) -> set[str]:
-    """Names of the tensors with one row for each token of the vocabulary."""
-    modules = [model.network.get_input_embeddings(), model.network.get_output_embeddings()]
-    own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
-    return {key for key, value in model.network.named_parameters(remove_duplicate=False) if id(value) in own}
+    for key, home in homes.items():
+        if home is not None and home.startswith(layers):
+            number, inner = home.removeprefix(layers).split(".", 1)
+            before = int(number) - sum(layer < int(number) for layer in new)
+            homes[key] = None if int(number) in new else f"{layers}{before}.{inner}"
+    return homes
 
 
 def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) -> int:
@@ -267,7 +268,9 @@ def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) ->
             f"Tensor {differ[0]!r} is in {where.folder} alone, but instruct must have the tensors of base: give a "
             "fine-tune of it."
         )
-    embeddings = _embeddings(base)
+    modules = [base.network.get_input_embeddings(), base.network.get_output_embeddings()]
+    own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    embeddings = {key for key, value in base.network.named_parameters(remove_duplicate=False) if id(value) in own}
     rows = 0
     for key, shape in base.shapes.items():
         other = instruct.shapes[key]
@@ -331,13 +334,3 @@ def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str
             stacklevel=4,
         )
     return cosine
-
-
-def _follow(config: Any, base: Any, instruct: Any, keep: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """Sets the fields in which instruct differs from base to instruct's values."""
-    fields = {}
-    for name, _, new in differences(base, instruct, (*_OWN, *keep)):
-        if (old := getattr(config, name, None)) != new:
-            fields[name] = (old, new)
-            setattr(config, name, new)
-    return fields

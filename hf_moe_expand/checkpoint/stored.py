@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -308,13 +308,3 @@ def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
 def layer_list(network: Any) -> str:
     """The name of a model's list of layers, such as `model.layers`."""
     return decoder_ffns(network)[0].place.partition(".0.")[0]
-
-
-def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:
-    """A tensor's name in the model without the layers `new`; None for a tensor of these layers."""
-    if not key.startswith(f"{layers}."):
-        return key
-    number, inner = key.removeprefix(f"{layers}.").split(".", 1)
-    if int(number) in new:
-        return None
-    return f"{layers}.{int(number) - sum(layer < int(number) for layer in new)}.{inner}"
