@@ -13,6 +13,7 @@ from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
+from hf_moe_expand.checkpoint.stored import StoredModel
 
 UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 GROUPS = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
@@ -56,11 +57,11 @@ WORK = {
 
 @pytest.mark.parametrize("name", WORK)
 def test_no_step_reads_a_whole_tensor(place, tmp_path, monkeypatch, name):
-    read = reader.CheckpointReader.tensor
+    read = StoredModel.tensor
 
-    def routing_only(self, name):
-        assert "router" in name or "classifier" in name, f"{name} is read as a whole"
-        return read(self, name)
+    def routing_only(self, key):
+        assert "router" in key or "classifier" in key, f"{key} is read as a whole"
+        return read(self, key)
 
     sizes = []
 
@@ -74,9 +75,9 @@ def test_no_step_reads_a_whole_tensor(place, tmp_path, monkeypatch, name):
 
     monkeypatch.setattr(reader, "_PIECE", LARGEST // 4)
     monkeypatch.setattr(reader, "_CHUNK", LARGEST)
-    monkeypatch.setattr(reader.CheckpointReader, "tensor", routing_only)
+    monkeypatch.setattr(StoredModel, "tensor", routing_only)
     for method in ("chunks", "pieces"):
-        monkeypatch.setattr(reader.CheckpointReader, method, watched(getattr(reader.CheckpointReader, method)))
+        monkeypatch.setattr(reader.StoredTensor, method, watched(getattr(reader.StoredTensor, method)))
     WORK[name](place, tmp_path / "out")
     assert len(sizes) > 20
     assert max(sizes) <= LARGEST

@@ -55,9 +55,7 @@ def expand_branches(
     def of_branches(place: Any, name: str) -> OutputTensor:
         if place.expert is None:
             return averaged(models, place.dense, weights, name)
-        branch = models[place.expert]
-        source = (branch.reader, branch.home(place.dense))
-        return computed(name, first.info(place.dense), [source], lambda piece: piece)
+        return computed(first[place.dense], [models[place.expert][place.dense]], lambda piece: piece, name)
 
     tensors = expanded_tensors(first, config, "copy", seed, of_branches)
     base_parameters = sum(info.numel for info in first.reader.tensors.values())

@@ -189,7 +189,7 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
     tensors = []
     for key, place in source.places.items():
         kind = source.config.kind_of(place.layer, expert)
-        if key in source.names and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
+        if key in source and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
             name, _ = rename_source_key(place.dense, reverse, [], reverse=True)
             if isinstance(kind, LoraKind) and place.expert == 0:
                 tensors.append(merged(source, key, expert, kind, name))
@@ -265,7 +265,7 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Itera
     ffns = stored_ffns(source)
     others = other_tensors(source, ffns)
     yield from (turned(tensor, config) if form.turned else tensor for tensor in others)
-    yield from _zeros(form.zero_once, "", config, source.info(next(iter(source.tensors))).dtype)
+    yield from _zeros(form.zero_once, "", config, source[source.tensors[0]].dtype)
     for ffn in ffns:
         layer = ffn.name.rpartition(".")[0]
         if ffn.router is None and form.dense_layers:

@@ -37,9 +37,6 @@ class Gates:
     rule: PrefixRule | None
 
 
-NO_GATES = Gates([], {}, None)
-
-
 def check_gated(model: str | os.PathLike) -> Any:
     """The configuration of a checkpoint that takes gates: not a DMoE's or an encoder-decoder's."""
     config = load_expanded_config(resolve_checkpoint(model, weights=False))
@@ -68,7 +65,7 @@ def write_gates(
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
     outputs = [one for key in stored.tensors if ".classifier." not in key for one in stored.copies(key)]
     for (layer, inner), rows in gates.rows.items():
-        dtype = TORCH_DTYPES[stored.info(f"{places[layer]}.router.weight").dtype]
+        dtype = TORCH_DTYPES[stored[f"{places[layer]}.router.weight"].dtype]
         outputs.append(in_memory(f"{places[layer]}.{inner}", rows.to(dtype)))
     set_gates(config, gates)
     parameters = sum(tensor.numel for tensor in outputs)

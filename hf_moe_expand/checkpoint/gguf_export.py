@@ -141,7 +141,7 @@ def export_gguf(
         form = gguf_form(config, folder)
         tensors, own = list(_named(expert_tensors(source, expert), form, config, folder)), []
     tensors += _rope_factors(config)
-    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.info(next(iter(source.tensors))).dtype, "f32")
+    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source[source.tensors[0]].dtype, "f32")
     fields = [*_model_fields(source, form, config, kind), *own, *tokenizer_fields(folder, config.vocab_size)]
     if modelfile:  # before the file of weights: where that exists, all is done
         write_text(beside_it, lines)

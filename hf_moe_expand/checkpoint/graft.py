@@ -231,11 +231,11 @@ def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: Store
 
 def _same_tensor(target: StoredModel, key: str, dense: StoredModel, home: str) -> bool:
     """Whether a tensor has the same elements in both checkpoints, in the type of one of them."""
-    ours, theirs = target.names[key], dense.home(home)
-    if target.shapes[key] != dense.shapes[home]:
+    ours, theirs = target[key], dense[home]
+    if ours.shape != theirs.shape:
         return False
     up_to_target = up_to_dense = True
-    for a, b in zip(target.reader.pieces(ours), dense.reader.pieces(theirs), strict=True):
+    for a, b in zip(ours.pieces(), theirs.pieces(), strict=True):
         up_to_target = up_to_target and torch.equal(b.to(a.dtype), a)
         up_to_dense = up_to_dense and torch.equal(a.to(b.dtype), b)
         if not (up_to_target or up_to_dense):  # the rest of a large tensor is not read
@@ -289,7 +289,7 @@ def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) ->
 def _grafted(
     target: StoredModel, key: str, home: str, base: StoredModel, instruct: StoredModel, scale: float
 ) -> OutputTensor:
-    stored, info, of_instruct = target.home(key), target.info(key), instruct.home(home)
+    stored, of_instruct = target[key], instruct[home]
 
     def moved(now: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         delta = after - before
@@ -299,13 +299,12 @@ def _grafted(
         # If training left the tensor alone, the sum is `after`, except for its rounding.
         return torch.where(now == before, after, result) if scale == 1 else result
 
-    sources = [(target.reader, stored), (base.reader, base.home(home)), (instruct.reader, of_instruct)]
-    shared = computed(stored, info, sources, moved)
+    shared = computed(stored, [stored, base[home], of_instruct], moved)
 
     def data() -> Iterable[bytes]:
         yield from shared.data()
-        for rest in instruct.reader.pieces(of_instruct, start=info.numel):
-            yield rounded(rest, info.dtype, stored)
+        for rest in of_instruct.pieces(start=stored.numel):
+            yield rounded(rest, stored.dtype, stored.name)
 
     return replace(shared, shape=instruct.shapes[home], data=data)
 
@@ -319,11 +318,10 @@ def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str
     """
     dot = left = right = 0.0
     for ffn in decoder_ffns(base.network):
-        ours = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
-        theirs = other.home(names[ours] if names else ours)
-        stop = min(_SAMPLE, base.info(ours).numel)
-        pairs = zip(base.reader.pieces(base.home(ours), stop=stop), other.reader.pieces(theirs, stop=stop), strict=True)
-        for a, b in pairs:
+        key = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
+        ours, theirs = base[key], other[names[key] if names else key]
+        stop = min(_SAMPLE, ours.numel)
+        for a, b in zip(ours.pieces(stop=stop), theirs.pieces(stop=stop), strict=True):
             a, b = a.double(), b.double()
             dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
     cosine = dot / max((left * right) ** 0.5, 1e-30)

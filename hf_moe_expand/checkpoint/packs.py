@@ -92,7 +92,7 @@ class Pack:
         return {
             place.dense: key
             for key, place in self.stored.places.items()
-            if place.dense is not None and place.expert in (None, 0) and key in self.stored.names
+            if place.dense is not None and place.expert in (None, 0) and key in self.stored
         }
 
     @cached_property
@@ -118,7 +118,7 @@ def own_pack(name: str, stored: StoredModel) -> Pack:
     for key, place in stored.places.items():
         if place.inner in ROUTING:
             routing[place.layer, place.inner] = stored.tensor(key)
-            _check_rows(stored.folder, stored.home(key), routing[place.layer, place.inner])
+            _check_rows(stored.folder, stored[key].name, routing[place.layer, place.inner])
     text = (stored.folder / "config.json").read_text("utf-8-sig")
     return Pack(name, stored.config, _own_text(text, stored.config), stored, routing, [0] * count_layers(stored.config))
 
@@ -315,7 +315,7 @@ def _check_base(first: Pack, pack: Pack) -> None:
     ours, theirs = first.base, pack.base
     for dense in sorted(set(ours) | set(theirs)):
         both = dense in ours and dense in theirs
-        if not both or not first.stored.same_bytes(ours[dense], pack.stored, theirs[dense]):
+        if not both or not first.stored[ours[dense]].same_bytes(pack.stored[theirs[dense]]):
             raise InputError(
                 f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs. Join packs of "
                 "one base, of the same revision and type."

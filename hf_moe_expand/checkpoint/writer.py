@@ -28,7 +28,7 @@ from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
 from .local import EXPANDED
-from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader, Sized, tensor_bytes
+from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
 from .source import CODE, COMPANIONS, lies_inside
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
@@ -72,10 +72,9 @@ def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
     return made(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
 
 
-def copy_of(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
+def copy_of(tensor: StoredTensor, name: str | None = None) -> OutputTensor:
     """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
-    info = reader.info(source)
-    return OutputTensor(name or source, info.dtype, info.shape, lambda: reader.finite_chunks(source))
+    return OutputTensor(name or tensor.name, tensor.dtype, tensor.shape, tensor.finite_chunks)
 
 
 def check_shard_size(size: str | int) -> None:

@@ -71,7 +71,7 @@ class JoinPacks(RunStep):
         base = StoredModel(recipe.base, revision=recipe.revision)
         for dense, key in sorted(pack.base.items()):
             same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
-            if not same or (contents and not base.same_bytes(dense, pack.stored, key)):
+            if not same or (contents and not base[dense].same_bytes(pack.stored[key])):
                 raise InputError(f"{pack.name}: is no expansion of `base`, {recipe.base}: tensor {dense!r} differs.")
 
     def _check_text(self, packs: Sequence[Pack], config: Any, offline: bool) -> None:
