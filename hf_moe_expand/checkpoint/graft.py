@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
-from .reader import is_finite
+from .reader import StoredTensor, is_finite
 from .source import COMPANIONS, TOKENIZER_FILES, differences
 from .stored import StoredModel, computed, layer_list, rounded
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
@@ -94,7 +94,7 @@ def graft_delta(
     if not isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is a dense checkpoint; use `merge delta`.")
     before = StoredModel(base, revision=revision)
-    return add_delta(target, out, before, instruct, scale, keep_tokenizer, "graft", max_shard_size, overwrite)
+    return add_delta(target, out, before, instruct, scale, keep_tokenizer, max_shard_size, overwrite)
 
 
 def check_fine_tune(
@@ -114,7 +114,6 @@ def add_delta(
     instruct: str | os.PathLike,
     scale: float,
     keep_tokenizer: bool,
-    step: str,
     max_shard_size: str | int,
     overwrite: bool,
 ) -> GraftReport:
@@ -142,6 +141,7 @@ def add_delta(
     ]
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
+    step = "graft" if isinstance(config, ExpandedConfig) else "merge delta"
     add_stage(config, StageRecord(stage=step, settings=settings))
     companions = [
         (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
@@ -215,10 +215,10 @@ def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: Store
     changed = any(stage.changes_everything for stage in history.stages)
     if changed or any(record.expert_init == "branches" for record in history.expansions):
         return
-    wrong = next((home for home, key in own.items() if not _same_tensor(target, key, base, home)), None)
+    wrong = next((home for home, key in own.items() if not _same_tensor(target[key], base[home])), None)
     if wrong is None:
         return
-    if all(_same_tensor(target, key, instruct, home) for home, key in own.items()):
+    if all(_same_tensor(target[key], instruct[home]) for home, key in own.items()):
         raise InputError(
             f"base ({base.folder}) and instruct ({instruct.folder}) look swapped: {target.folder} has the weights of "
             f"instruct, and other ones in {wrong!r} than base. Give the model that was expanded as base."
@@ -229,16 +229,15 @@ def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: Store
     )
 
 
-def _same_tensor(target: StoredModel, key: str, dense: StoredModel, home: str) -> bool:
-    """Whether a tensor has the same elements in both checkpoints, in the type of one of them."""
-    ours, theirs = target[key], dense[home]
+def _same_tensor(ours: StoredTensor, theirs: StoredTensor) -> bool:
+    """Whether two tensors have the same elements in the type of one of them."""
     if ours.shape != theirs.shape:
         return False
-    up_to_target = up_to_dense = True
+    up_to_ours = up_to_theirs = True
     for a, b in zip(ours.pieces(), theirs.pieces(), strict=True):
-        up_to_target = up_to_target and torch.equal(b.to(a.dtype), a)
-        up_to_dense = up_to_dense and torch.equal(a.to(b.dtype), b)
-        if not (up_to_target or up_to_dense):  # the rest of a large tensor is not read
+        up_to_ours = up_to_ours and torch.equal(b.to(a.dtype), a)
+        up_to_theirs = up_to_theirs and torch.equal(a.to(b.dtype), b)
+        if not (up_to_ours or up_to_theirs):  # the rest of a large tensor is not read
             return False
     return True
 

@@ -154,6 +154,4 @@ def merge_delta(
     target = StoredModel(model)
     if isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
-    return add_delta(
-        target, out, StoredModel(base), instruct, scale, keep_tokenizer, "merge delta", max_shard_size, overwrite
-    )
+    return add_delta(target, out, StoredModel(base), instruct, scale, keep_tokenizer, max_shard_size, overwrite)
