@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..errors import InputError
+from ..errors import InputError, named_as
 from ..jsonfile import parse_json
 from ..modeling import LayerMoEConfig, count_layers, model_class
 from ..modeling.configuration_layer_moe import joins_packs
@@ -205,12 +205,9 @@ def _kept_pack(file: Path, stored: StoredModel, before: Sequence[int]) -> Pack:
         raise InputError(f"{file}: cannot be read ({error}).") from None
     for key, tensor in tensors.items():
         _check_rows(file, key, tensor)
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch, named_as(scratch, file):
         (Path(scratch) / "config.json").write_text(text, "utf-8")
-        try:
-            config: Any = load_expanded_config(Path(scratch))
-        except InputError as error:
-            raise InputError(str(error).replace(scratch, str(file))) from None
+        config: Any = load_expanded_config(Path(scratch))
     if not isinstance(config, LayerMoEConfig):
         raise InputError(f"{file}: holds no LayerMoE configuration.")
     return Pack(name, config, _own_text(text, config), stored, routing, before, scale)

@@ -177,8 +177,8 @@ class Twin:
             torch.manual_seed(1)
             expanded = auto_class(own).from_config(own, dtype=torch.float32).eval()
         weights, where = dense.state_dict(), places(expanded)
-        own = {key: weights[place.dense] for key, place in where.items() if place.dense is not None}
-        expanded.load_state_dict(own, strict=False)
+        copied = {key: weights[place.dense] for key, place in where.items() if place.dense is not None}
+        expanded.load_state_dict(copied, strict=False)
         return cls(dense, expanded, _moved(expanded))
 
 

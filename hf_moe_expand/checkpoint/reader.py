@@ -119,9 +119,8 @@ class StoredTensor(Sized):
             yield torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[self.dtype])
 
     def rows(self, rows: Sequence[int]) -> torch.Tensor:
-        """Rows of a floating-point tensor, `[len(rows), h]`, whose last dimension is h; only they are read."""
-        if self.made is not None:
-            return self.load().flatten(0, -2)[list(rows)]
+        """Rows of a floating-point tensor that is stored whole, `[len(rows), h]`, whose last dimension is h; only they
+        are read."""
         size = self.shape[-1] * ITEM_BITS[self.dtype] // 8
         pieces = (piece for row in rows for piece in self._read(row * size, (row + 1) * size, size))
         return torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[self.dtype]).view(len(rows), -1)
