@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import unset_hf_deepspeed_config
 
 from .checkpoint.reader import TORCH_DTYPES, CheckpointReader
-from .checkpoint.stored import stored_names
+from .checkpoint.stored import stored_tensors
 from .errors import InputError
 from .modeling import auto_class
 from .schema import unknown_key
@@ -111,7 +111,7 @@ def save_whole(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, s
     with torch.device("meta"):  # a new model, since the launch may have changed the trained one's class and config
         model = auto_class(config).from_config(config)
     reader = CheckpointReader(start)
-    types = {key: TORCH_DTYPES.get(reader.tensors[name].dtype) for key, name in stored_names(reader, model).items()}
+    types = {key: TORCH_DTYPES.get(stored.dtype) for key, stored in stored_tensors(reader, model).items()}
     default = config.dtype or torch.float32
     state = {
         name: weight.to("cpu", (types.get(name) or default) if weight.is_floating_point() else None)

@@ -194,14 +194,13 @@ class History:
         """The class of each language: 0 for the base model's, g for those that expansion g added."""
         return {code: number for number, codes in enumerate(self.by_expansion) for code in codes}
 
-    def with_expansion(self, record: ExpansionRecord) -> "History":
-        """This history with one more expansion."""
-        return History([*self.expansions, record])
+    def with_last(self, **fields: Any) -> "History":
+        """This history with other values in the record of its last expansion."""
+        return History([*self.expansions[:-1], changed(self.last, **fields)])
 
     def with_stage(self, record: StageRecord) -> "History":
         """This history with one more step on the last expansion."""
-        last = changed(self.last, stages=[*self.last.stages, record])
-        return History([*self.expansions[:-1], last])
+        return self.with_last(stages=[*self.last.stages, record])
 
 
 def add_stage(config: Any, record: StageRecord) -> None:

@@ -26,7 +26,7 @@ from hf_moe_expand import (
     save_expansion,
     shrink_checkpoint,
 )
-from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.forecast import forecast
@@ -130,7 +130,7 @@ def test_an_expansion_alone_loads_with_its_base(base, saved, tmp_path):
 @pytest.mark.parametrize("base", ["olmoe", "mixtral", "qwen2"])
 def test_expert_0_is_exported_as_the_base(base, saved, tmp_path):
     folder = saved(base)
-    export_expert(folder / "moved", tmp_path / "base", 0)
+    export_native(folder / "moved", tmp_path / "base", expert=0)
     a, b = (load_file(where / "model.safetensors") for where in (folder / "base", tmp_path / "base"))
     if base != "mixtral":  # whose files have other names than the library's own modules
         assert a.keys() == b.keys()
@@ -138,7 +138,7 @@ def test_expert_0_is_exported_as_the_base(base, saved, tmp_path):
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "base")(IDS).logits, load(folder / "base")(IDS).logits)
     with pytest.raises(InputError, match="only expert 0, the base, is written"):
-        export_expert(folder / "moved", tmp_path / "out", 1)
+        export_native(folder / "moved", tmp_path / "out", expert=1)
     with pytest.raises(InputError, match=r"no (mixture-of-experts )?architecture of transformers"):
         export_native(folder / "moved", tmp_path / "out")
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
 from hf_moe_expand.errors import InputError
 
 PLAN = Plan("layer-moe", [3, 1, 2], [2], old=["en"], new=["el"])
@@ -280,7 +280,7 @@ def test_an_interruption_leaves_nothing_behind_and_keeps_what_was_there(base, tm
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CheckpointReader, "chunks", interrupted)
+    monkeypatch.setattr(StoredTensor, "chunks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2, 2, 2]), overwrite=True)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 
@@ -238,7 +238,7 @@ def test_without_a_native_form_it_says_why(tmp_path):
 def test_expert_0_is_the_base_byte_for_byte_and_others_are_what_they_compute(tmp_path, backbone):
     model = trained(tmp_path, backbone, WITH_DENSE, **({"tie_word_embeddings": True} if backbone == "qwen3" else {}))
     for expert in (0, 2):
-        name = export_expert(model, tmp_path / f"expert{expert}", expert)
+        name = export_native(model, tmp_path / f"expert{expert}", expert=expert)
         assert name == type(load(tmp_path / "base")).__name__
     for file in ("model.safetensors", "generation_config.json"):
         assert (tmp_path / "expert0" / file).read_bytes() == (tmp_path / "base" / file).read_bytes()
@@ -256,9 +256,9 @@ def test_an_expert_that_not_every_layer_has(tmp_path):
     save_dense(tmp_path / "base")
     expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [3, 1, 2]))
     with pytest.raises(InputError, match=r"layer 2 has no expert 2; give one of 0\.\.1"):
-        export_expert(tmp_path / "out", tmp_path / "no", 2)
-    export_expert(tmp_path / "out", tmp_path / "one", 1)
+        export_native(tmp_path / "out", tmp_path / "no", expert=2)
+    export_native(tmp_path / "out", tmp_path / "one", expert=1)
     with pytest.raises(InputError, match="not an expanded one"):
-        export_expert(tmp_path / "base", tmp_path / "no", 0)
+        export_native(tmp_path / "base", tmp_path / "no", expert=0)
     with pytest.raises(InputError, match="has no expert -1"):
-        export_expert(tmp_path / "out", tmp_path / "no", -1)
+        export_native(tmp_path / "out", tmp_path / "no", expert=-1)

@@ -333,7 +333,8 @@ def test_all_classes_of_a_pack_that_grew_go_with_it(packs, tmp_path):
 
 def test_fitted_gates_lose_the_class_of_a_pack_that_is_taken_out(packs, tmp_path):
     rows = torch.arange(5.0)  # two languages stay home
-    gates = Gates([["en", "de"], ["el"], ["hu"], ["tr"]], {0: (rows[:, None].repeat(1, 32), rows)}, None)
+    of_layer = {(0, "classifier.weight"): rows[:, None].repeat(1, 32), (0, "classifier.bias"): rows}
+    gates = Gates([["en", "de"], ["el"], ["hu"], ["tr"]], of_layer, None)
     write_joined(load_packs(list(packs.values()), tmp_path / "three", False), tmp_path / "three", gates=gates)
     leave_out_pack(tmp_path / "three", tmp_path / "two", "hu")
     left = load_file(tmp_path / "two" / "model.safetensors")
@@ -343,7 +344,8 @@ def test_fitted_gates_lose_the_class_of_a_pack_that_is_taken_out(packs, tmp_path
     assert fields["gate_languages"] == [["en", "de"], ["el"], ["tr"]]
     leave_out_pack(tmp_path / "two", tmp_path / "one", "el")
     same_files(tmp_path / "one", packs["tr"])
-    own = Gates([["en"], ["el"]], {0: (torch.zeros(2, 32), torch.zeros(2))}, None)
+    of_layer = {(0, "classifier.weight"): torch.zeros(2, 32), (0, "classifier.bias"): torch.zeros(2)}
+    own = Gates([["en"], ["el"]], of_layer, None)
     write_gates(packs["el"], tmp_path / "gated", own, StageRecord(stage="gates"))
     with pytest.raises(InputError, match="gated: has gates that were fitted for it alone"):
         join_expansions([tmp_path / "gated", packs["hu"]], tmp_path / "no")

@@ -36,7 +36,7 @@ from hf_moe_expand import (
     shrink_checkpoint,
     train_stage,
 )
-from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
@@ -325,7 +325,7 @@ def test_an_exported_expert_has_the_updates_in_its_weights(backbone, tmp_path):
     source = moved(tmp_path / "new", tmp_path / "moved")
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     for expert in (0, 2):
-        export_expert(source, tmp_path / f"dense{expert}", expert)
+        export_native(source, tmp_path / f"dense{expert}", expert=expert)
         dense = AutoModelForCausalLM.from_pretrained(tmp_path / f"dense{expert}").eval()
         assert dense.config.model_type == backbone
         with torch.no_grad(), model.use_expert(expert):

@@ -63,9 +63,8 @@ def test_no_checkpoint_is_made_of_a_damaged_one(root):
 def test_each_tensor_is_looked_at_once(root, monkeypatch):
     looked = []
     monkeypatch.setattr("hf_moe_expand.checkpoint.reader.is_finite", lambda piece: looked.append(1) or True)
-    reader = CheckpointReader(root / "base")
-    name = next(iter(reader.tensors))
-    assert b"".join(reader.finite_chunks(name)) == b"".join(reader.finite_chunks(name)) == b"".join(reader.chunks(name))
+    tensor = next(iter(CheckpointReader(root / "base").tensors.values()))
+    assert b"".join(tensor.finite_chunks()) == b"".join(tensor.finite_chunks()) == b"".join(tensor.chunks())
     assert len(looked) == 1
 
 

@@ -10,9 +10,10 @@ from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.baselines.depth import expand_depth
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.export import export_expert, export_native
+from hf_moe_expand.checkpoint.export import export_native
 from hf_moe_expand.checkpoint.gguf_export import export_gguf
 from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
+from hf_moe_expand.checkpoint.stored import StoredModel
 
 UNIFORM = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
 GROUPS = Plan("dmoe", [2, 1, 2], groups=[["en"], ["el"]])
@@ -37,7 +38,7 @@ def place(tmp_path_factory):
 WORK = {
     "expand": lambda at, out: expand_checkpoint(at / "base", out, UNIFORM),
     "expand a mixture": lambda at, out: expand_checkpoint(at / "olmoe", out, UNIFORM, **ADDED),
-    "export --expert of a mixture": lambda at, out: export_expert(at / "mixture", out, 0),
+    "export --expert of a mixture": lambda at, out: export_native(at / "mixture", out, expert=0),
     "grow": lambda at, out: grow_checkpoint(
         at / "expanded", out, Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
     ),
@@ -48,7 +49,7 @@ WORK = {
     "expand-branches": lambda at, out: expand_branches([at / "base", at / "instruct"], out, GROUPS),
     "expand-depth": lambda at, out: expand_depth(at / "base", out, 1),
     "export": lambda at, out: export_native(at / "expanded", out),
-    "export --expert": lambda at, out: export_expert(at / "expanded", out, 1),
+    "export --expert": lambda at, out: export_native(at / "expanded", out, expert=1),
     "export --gguf": lambda at, out: export_gguf(at / "gguf", out, kind="q8_0"),
     "diff": lambda at, out: compare_checkpoints(at / "base", at / "instruct"),
 }
@@ -56,11 +57,11 @@ WORK = {
 
 @pytest.mark.parametrize("name", WORK)
 def test_no_step_reads_a_whole_tensor(place, tmp_path, monkeypatch, name):
-    read = reader.CheckpointReader.tensor
+    read = StoredModel.tensor
 
-    def routing_only(self, name):
-        assert "router" in name or "classifier" in name, f"{name} is read as a whole"
-        return read(self, name)
+    def routing_only(self, key):
+        assert "router" in key or "classifier" in key, f"{key} is read as a whole"
+        return read(self, key)
 
     sizes = []
 
@@ -74,9 +75,9 @@ def test_no_step_reads_a_whole_tensor(place, tmp_path, monkeypatch, name):
 
     monkeypatch.setattr(reader, "_PIECE", LARGEST // 4)
     monkeypatch.setattr(reader, "_CHUNK", LARGEST)
-    monkeypatch.setattr(reader.CheckpointReader, "tensor", routing_only)
+    monkeypatch.setattr(StoredModel, "tensor", routing_only)
     for method in ("chunks", "pieces"):
-        monkeypatch.setattr(reader.CheckpointReader, method, watched(getattr(reader.CheckpointReader, method)))
+        monkeypatch.setattr(reader.StoredTensor, method, watched(getattr(reader.StoredTensor, method)))
     WORK[name](place, tmp_path / "out")
     assert len(sizes) > 20
     assert max(sizes) <= LARGEST

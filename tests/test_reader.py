@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_moe_expand import Plan, expand_checkpoint, shrink_checkpoint
 from hf_moe_expand.checkpoint import reader as reader_module
 from hf_moe_expand.checkpoint.grow import grow_checkpoint
-from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.checkpoint.reader import CheckpointReader, StoredTensor
 from hf_moe_expand.checkpoint.source import load_config
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.errors import InputError
@@ -355,11 +355,12 @@ def test_a_tensor_put_together_has_the_bytes_of_one_stored_whole(tmp_path, monke
     parts = {f"{name}{row}": torch.full((3,), float(row + 10 * (name == "b"))) for name in "ab" for row in range(2)}
     whole = torch.stack([parts["a0"], parts["a1"]])
     save_file({**parts, "whole": whole}, tmp_path / "model.safetensors")
-    reader = CheckpointReader(tmp_path)
-    for name in "ab":
-        reader.put_together(
-            name, (2, 3), {"0": f"{name}0", "1": f"{name}1"}, lambda rows: torch.stack([*rows.values()])
-        )
-    assert reader.same_bytes("a", reader, "whole")
-    assert reader.same_bytes("whole", reader, "a")
-    assert not reader.same_bytes("a", reader, "b")
+    stored = CheckpointReader(tmp_path).tensors
+
+    def together(name):
+        rows = [stored[f"{name}{row}"] for row in range(2)]
+        return StoredTensor(name, "F32", (2, 3), rows[0].file, made=lambda: torch.stack([row.load() for row in rows]))
+
+    assert together("a").same_bytes(stored["whole"])
+    assert stored["whole"].same_bytes(together("a"))
+    assert not together("a").same_bytes(together("b"))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..checkpoint.gates import NO_GATES
+from ..checkpoint.gates import Gates
 from ..checkpoint.join import JoinReport, check_ungated, joined_config, load_packs, write_joined
 from ..checkpoint.packs import check_packs
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
@@ -23,7 +23,7 @@ from ..errors import InputError, named_as
 from ..evaluation.perplexity import TextStream, beginning, score_stream, text_stream, tokenized
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import check_decoder, load_for_inference, load_tokenizer
-from ..records import ExpansionRecord, History
+from ..records import History
 from ..scratch import beside, scratch_folder
 from ..settings import GateSettings
 from .gate_fit import GateReport
@@ -82,12 +82,9 @@ def calibrate_join(
     """
     if not joins_packs(model.config):
         raise InputError("The model joins no language packs, or was grown after the join: it has nothing to calibrate.")
-    records = History.of(model.config).expansions
-    ends = [0, *accumulate(model.config.packs)]
-    packs = [(records[start].pack or "", records[start:end]) for start, end in pairwise(ends)]
-    check_calibrated(texts, packs, tokens)
+    check_calibrated(texts, History.of(model.config), tokens)
     streams = {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
-    return _search(model, streams, len(packs))
+    return _search(model, streams, len(model.config.packs))
 
 
 def join_calibrated(
@@ -123,15 +120,15 @@ def join_calibrated(
     check_decoder(loaded[0].config, packs[0], OF_CALIBRATION)
     # Before the first model is written.
     tokens = TOKENS if tokens is None else tokens
-    check_calibrated(texts, [(pack.name, pack.history.expansions) for pack in loaded], tokens)
+    history = History.of(joined_config(loaded))
+    check_calibrated(texts, history, tokens)
     settings = (GateSettings() if gates is True else gates) or None
-    classes = History.of(joined_config(loaded)).classes
-    chosen = check_languages(classes, texts, anchors) if settings else {}
+    chosen = check_languages(history.classes, texts, anchors) if settings else {}
     tokenizer = load_tokenizer(loaded[0].stored.folder, packs[0])
     streams = {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
     place = beside(Path(out), "joined")
     with scratch_folder(place, True) as scratch, named_as(place / "model", out):
-        without = NO_GATES if settings else None
+        without = Gates([], {}, None) if settings else None
         write_joined(loaded, scratch / "model", max_shard_size=max_shard_size, gates=without)
         model, tokenizer = load_for_inference(scratch / "model")
         made = None
@@ -155,25 +152,20 @@ def _bits(model: Any, streams: Mapping[str, TextStream]) -> dict[str, float]:
     return {code: score_stream(model, stream, _BLOCK, _BATCH).bits_per_byte for code, stream in streams.items()}
 
 
-def check_calibrated(
-    languages: Iterable[str], packs: Sequence[tuple[str, Sequence[ExpansionRecord]]], tokens: int
-) -> None:
-    """Refuses text in other languages than the packs', packs without any, and too few tokens of each language.
-
-    Args:
-        packs: the name and the expansions of each pack.
-    """
-    languages = list(languages)
-    new = [(name, [code for record in records for code in record.new_languages]) for name, records in packs]
-    known = {code for _, codes in new for code in codes}
-    known |= {code for _, records in packs for code in records[0].old_languages}
+def check_calibrated(languages: Iterable[str], history: History, tokens: int) -> None:
+    """Refuses text in other languages than those of a joined model's history, packs without any, and too few tokens of
+    each language."""
+    languages, known = list(languages), history.languages
+    new: dict[str, list[str]] = {}
+    for record in history.expansions:
+        new.setdefault(record.pack or "", []).extend(record.new_languages)
     if tokens < _LEAST:
         raise InputError(f"calibration: tokens is {tokens}: must be at least {_LEAST}, for a score that says anything.")
     if unknown := [code for code in languages if code not in known]:
         raise InputError(
             f"calibration: {', '.join(unknown)}: not a language of the packs ({', '.join(sorted(known))})."
         )
-    for name, codes in new:
+    for name, codes in new.items():
         if not any(code in languages for code in codes):
             raise InputError(
                 f"calibration: no text in a language of {name} ({', '.join(codes)}), whose router it would scale: give "

@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -164,13 +164,9 @@ def _blocks(
 def _first_tokens(documents: Sequence[str], tokenizer: Any, needed: int, seed: int) -> torch.Tensor:
     """The first `needed` tokens (or all, if fewer) of the documents in a random order, int32."""
     order = random.Random(seed).sample(range(len(documents)), len(documents))
-    tokens = array("i")
-    for begin in range(0, len(order), _DOCUMENTS):
-        for row in encode_documents([documents[i] for i in order[begin : begin + _DOCUMENTS]], tokenizer):
-            tokens.extend(row)
-        if len(tokens) >= needed:
-            break
-    return torch.tensor(tokens[:needed], dtype=torch.int32)
+    batches = (order[begin : begin + _DOCUMENTS] for begin in range(0, len(order), _DOCUMENTS))
+    rows = chain.from_iterable(encode_documents([documents[i] for i in batch], tokenizer) for batch in batches)
+    return torch.tensor(array("i", islice(chain.from_iterable(rows), needed)), dtype=torch.int32)
 
 
 def _floating(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

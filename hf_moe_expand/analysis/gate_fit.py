@@ -144,8 +144,9 @@ def fit_rows(
                 results[layer] = fit.layer(*({code: of.pop(layer) for code, of in some.items()} for some in readings))
                 bar.update()
     languages = [[code for code in rows if rows[code] == number] for number in range(fit.count)]
-    gates = Gates(languages, {layer: (one.weight_Rh, one.bias_R) for layer, one in results.items()}, rule)
-    return gates, _report(list(results.values()), unseen_share)
+    weights = {(layer, "classifier.weight"): one.weight_Rh for layer, one in results.items()}
+    biases = {(layer, "classifier.bias"): one.bias_R for layer, one in results.items()}
+    return Gates(languages, weights | biases, rule), _report(list(results.values()), unseen_share)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -76,12 +76,8 @@ class LargestCorrelation:
 
 def experts_for_half(top1_N: Sequence[int]) -> int:
     """E_50%: the smallest number of experts that have half of the tokens or more (Elbayad et al. section 6)."""
-    covered = 0
-    for number, count in enumerate(sorted(top1_N, reverse=True), start=1):
-        covered += count
-        if 2 * covered >= sum(top1_N):
-            return number
-    raise ValueError("No expert was counted.")
+    covered = accumulate(sorted(top1_N, reverse=True))
+    return 1 + sum(2 * tokens < sum(top1_N) for tokens in covered)
 
 
 def random_experts(seed: int, device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:

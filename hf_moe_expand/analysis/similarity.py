@@ -5,6 +5,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..modeling import count_layers, stack_sizes
 from ..models import longest_block, model_name
@@ -25,11 +26,8 @@ class MeanDirections:
         self.counts = [0] * num_layers
 
     def add(self, layer: int, states_Th: torch.Tensor) -> None:
-        states_Th = states_Th.double()
-        lengths_T1 = states_Th.norm(dim=-1, keepdim=True)
-        # A zero vector has no direction; its cosine with any vector counts as 0.
-        units_Th = torch.where(lengths_T1 > 0, states_Th / lengths_T1, torch.zeros_like(states_Th))
-        self.sums[layer] += units_Th.sum(0).cpu()
+        # A zero vector, which has no direction, stays zero: its cosine with any vector counts as 0.
+        self.sums[layer] += F.normalize(states_Th.double(), dim=-1).sum(0).cpu()
         self.counts[layer] += len(states_Th)
 
     def means(self) -> torch.Tensor:

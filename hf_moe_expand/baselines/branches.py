@@ -2,18 +2,15 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.expand import check_dense_plan, ffn_dtype, planned_config, planned_record
+from ..checkpoint.expand import check_dense_plan, expanded_tensors, planned_config, planned_record
 from ..checkpoint.merge import averaged, check_same_shape
-from ..checkpoint.new_experts import new_weight
 from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from ..checkpoint.stored import StoredModel, computed, network_of, places
-from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, write_checkpoint
+from ..checkpoint.stored import StoredModel, computed
+from ..checkpoint.writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 from ..errors import InputError
-from ..modeling import decoder_ffns
 from ..planning.plan import Plan
 from ..records import History
 
@@ -53,7 +50,14 @@ def expand_branches(
     check_same_shape(models)
     check_dense_plan(plan, first.config, first.folder, conditional_routing=False)
     config: Any = planned_config(first.config, plan)
-    tensors = _outputs(models, config, seed)
+    weights = [1 / len(models)] * len(models)
+
+    def of_branches(place: Any, name: str) -> OutputTensor:
+        if place.expert is None:
+            return averaged(models, place.dense, weights, name)
+        return computed(first[place.dense], [models[place.expert][place.dense]], lambda piece: piece, name)
+
+    tensors = expanded_tensors(first, config, "copy", seed, of_branches)
     base_parameters = sum(info.numel for info in first.reader.tensors.values())
     parameters = sum(tensor.numel for tensor in tensors)
     names = [model.name for model in models]
@@ -65,23 +69,3 @@ def expand_branches(
     return write_checkpoint(
         out, config, tensors, [(first.folder, TOKENIZER_FILES)], "expand-branches", max_shard_size, overwrite
     )
-
-
-def _outputs(models: Sequence[StoredModel], config: Any, seed: int) -> list[OutputTensor]:
-    first = models[0]
-    ffns = decoder_ffns(first.network)
-    weights = [1 / len(models)] * len(models)
-    outputs = []
-    for name, place in places(network_of(config)).items():
-        if place.dense is None:
-            make = partial(new_weight, place.inner, place.shape, (seed, place.layer))
-            outputs.append(made(name, ffn_dtype(first, ffns[place.layer]), place.shape, make))
-        elif place.dense not in first.names:  # tied
-            continue
-        elif place.expert is None:
-            outputs.append(averaged(models, place.dense, weights, name))
-        else:
-            branch = models[place.expert]
-            source = (branch.reader, branch.home(place.dense))
-            outputs.append(computed(name, first.info(place.dense), [source], lambda piece: piece))
-    return outputs

@@ -77,7 +77,10 @@ def _insert(
 ) -> list[int]:
     """Writes the deeper model; returns the new layers' numbers."""
     config, layers = dense.config, layer_list(dense.network)
-    sources = _sources(config.num_hidden_layers, blocks)
+    old = config.num_hidden_layers
+    after = {(number + 1) * old // blocks - 1 for number in range(blocks)}
+    # Of each layer of the deeper model: the old layer that it comes from, and whether it is an inserted copy.
+    sources = [(layer, copy) for layer in range(old) for copy in (False, True) if layer in after or not copy]
     new = [layer for layer, (_, copy) in enumerate(sources) if copy]
     tensors = [dense.copied(key) for key in dense.tensors if not key.startswith(f"{layers}.")]
     for layer, (source, copy) in enumerate(sources):
@@ -112,9 +115,3 @@ def _is_silent(config: PreTrainedConfig) -> bool:
             return torch.allclose(deeper.eval()(ids).logits, twin(ids).logits, rtol=1e-4, atol=1e-5)
     except Exception:  # models raise many types
         return False
-
-
-def _sources(old: int, blocks: int) -> list[tuple[int, bool]]:
-    """For each layer of the deeper model: the old layer that it comes from, and whether it is an inserted copy."""
-    after = {(number + 1) * old // blocks - 1 for number in range(blocks)}
-    return [(layer, copy) for layer in range(old) for copy in (False, True) if layer in after or not copy]

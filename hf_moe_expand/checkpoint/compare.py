@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from ..errors import InputError
-from .reader import CheckpointReader
-from .stored import load_any_config, network_of, stored_names
+from .reader import CheckpointReader, StoredTensor
+from .stored import load_any_config, network_of, stored_tensors
 
 # Names of modules in the backbones.
 _PARTS = {
@@ -73,29 +73,28 @@ def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> 
     `transformer.`).
     """
     a, b = CheckpointReader(Path(before)), CheckpointReader(Path(after))
-    ours, theirs = ({name: name for name in reader.tensors} for reader in (a, b))
-    if ours != theirs:
-        ours, theirs = _names(a), _names(b)
+    ours, theirs = a.tensors, b.tensors
+    if ours.keys() != theirs.keys():
+        ours, theirs = _by_own_names(a), _by_own_names(b)
     result = Comparison(removed=sorted(set(ours) - set(theirs)), added=sorted(set(theirs) - set(ours)))
     for name in sorted(set(ours) & set(theirs)):
-        (result.identical if _same(a, ours[name], b, theirs[name]) else result.changed).append(name)
+        (result.identical if _same(ours[name], theirs[name]) else result.changed).append(name)
     return result
 
 
-def _names(reader: CheckpointReader) -> dict[str, str]:
-    """Maps the model's name of each tensor to the name in the files; for an unknown model both are the files'."""
+def _by_own_names(reader: CheckpointReader) -> dict[str, StoredTensor]:
+    """The tensors by the model's names; those of an unknown model by the names in the files."""
     try:
         config = load_any_config(reader.folder)
     except InputError:
-        return {name: name for name in reader.tensors}
-    return stored_names(reader, network_of(config, reader))
+        return reader.tensors
+    return stored_tensors(reader, network_of(config, reader))
 
 
-def _same(a: CheckpointReader, ours: str, b: CheckpointReader, theirs: str) -> bool:
-    left, right = a.tensors[ours], b.tensors[theirs]
+def _same(left: StoredTensor, right: StoredTensor) -> bool:
     if left.shape != right.shape:
         return False
     if left.dtype == right.dtype:
-        return a.same_bytes(ours, b, theirs)
-    pairs = zip(a.pieces(ours), b.pieces(theirs), strict=True)
+        return left.same_bytes(right)
+    pairs = zip(left.pieces(), right.pieces(), strict=True)
     return all(torch.allclose(x.double(), y.double(), rtol=0, atol=0, equal_nan=True) for x, y in pairs)

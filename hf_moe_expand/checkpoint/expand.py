@@ -5,6 +5,7 @@ import copy
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from transformers import initialization as init
 from .. import __version__
 from ..errors import InputError
 from ..modeling import (
-    DecoderFFN,
     DMoEConfig,
     LayerMoEConfig,
     auto_class,
@@ -35,7 +35,7 @@ from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
-from .stored import StoredModel, network_of, places
+from .stored import Place, StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, write_checkpoint
 
 _FEW = 5
@@ -113,9 +113,10 @@ def expand_checkpoint(
     dense = StoredModel(folder, dense_config)
     kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
-    tensors = _outputs(dense, config, expert_init, seed)
-    known = {dense.names[key] for key in dense.tensors}
-    base_parameters = sum(dense.reader.tensors[name].numel for name in known)
+    tensors = expanded_tensors(dense, config, expert_init, seed)
+    held = [dense[key] for key in dense.tensors]
+    left_out = set(dense.reader.tensors) - {own.name for stored in held for own in (stored, *stored.parts.values())}
+    base_parameters = sum(stored.numel for stored in held)
     parameters = sum(tensor.numel for tensor in tensors)
     name, commit = name_and_commit(base, folder)
     record = planned_record(
@@ -124,7 +125,7 @@ def expand_checkpoint(
     )  # fmt: skip
     History([record]).write(config)
     write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
-    return ExpansionReport(Path(out), base_parameters, parameters, sorted(set(dense.reader.tensors) - known))
+    return ExpansionReport(Path(out), base_parameters, parameters, sorted(left_out))
 
 
 def expand_model(
@@ -268,28 +269,30 @@ def planned_config(
     )
 
 
-def _outputs(dense: StoredModel, config: Any, expert_init: str, seed: int) -> list[OutputTensor]:
-    """Every tensor of the expanded checkpoint, as a function of the dense checkpoint's tensors."""
+def expanded_tensors(
+    dense: StoredModel,
+    config: Any,
+    expert_init: str,
+    seed: int,
+    own: Callable[[Place, str], OutputTensor] | None = None,
+) -> list[OutputTensor]:
+    """Every tensor of the expanded checkpoint. `own` makes those that the dense model has too, of their places and
+    names; by default they are copies."""
     expanded, ffns = network_of(config), decoder_ffns(dense.network)
     outputs = []
     for name, place in places(expanded).items():
-        if place.dense is not None and place.dense not in dense.names:  # tied
+        if place.dense is not None and place.dense not in dense:  # tied
             continue
         ffn = ffns[place.layer]
         make = first_weight(dense.network, config, ffn, place, expert_init, seed, dense)
         if make is not None:
-            dtype = ffn_dtype(dense, ffn) if place.dense is None else dense.info(place.dense).dtype
-            outputs.append(made(name, dtype, place.shape, make))
+            # A router and the like have the type in which the layer's FFN is stored.
+            like = place.dense or f"{ffn.name}.{next(inner for inner, _ in ffn.module.named_parameters())}"
+            outputs.append(made(name, dense[like].dtype, place.shape, make))
         else:
             assert place.dense is not None, "`first_weight` makes what the dense model lacks"
-            outputs += dense.copies(place.dense, name)
+            outputs += dense.copies(place.dense, name) if own is None else [own(place, name)]
     return outputs
-
-
-def ffn_dtype(dense: StoredModel, ffn: DecoderFFN) -> str:
-    """The type in which a dense layer's FFN is stored; the router gets the same type."""
-    first = next(name for name, _ in ffn.module.named_parameters())
-    return dense.info(f"{ffn.name}.{first}").dtype
 
 
 def base_of(dense: PreTrainedModel) -> tuple[str, str | None]:

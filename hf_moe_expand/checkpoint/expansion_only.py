@@ -1,24 +1,23 @@
 """Writes a checkpoint that holds only the tensors added by an expansion, and a reference to its base model."""
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.core_model_loading import dot_natural_key
-from transformers.dynamic_module_utils import custom_object_save
 
 from ..errors import InputError
-from ..jsonfile import read_json, write_json
-from ..modeling import model_class
+from ..jsonfile import read_json
 from ..modeling.expansion_only import ADDED, RECORD
 from ..records import History
 from .local import name_and_commit
-from .reader import CheckpointReader
-from .source import load_expanded_config, resolve_checkpoint
+from .reader import StoredTensor
+from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, copy_companions, new_folder, write_weights
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -91,49 +90,46 @@ def save_expansion(
     reference = {"base_model": name if revision else None, "revision": revision}
     expanded, dense = StoredModel(folder, config), StoredModel(base_folder)
     record, added, changed = _compare(expanded, dense)
-    in_base, size = (sum(expanded.reader.info(name).nbytes for name in names) for names in (record, changed))
-    if in_base <= size:
-        raise InputError(
-            f"{folder}: lacks most tensors of {base or origin.name}, such as {changed[0]}: give the base model that "
-            "was expanded, or publish a model of which all weights were trained without --expansion-only."
-        )
     size = sum(tensor.nbytes for tensor in added)
-    with new_folder(out, overwrite, needed_bytes=size) as partial:
-        fields = read_json(folder / "config.json", "a configuration")
-        write_json(partial / "config.json", {**fields, "expansion_base": reference})
-        write_json(partial / RECORD, record)
-        custom_object_save(model_class(config), partial)
-        copy_companions(folder, partial)
-        write_weights(partial, added, ADDED, None, max_shard_size)
-    return SavedExpansion(Path(out), size, in_base, changed)
+    in_base = sum(expanded[key].nbytes for key in expanded.tensors) - size
+    if in_base <= sum(tensor.nbytes for tensor in changed):
+        raise InputError(
+            f"{folder}: lacks most tensors of {base or origin.name}, such as {changed[0].name}: give the base model "
+            "that was expanded, or publish a model of which all weights were trained without --expansion-only."
+        )
+    fields = read_json(folder / "config.json", "a configuration")
+    contents = {"config.json": {**fields, "expansion_base": reference}, RECORD: record}
+    files = {name: (json.dumps(it, indent=2, ensure_ascii=False) + "\n").encode() for name, it in contents.items()}
+    write_checkpoint(out, config, added, [(folder, COMPANIONS)], None, max_shard_size, overwrite, files, ADDED)
+    return SavedExpansion(Path(out), size, in_base, [tensor.name for tensor in changed])
 
 
 def _compare(
     expanded: StoredModel, dense: StoredModel
-) -> tuple[dict[str, dict[str, str]], list[OutputTensor], list[str]]:
+) -> tuple[dict[str, dict[str, str]], list[OutputTensor], list[StoredTensor]]:
     """Returns, for each tensor that is byte-identical in the base, its name there and its hash; then all other tensors;
     then those of the others that the base has with other values."""
     record, others, changed = {}, [], []
     for key in sorted(expanded.tensors, key=dot_natural_key):
         place = expanded.places[key]
-        own = expanded.files_names(key)
-        homes = dense.files_names(place.dense) if place.dense in dense.names and not place.expert else []
+        own = expanded.in_files(key)
+        homes = dense.in_files(place.dense) if place.dense and place.dense in dense and not place.expert else []
         if not own or len(own) != len(homes):
             others += expanded.copies(key)
             continue
         for stored, original, copied in zip(own, homes, expanded.copies(key), strict=True):
-            a, b = expanded.reader.info(stored), dense.reader.info(original)
-            hashed = _sha256(dense.reader, original)
-            if (a.dtype, a.shape) == (b.dtype, b.shape) and _sha256(expanded.reader, stored) == hashed:
-                record[stored] = {"name": original, "sha256": hashed}
+            hashed = _sha256(original)
+            alike = (stored.dtype, stored.shape) == (original.dtype, original.shape)
+            if alike and _sha256(stored) == hashed:
+                record[stored.name] = {"name": original.name, "sha256": hashed}
             else:
                 changed.append(stored)
                 others.append(copied)
     return record, others, changed
 
 
-def _sha256(reader: CheckpointReader, name: str) -> str:
+def _sha256(tensor: StoredTensor) -> str:
     digest = hashlib.sha256()
-    for piece in reader.chunks(name):
+    for piece in tensor.chunks():
         digest.update(piece)
     return digest.hexdigest()

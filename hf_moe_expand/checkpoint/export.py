@@ -128,6 +128,7 @@ def export_native(
     model: str | os.PathLike,
     out: str | os.PathLike,
     *,
+    expert: int | None = None,
     merge_lora: bool = False,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -141,51 +142,18 @@ def export_native(
         model: expanded checkpoint without classifiers. Layers with fewer experts than others are filled up where that
             changes no output (see `routed`).
         out: folder to write.
+        expert: write the dense model that has this expert of every expanded layer as its FFN, byte for byte. Expert 0
+            of a model whose base was frozen gives the base. A LoRA expert's updates are added to expert 0's weights in
+            float32 and rounded once.
         merge_lora: make FFN experts of LoRA experts.
 
     Returns:
         The architecture's name.
 
     Raises:
-        InputError: no architecture of transformers computes the same; the message says why.
+        InputError: no architecture of transformers computes the same, or an expanded layer lacks the expert; the
+            message says why.
     """
-    return _export(model, out, None, merge_lora, max_shard_size, overwrite)
-
-
-def export_expert(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    expert: int,
-    *,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
-    overwrite: bool = False,
-) -> str:
-    """Writes the dense model that has one expert of every expanded layer as its FFN, byte for byte. For expert 0 of a
-    model whose base was frozen, this is the base. A LoRA expert's updates are added to expert 0's weights in float32
-    and rounded once.
-
-    Args:
-        model: expanded checkpoint.
-        out: folder to write.
-        expert: number of the expert.
-
-    Returns:
-        The architecture's name.
-
-    Raises:
-        InputError: an expanded layer lacks this expert.
-    """
-    return _export(model, out, expert, False, max_shard_size, overwrite)
-
-
-def _export(
-    model: str | os.PathLike,
-    out: str | os.PathLike,
-    expert: int | None,
-    merge_lora: bool,
-    max_shard_size: str | int,
-    overwrite: bool,
-) -> str:
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
     source = StoredModel(model, load_expanded_config(folder))
@@ -214,12 +182,15 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
             f"{source.folder}: its experts are added to expert 0's output, and the backbone has no FFN for both: only "
             "expert 0, the base, is written (--expert 0)."
         )
-    network = network_of(dense_config(source.config))
+    # The library saves some tensors under other names than the model's (GPT-NeoX's `embed_out`).
+    rules = get_model_conversion_mapping(network_of(dense_config(source.config)), add_legacy=False)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
+    reverse: Any = [rule.reverse_transform() for rule in reversed(renamings)]
     tensors = []
     for key, place in source.places.items():
         kind = source.config.kind_of(place.layer, expert)
-        if key in source.names and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
-            name = _saved_name(network, place.dense)
+        if key in source and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
+            name, _ = rename_source_key(place.dense, reverse, [], reverse=True)
             if isinstance(kind, LoraKind) and place.expert == 0:
                 tensors.append(merged(source, key, expert, kind, name))
             else:
@@ -235,14 +206,6 @@ def dense_config(config: Any) -> Any:
     causal, encoder_decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     architecture = (encoder_decoder if config.is_encoder_decoder else causal)[backbone.model_type]
     return backbone(**values, architectures=[architecture])
-
-
-def _saved_name(network: Any, name: str) -> str:
-    """The name under which the library saves a tensor (GPT-NeoX's `embed_out`)."""
-    rules = get_model_conversion_mapping(network, add_legacy=False)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming) and not isinstance(rule, PrefixChange)]
-    reverse: Any = [rule.reverse_transform() for rule in reversed(renamings)]
-    return rename_source_key(name, reverse, [], reverse=True)[0]
 
 
 def native_form(source: StoredModel, merge_lora: bool) -> NativeForm:
@@ -302,7 +265,7 @@ def _native_tensors(source: StoredModel, form: NativeForm, config: Any) -> Itera
     ffns = stored_ffns(source)
     others = other_tensors(source, ffns)
     yield from (turned(tensor, config) if form.turned else tensor for tensor in others)
-    yield from _zeros(form.zero_once, "", config, source.info(next(iter(source.tensors))).dtype)
+    yield from _zeros(form.zero_once, "", config, source[source.tensors[0]].dtype)
     for ffn in ffns:
         layer = ffn.name.rpartition(".")[0]
         if ffn.router is None and form.dense_layers:

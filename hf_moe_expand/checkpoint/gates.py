@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..modeling.prefix_gate import PrefixRule
 from ..records import History, StageRecord
-from ..schema import changed
+from .packs import ROUTING, Rows
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
@@ -28,16 +28,13 @@ class Gates:
 
     Attributes:
         languages: the languages of each class, in the order of the rows; class 0 stays home.
-        rows: by layer, weights `[R, h]` and biases `[R]`.
+        rows: weights `[R, h]` and biases `[R]`, by layer and inner name.
         rule: how the gates judge the text so far; None if they judge single tokens.
     """
 
     languages: list[list[str]]
-    rows: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    rows: Rows
     rule: PrefixRule | None
-
-
-NO_GATES = Gates([], {}, None)
 
 
 def check_gated(model: str | os.PathLike) -> Any:
@@ -67,30 +64,21 @@ def write_gates(
     config: Any = stored.config
     places = [ffn.place for ffn in decoder_ffns(stored.network)]
     outputs = [one for key in stored.tensors if ".classifier." not in key for one in stored.copies(key)]
-    for layer in gates.rows:
-        dtype = TORCH_DTYPES[stored.info(f"{places[layer]}.router.weight").dtype]
-        for inner, tensor in gate_tensors(gates, layer, dtype).items():
-            outputs.append(in_memory(f"{places[layer]}.{inner}", tensor))
+    for (layer, inner), rows in gates.rows.items():
+        dtype = TORCH_DTYPES[stored[f"{places[layer]}.router.weight"].dtype]
+        outputs.append(in_memory(f"{places[layer]}.{inner}", rows.to(dtype)))
     set_gates(config, gates)
-    history = History.of(config)
     parameters = sum(tensor.numel for tensor in outputs)
     fields = {name: getattr(config, name) for name in GATE_FIELDS}
-    last = changed(history.last, parameters=parameters, **fields)
-    History([*history.expansions[:-1], last]).with_stage(record).write(config)
+    History.of(config).with_last(parameters=parameters, **fields).with_stage(record).write(config)
     return write_checkpoint(out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size, overwrite)
 
 
 def set_gates(config: Any, gates: Gates) -> None:
     """Writes into a configuration which layers have gates, how they judge, and the languages of their rows."""
-    config.classifier_layers = sorted(gates.rows)
+    config.classifier_layers = sorted({layer for layer, _ in gates.rows})
     config.prefix_gate = asdict(gates.rule) if gates.rule else None
     config.gate_languages = gates.languages if gates.rows else None
-
-
-def gate_tensors(gates: Gates, layer: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A layer's gate as it is stored, by inner name."""
-    kinds = ("classifier.weight", "classifier.bias")
-    return {kind: rows.to(dtype) for kind, rows in zip(kinds, gates.rows[layer], strict=True)}
 
 
 def stored_gates(stored: StoredModel) -> Gates | None:
@@ -98,12 +86,9 @@ def stored_gates(stored: StoredModel) -> Gates | None:
     config: Any = stored.config
     if getattr(config, "gate_languages", None) is None:
         return None
-    places = [ffn.place for ffn in decoder_ffns(stored.network)]
-    rows = {
-        layer: tuple(stored.tensor(f"{places[layer]}.classifier.{kind}") for kind in ("weight", "bias"))
-        for layer in config.classifier_layers
-    }
-    return Gates(config.gate_languages, rows, PrefixRule.of(config))  # type: ignore[arg-type]
+    places = {key: place for key, place in stored.places.items() if place.inner in ROUTING[1:]}
+    rows = {(place.layer, place.inner): stored.tensor(key) for key, place in places.items()}
+    return Gates(config.gate_languages, rows, PrefixRule.of(config))
 
 
 def without_classes(gates: Gates, gone: Collection[int]) -> Gates:
@@ -111,4 +96,4 @@ def without_classes(gates: Gates, gone: Collection[int]) -> Gates:
     classes = [number for number, codes in enumerate(gates.languages) for _ in codes]
     rows = torch.tensor([row for row, number in enumerate(classes) if number not in gone])
     languages = [codes for number, codes in enumerate(gates.languages) if number not in gone]
-    return Gates(languages, {layer: (w[rows], b[rows]) for layer, (w, b) in gates.rows.items()}, gates.rule)
+    return Gates(languages, {place: old[rows] for place, old in gates.rows.items()}, gates.rule)

@@ -72,31 +72,19 @@ _ERNIE = GgufForm("ernie4_5-moe", turned=True, bias=True, leading_dense=True, bi
 _DENSE_LLAMA = GgufForm("llama", turned=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP))
 
 
-@dataclass(frozen=True)
-class Backbone:
-    """The forms of a backbone's dense model, of its mixture, and of its mixture with a selection bias, or why it has
-    none."""
-
-    dense: GgufForm
-    mixture: GgufForm
-    biased: GgufForm | None
-    why: str = ""
-
-
-BACKBONES = {
-    "granite": Backbone(
+# The forms of a backbone's dense model, of its mixture, and of its mixture with a selection bias.
+BACKBONES: dict[str, tuple[GgufForm, GgufForm, GgufForm | None]] = {
+    "granite": (
         GgufForm("granite", turned=True, rope=_LLAMA3, biases=(*_QKVO, *_MLP)),
         GgufForm("granitemoe", turned=True, rope=_LLAMA3, biases=_QKVO),
         None,
-        "no architecture of llama.cpp with Granite's multipliers has one",
     ),
-    "llama": Backbone(_DENSE_LLAMA, _LLAMA, _ERNIE),
-    "mistral": Backbone(_DENSE_LLAMA, _LLAMA, _ERNIE),
-    "qwen2": Backbone(GgufForm("qwen2", biases=_QKV), _LLAMA, _ERNIE),
-    "qwen3": Backbone(
-        GgufForm("qwen3"), GgufForm("qwen3moe"), GgufForm("glm4moe", bias=True, shared=True, leading_dense=True)
-    ),
+    "llama": (_DENSE_LLAMA, _LLAMA, _ERNIE),
+    "mistral": (_DENSE_LLAMA, _LLAMA, _ERNIE),
+    "qwen2": (GgufForm("qwen2", biases=_QKV), _LLAMA, _ERNIE),
+    "qwen3": (GgufForm("qwen3"), GgufForm("qwen3moe"), GgufForm("glm4moe", bias=True, shared=True, leading_dense=True)),
 }
+_WITHOUT_BIAS = "no architecture of llama.cpp with Granite's multipliers has one"
 
 
 def export_gguf(
@@ -153,7 +141,7 @@ def export_gguf(
         form = gguf_form(config, folder)
         tensors, own = list(_named(expert_tensors(source, expert), form, config, folder)), []
     tensors += _rope_factors(config)
-    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source.info(next(iter(source.tensors))).dtype, "f32")
+    kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source[source.tensors[0]].dtype, "f32")
     fields = [*_model_fields(source, form, config, kind), *own, *tokenizer_fields(folder, config.vocab_size)]
     if modelfile:  # before the file of weights: where that exists, all is done
         write_text(beside_it, lines)
@@ -186,12 +174,11 @@ def gguf_form(config: Any, folder: Path, merge_lora: bool = False) -> GgufForm:
             f"{folder}: models of {name} are not written as GGUF; those of {', '.join(BACKBONES)} are. llama.cpp's own "
             "converter may know a dense one (`export --expert`)."
         )
-    backbone = BACKBONES[name]
-    form = backbone.dense
+    form, mixture, biased = BACKBONES[name]
     if counts is not None:
         check_routing(config, folder, "llama.cpp", merge_lora)
-        biased = needs_bias(config, folder, backbone.biased is not None, backbone.why)
-        form = backbone.biased if biased and backbone.biased else backbone.mixture
+        needed = needs_bias(config, folder, biased is not None, _WITHOUT_BIAS)
+        form = biased if needed and biased else mixture
     where = f"llama.cpp's {form.architecture}"
     if config.hidden_act != "silu":
         raise InputError(f"{folder}: its FFNs have the activation {config.hidden_act}, but those of {where} have silu.")

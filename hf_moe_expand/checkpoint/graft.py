@@ -14,9 +14,9 @@ from ..errors import InputError
 from ..modeling import ExpandedConfig, count_layers, decoder_ffns
 from ..modeling.expanded_config import DECODER_LAYERS
 from ..records import History, StageRecord, add_stage
-from .reader import is_finite
+from .reader import StoredTensor, is_finite
 from .source import COMPANIONS, TOKENIZER_FILES, differences
-from .stored import StoredModel, computed, layer_list, name_before_insertion, rounded
+from .stored import StoredModel, computed, layer_list, rounded
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkpoint
 
 # Fields that change the computation although the shapes are the same.
@@ -94,7 +94,7 @@ def graft_delta(
     if not isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is a dense checkpoint; use `merge delta`.")
     before = StoredModel(base, revision=revision)
-    return add_delta(target, out, before, instruct, scale, keep_tokenizer, "graft", max_shard_size, overwrite)
+    return add_delta(target, out, before, instruct, scale, keep_tokenizer, max_shard_size, overwrite)
 
 
 def check_fine_tune(
@@ -114,7 +114,6 @@ def add_delta(
     instruct: str | os.PathLike,
     scale: float,
     keep_tokenizer: bool,
-    step: str,
     max_shard_size: str | int,
     overwrite: bool,
 ) -> GraftReport:
@@ -131,14 +130,18 @@ def add_delta(
         _check_expanded_from(target, before, after, own)
     instruct_cosine = _cosine(before, after, f"instruct ({after.name})")
     model_cosine = _cosine(before, target, f"the model ({target.name})", own)
-    config = target.config
-    fields = _follow(config, before.config, after.config, () if not keep_tokenizer else _TOKEN_IDS)
+    config, fields = target.config, {}
+    for name, _, new in differences(before.config, after.config, (*_OWN, *(_TOKEN_IDS if keep_tokenizer else ()))):
+        if (old := getattr(config, name, None)) != new:
+            fields[name] = (old, new)
+            setattr(config, name, new)
     tensors = [
         target.copied(key) if home is None else _grafted(target, key, home, before, after, scale)
         for key, home in homes.items()
     ]
     tokenizer = target if keep_tokenizer else after
     settings = {"base": before.name, "instruct": after.name, "scale": scale, "tokenizer": tokenizer.name}
+    step = "graft" if isinstance(config, ExpandedConfig) else "merge delta"
     add_stage(config, StageRecord(stage=step, settings=settings))
     companions = [
         (target.folder, [pattern for pattern in COMPANIONS if pattern not in TOKENIZER_FILES]),
@@ -212,10 +215,10 @@ def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: Store
     changed = any(stage.changes_everything for stage in history.stages)
     if changed or any(record.expert_init == "branches" for record in history.expansions):
         return
-    wrong = next((home for home, key in own.items() if not _same_tensor(target, key, base, home)), None)
+    wrong = next((home for home, key in own.items() if not _same_tensor(target[key], base[home])), None)
     if wrong is None:
         return
-    if all(_same_tensor(target, key, instruct, home) for home, key in own.items()):
+    if all(_same_tensor(target[key], instruct[home]) for home, key in own.items()):
         raise InputError(
             f"base ({base.folder}) and instruct ({instruct.folder}) look swapped: {target.folder} has the weights of "
             f"instruct, and other ones in {wrong!r} than base. Give the model that was expanded as base."
@@ -226,16 +229,15 @@ def _check_expanded_from(target: StoredModel, base: StoredModel, instruct: Store
     )
 
 
-def _same_tensor(target: StoredModel, key: str, dense: StoredModel, home: str) -> bool:
-    """Whether a tensor has the same elements in both checkpoints, in the type of one of them."""
-    ours, theirs = target.names[key], dense.home(home)
-    if target.shapes[key] != dense.shapes[home]:
+def _same_tensor(ours: StoredTensor, theirs: StoredTensor) -> bool:
+    """Whether two tensors have the same elements in the type of one of them."""
+    if ours.shape != theirs.shape:
         return False
-    up_to_target = up_to_dense = True
-    for a, b in zip(target.reader.pieces(ours), dense.reader.pieces(theirs), strict=True):
-        up_to_target = up_to_target and torch.equal(b.to(a.dtype), a)
-        up_to_dense = up_to_dense and torch.equal(a.to(b.dtype), b)
-        if not (up_to_target or up_to_dense):  # the rest of a large tensor is not read
+    up_to_ours = up_to_theirs = True
+    for a, b in zip(ours.pieces(), theirs.pieces(), strict=True):
+        up_to_ours = up_to_ours and torch.equal(b.to(a.dtype), a)
+        up_to_theirs = up_to_theirs and torch.equal(a.to(b.dtype), b)
+        if not (up_to_ours or up_to_theirs):  # the rest of a large tensor is not read
             return False
     return True
 
@@ -243,16 +245,14 @@ def _same_tensor(target: StoredModel, key: str, dense: StoredModel, home: str) -
 def dense_names(target: StoredModel) -> dict[str, str | None]:
     """Maps each stored tensor to its name in the dense model from which `target` was expanded, the same for every
     expert; None for routers, classifiers and gates, and for inserted blocks."""
-    layers, new = layer_list(target.network), getattr(target.config, "new_layers", None) or []
+    layers, new = f"{layer_list(target.network)}.", getattr(target.config, "new_layers", None) or []
     homes = {key: target.places[key].dense for key in target.tensors}
-    return {key: home and name_before_insertion(home, layers, new) for key, home in homes.items()}
-
-
-def _embeddings(model: StoredModel) -> set[str]:
-    """Names of the tensors with one row for each token of the vocabulary."""
-    modules = [model.network.get_input_embeddings(), model.network.get_output_embeddings()]
-    own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
-    return {key for key, value in model.network.named_parameters(remove_duplicate=False) if id(value) in own}
+    for key, home in homes.items():
+        if home is not None and home.startswith(layers):
+            number, inner = home.removeprefix(layers).split(".", 1)
+            before = int(number) - sum(layer < int(number) for layer in new)
+            homes[key] = None if int(number) in new else f"{layers}{before}.{inner}"
+    return homes
 
 
 def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) -> int:
@@ -267,7 +267,9 @@ def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) ->
             f"Tensor {differ[0]!r} is in {where.folder} alone, but instruct must have the tensors of base: give a "
             "fine-tune of it."
         )
-    embeddings = _embeddings(base)
+    modules = [base.network.get_input_embeddings(), base.network.get_output_embeddings()]
+    own = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+    embeddings = {key for key, value in base.network.named_parameters(remove_duplicate=False) if id(value) in own}
     rows = 0
     for key, shape in base.shapes.items():
         other = instruct.shapes[key]
@@ -286,7 +288,7 @@ def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) ->
 def _grafted(
     target: StoredModel, key: str, home: str, base: StoredModel, instruct: StoredModel, scale: float
 ) -> OutputTensor:
-    stored, info, of_instruct = target.home(key), target.info(key), instruct.home(home)
+    stored, of_instruct = target[key], instruct[home]
 
     def moved(now: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         delta = after - before
@@ -296,13 +298,12 @@ def _grafted(
         # If training left the tensor alone, the sum is `after`, except for its rounding.
         return torch.where(now == before, after, result) if scale == 1 else result
 
-    sources = [(target.reader, stored), (base.reader, base.home(home)), (instruct.reader, of_instruct)]
-    shared = computed(stored, info, sources, moved)
+    shared = computed(stored, [stored, base[home], of_instruct], moved)
 
     def data() -> Iterable[bytes]:
         yield from shared.data()
-        for rest in instruct.reader.pieces(of_instruct, start=info.numel):
-            yield rounded(rest, info.dtype, stored)
+        for rest in of_instruct.pieces(start=stored.numel):
+            yield rounded(rest, stored.dtype, stored.name)
 
     return replace(shared, shape=instruct.shapes[home], data=data)
 
@@ -316,11 +317,10 @@ def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str
     """
     dot = left = right = 0.0
     for ffn in decoder_ffns(base.network):
-        ours = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
-        theirs = other.home(names[ours] if names else ours)
-        stop = min(_SAMPLE, base.info(ours).numel)
-        pairs = zip(base.reader.pieces(base.home(ours), stop=stop), other.reader.pieces(theirs, stop=stop), strict=True)
-        for a, b in pairs:
+        key = next(f"{ffn.name}.{name}" for name, value in ffn.module.named_parameters() if value.dim() > 1)
+        ours, theirs = base[key], other[names[key] if names else key]
+        stop = min(_SAMPLE, ours.numel)
+        for a, b in zip(ours.pieces(stop=stop), theirs.pieces(stop=stop), strict=True):
             a, b = a.double(), b.double()
             dot, left, right = dot + float(a @ b), left + float(a @ a), right + float(b @ b)
     cosine = dot / max((left * right) ** 0.5, 1e-30)
@@ -331,13 +331,3 @@ def _cosine(base: StoredModel, other: StoredModel, what: str, names: Mapping[str
             stacklevel=4,
         )
     return cosine
-
-
-def _follow(config: Any, base: Any, instruct: Any, keep: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """Sets the fields in which instruct differs from base to instruct's values."""
-    fields = {}
-    for name, _, new in differences(base, instruct, (*_OWN, *keep)):
-        if (old := getattr(config, name, None)) != new:
-            fields[name] = (old, new)
-            setattr(config, name, new)
-    return fields

@@ -198,7 +198,7 @@ def add_experts(
         today = {key: stored.tensor(key) for key in routing}
         files[KEPT_ROUTERS.format(len(history))] = save(today, metadata={"format": "pt"})
     parameters = sum(tensor.numel for tensor in outputs)
-    history.with_expansion(changed(record, parameters=parameters)).write(config)
+    History([*history.expansions, changed(record, parameters=parameters)]).write(config)
     return write_checkpoint(out, config, outputs, [(folder, COMPANIONS)], "grow", max_shard_size, overwrite, files)
 
 
@@ -213,7 +213,7 @@ def _grown_tensors(
             source = sources[layer][place.expert - counts[layer]]
             rest = place.inner.split(".", 2)[2]
             if source == 0 and place.dense is None:  # a LoRA or added expert that adds zero to expert 0
-                dtype = stored.info(f"{prefix}experts.1.{rest}").dtype
+                dtype = stored[f"{prefix}experts.1.{rest}"].dtype
                 block = Block(ffns[layer].experts[0], stored, f"{prefix}experts.0")
                 yield made(key, dtype, shape, partial(new_weight, place.inner, shape, (seed, layer), block))
             else:
@@ -223,11 +223,11 @@ def _grown_tensors(
             more = partial(_more_experts, copied_rows=rows, place=(seed, layer, counts[layer]))
             yield _resized(stored, key, shape[0], more)
         elif place.inner == "classifier.weight":
-            if key not in stored.names or f"{prefix}classifier.bias" in stored.names:  # a new one, or fitted gates
-                yield zeros(key, stored.info(f"{prefix}router.weight").dtype, shape)
+            if key not in stored or f"{prefix}classifier.bias" in stored:  # a new one, or fitted gates
+                yield zeros(key, stored[f"{prefix}router.weight"].dtype, shape)
             else:
                 yield _resized(stored, key, shape[0], _more_classes)
-        elif key in stored.names:
+        elif key in stored:
             yield from stored.copies(key)
 
 
@@ -235,8 +235,8 @@ def _resized(
     stored: StoredModel, key: str, rows: int, make: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> OutputTensor:
     """A tensor with another number of rows, which `make` makes of the stored tensor."""
-    info = stored.info(key)
-    return made(key, info.dtype, (rows, *info.shape[1:]), lambda: make(stored.tensor(key), rows))
+    shape = (rows, *stored[key].shape[1:])
+    return made(key, stored[key].dtype, shape, lambda: make(stored.tensor(key), rows))
 
 
 def _more_classes(old: torch.Tensor, classes: int) -> torch.Tensor:
@@ -313,12 +313,10 @@ def shrink_checkpoint(
     lost, outputs = [], []
     for key, place in places(network_of(config)).items():
         if not place.is_routing:
-            outputs += stored.copies(key) if key in stored.names else []  # else it is tied
+            outputs += stored.copies(key) if key in stored else []  # else it is tied
         elif routers is not None and key in routers:
             outputs.append(in_memory(key, routers[key]))
-        elif key in stored.names and (
-            ".classifier." not in key or (known and known[: to + 1]) == config.gate_languages
-        ):
+        elif key in stored and (".classifier." not in key or (known and known[: to + 1]) == config.gate_languages):
             outputs.append(_resized(stored, key, place.shape[0], lambda old, rows: old[:rows]))
         elif place.layer not in lost:
             lost.append(place.layer)

@@ -3,9 +3,9 @@ such a model. All is streamed."""
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,14 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, count_layers
 from ..records import History, StageRecord
 from ..schema import changed
-from .gates import GATE_FIELDS, Gates, gate_tensors, set_gates, stored_gates, without_classes
+from .gates import GATE_FIELDS, Gates, set_gates, stored_gates, without_classes
 from .local import pack_and_name
-from .packs import PACK_FILE, ROUTING, Pack, check_pack_name, check_packs, own_pack, packs_inside, routing_of
+from .packs import PACK_FILE, ROUTING, Pack, Rows, check_pack_name, check_packs, joined_routing, own_pack, packs_inside
 from .reader import is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
 
-# The rows of a layer's router and classifier, by inner name.
-Routing = Callable[[int], Mapping[str, torch.Tensor]]
 _COMPANIONS = [pattern for pattern in COMPANIONS if pattern != PACK_FILE.format("*")]
 
 
@@ -143,12 +141,12 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
 def routers_changed(stored: StoredModel) -> bool:
     """Whether the routers or classifiers of a joined checkpoint are not those that the join made. Gates that were
     fitted are the join's own, which no pack knows."""
-    packs, gated = packs_inside(stored), stored.config.gate_languages is not None
+    gated = stored.config.gate_languages is not None
+    rows = joined_routing(packs_inside(stored), gated)
     for key, place in stored.places.items():
         if place.inner in ROUTING[: 1 if gated else None]:
-            today = stored.tensor(key)
-            made = routing_of(packs, place.layer, today.dtype, gated).get(place.inner)
-            if made is None or made.shape != today.shape or not bool((made == today).all()):
+            today, made = stored.tensor(key), rows.get((place.layer, place.inner))
+            if made is None or not torch.equal(made.to(today.dtype), today):
                 return True
     return False
 
@@ -159,22 +157,25 @@ def write_joined(
     *,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
-    routing: Routing | None = None,
+    routing: Rows | None = None,
     stages: Sequence[StageRecord] = (),
     gates: Gates | None = None,
 ) -> JoinReport:
     """Writes the model that joins packs which fit together.
 
     Args:
-        routing: rows of the routers and classifiers, where they are not the packs' own.
+        routing: the routers and classifiers, where they are not the packs' own.
         stages: steps after the join.
         gates: fitted gates in place of the packs' classifiers.
     """
     config = joined_config(packs, gates)
-    outputs = _outputs(packs, config, routing, gates)
-    *earlier, last = History.of(config).expansions
+    made = joined_routing(packs, gates is not None) if routing is None else {}
+    made |= gates.rows if gates is not None else {}
+    routing = (routing or {}) | {place: rows.to(_router_type(packs, place[0])) for place, rows in made.items()}
+    outputs = _outputs(packs, config, routing)
+    history = History.of(config)
     parameters = sum(tensor.numel for tensor in outputs)
-    History([*earlier, changed(last, parameters=parameters, stages=[*last.stages, *stages])]).write(config)
+    history.with_last(parameters=parameters, stages=[*history.last.stages, *stages]).write(config)
     files = {PACK_FILE.format(number): pack.to_keep() for number, pack in enumerate(packs, start=1)}
     companions = [(packs[0].stored.folder, _COMPANIONS)]
     write_checkpoint(out, config, outputs, companions, "join", max_shard_size, overwrite, files)
@@ -182,10 +183,14 @@ def write_joined(
         Path(out),
         [pack.name for pack in packs],
         [pack.new_languages for pack in packs],
-        History.of(config).first.old_languages,
+        history.first.old_languages,
         config.num_experts_per_layer,
         [pack.scale for pack in packs],
     )
+
+
+def _router_type(packs: Sequence[Pack], layer: int) -> torch.dtype:
+    return next(pack.routing[layer, ROUTING[0]].dtype for pack in packs if (layer, ROUTING[0]) in pack.routing)
 
 
 def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
@@ -199,7 +204,8 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     known = list(old)
     for pack in packs:
         before = cumulated
-        for counts, record in zip(pack.counts, pack.history.expansions, strict=True):
+        steps = [*(pack.config.earlier_experts_per_layer or []), pack.config.num_experts_per_layer]
+        for counts, record in zip(steps, pack.history.expansions, strict=True):
             cumulated = [a + b - 1 for a, b in zip(before, counts, strict=True)]
             history.append(cumulated)
             # What an expansion added is its own, the totals are the joined model's.
@@ -231,7 +237,7 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     return config
 
 
-def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates: Gates | None) -> list[OutputTensor]:
+def _outputs(packs: Sequence[Pack], config: Any, routing: Rows) -> list[OutputTensor]:
     base, first = packs[0].base, packs[0].stored
     experts: dict[tuple[int, str], OutputTensor] = {}
     before = [0] * count_layers(config)
@@ -239,12 +245,12 @@ def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates:
         for layer, own, rest, key in pack.experts:
             experts[layer, f"experts.{before[layer] + own}.{rest}"] = pack.stored.copied(key)
         before = [count + own - 1 for count, own in zip(before, pack.config.num_experts_per_layer, strict=True)]
-    rows = {layer: _rows_of_layer(packs, layer, routing, gates) for layer, count in enumerate(before) if count}
     outputs = []
     for key, place in places(network_of(config)).items():
         if place.is_routing:
-            tensor = in_memory(key, rows[place.layer][place.inner])
-            if not is_finite(rows[place.layer][place.inner]):
+            rows = routing[place.layer, place.inner]
+            tensor = in_memory(key, rows)
+            if not is_finite(rows):
                 raise InputError(f"{key}: the joined values are not finite in {tensor.dtype}: a factor is too large.")
             outputs.append(tensor)
         elif place.expert:
@@ -254,15 +260,6 @@ def _outputs(packs: Sequence[Pack], config: Any, routing: Routing | None, gates:
             # A shared tensor keeps its name in the files; an FFN that becomes expert 0 gets its new one.
             outputs += first.copies(source, None if source == key else key)
     return outputs
-
-
-def _rows_of_layer(
-    packs: Sequence[Pack], layer: int, routing: Routing | None, gates: Gates | None
-) -> dict[str, torch.Tensor]:
-    """The router and classifier of an expanded layer, by inner name."""
-    dtype = next(pack.routing[layer, ROUTING[0]].dtype for pack in packs if (layer, ROUTING[0]) in pack.routing)
-    made = dict(routing_of(packs, layer, dtype, gates is not None) if routing is None else routing(layer))
-    return made | (gate_tensors(gates, layer, dtype) if gates is not None and layer in gates.rows else {})
 
 
 @dataclass(frozen=True)
@@ -321,13 +318,13 @@ def leave_out_pack(
         gates = without_classes(gates, range(first, first + gone.expansions))
     trained = bool(later) or routers_changed(stored)
     if trained or len(left) > 1:
-        routing = _trained_rows(stored, packs, left, gates) if trained else None
+        routing = _trained_rows(stored, packs, left, gates is not None) if trained else None
         write_joined(
             left, out, max_shard_size=max_shard_size, overwrite=overwrite, routing=routing, stages=later, gates=gates
         )
     else:  # the one pack that is left, as it was
         alone = left[0]
-        outputs = _outputs(left, alone.config, alone.routing_of_layer, None)
+        outputs = _outputs(left, alone.config, alone.routing)
         companions, files = [(stored.folder, _COMPANIONS)], {"config.json": alone.config_text.encode()}
         write_checkpoint(out, alone.config, outputs, companions, "shrink", max_shard_size, overwrite, files)
     return LeaveOutReport(Path(out), [pack.name for pack in left], not trained)
@@ -343,20 +340,19 @@ def _find(packs: Sequence[Pack], wanted: str) -> Pack:
     return named[0]
 
 
-def _trained_rows(stored: StoredModel, packs: Sequence[Pack], left: Sequence[Pack], gates: Gates | None) -> Routing:
-    """The rows of a joined model's trained routers and classifiers that belong to the packs which stay."""
-    keys = {(place.layer, place.inner): key for key, place in left[0].stored.places.items()}
-
-    def routing(layer: int) -> dict[str, torch.Tensor]:
-        experts, classes = [0], [0]
-        for pack, last_class in zip(packs, accumulate(pack.expansions for pack in packs), strict=True):
-            if pack in left:
-                before = pack.before[layer]
-                experts += range(before + 1, before + pack.config.num_experts_per_layer[layer])
-                classes += range(last_class - pack.expansions + 1, last_class + 1)
-        rows = dict(zip(ROUTING, (experts, classes), strict=False))
-        known = rows if gates is None else ROUTING[:1]
-        in_use = [inner for inner in known if any((layer, inner) in pack.routing for pack in left)]
-        return {inner: stored.tensor(keys[layer, inner])[rows[inner]] for inner in in_use}
-
-    return routing
+def _trained_rows(stored: StoredModel, packs: Sequence[Pack], left: Sequence[Pack], gated: bool) -> Rows:
+    """A joined model's trained routers and, unless fitted gates take their place (`gated`), classifiers: the rows that
+    belong to the packs which stay."""
+    ends = zip(packs, accumulate(pack.expansions for pack in packs), strict=True)
+    classes = [0, *chain.from_iterable(range(end - pack.expansions + 1, end + 1) for pack, end in ends if pack in left)]
+    rows = {}
+    for key, place in stored.places.items():
+        where = place.layer, place.inner
+        if place.inner not in ROUTING[: 1 if gated else 2] or not any(where in pack.routing for pack in left):
+            continue
+        chosen = classes
+        if place.inner == ROUTING[0]:
+            firsts = [(pack.before[place.layer] + 1, pack.config.num_experts_per_layer[place.layer]) for pack in left]
+            chosen = [0, *chain.from_iterable(range(first, first + count - 1) for first, count in firsts)]
+        rows[where] = stored.tensor(key)[chosen]
+    return rows

@@ -73,26 +73,26 @@ def average_checkpoints(
 def _mean_of_expanded_and_dense(models: Sequence[StoredModel], weights: Sequence[float]) -> list[OutputTensor]:
     """The tensors of the mean, under the first model's names."""
     first = models[0]
-    expanded = [number for number, model in enumerate(models) if isinstance(model.config, ExpandedConfig)]
-    dense = [number for number in range(len(models)) if number not in expanded]
-    if not expanded or not dense:
-        check_same_shape(models)
-        return [averaged(models, key, weights) for key in first.tensors]
-    if expanded[0]:
+    expanded = [model for model in models if isinstance(model.config, ExpandedConfig)]
+    dense = [model for model in models if model not in expanded]
+    if expanded and dense and first in dense:
         raise InputError(f"{first.folder}: is a dense checkpoint; give an expanded one first, as the mean is expanded.")
-    check_same_shape([models[number] for number in expanded])
+    check_same_shape(expanded or dense)
+    if not expanded or not dense:
+        return [averaged(models, key, weights) for key in first.tensors]
     homes = dense_names(first)
-    for number in dense:
-        check_grew_from(first, models[number], homes)
-    share = sum(weights[number] for number in expanded)
+    for model in dense:
+        check_grew_from(first, model, homes)
+    of_expanded = [weight for model, weight in zip(models, weights, strict=True) if model in expanded]
+    share = sum(of_expanded)
     if not share:
         raise InputError(
             "The weights of the expanded checkpoints are 0, but only these have routers: give one a weight above 0."
         )
-    alone = [models[number] for number in expanded], [weights[number] / share for number in expanded]
+    alone = [weight / share for weight in of_expanded]
     return [
-        averaged(alone[0], key, alone[1]) if home is None
-        else averaged(models, key, weights, names=[home if number in dense else key for number in range(len(models))])
+        averaged(expanded, key, alone) if home is None
+        else averaged(models, key, weights, names=[home if model in dense else key for model in models])
         for key, home in homes.items()
     ]  # fmt: skip
 
@@ -111,7 +111,7 @@ def averaged(
         name: name to write it under, if not the first model's.
         names: name of the tensor in each model, where the names differ.
     """
-    sources = [(model.reader, model.home(own)) for model, own in zip(models, names or [key] * len(models), strict=True)]
+    sources = [model[own] for model, own in zip(models, names or [key] * len(models), strict=True)]
     heaviest = max(range(len(models)), key=lambda number: weights[number])
 
     def mean(*pieces: torch.Tensor) -> torch.Tensor:
@@ -119,8 +119,7 @@ def averaged(
         middle = pieces[heaviest]
         return middle + sum(weight * (piece - middle) for weight, piece in zip(weights, pieces, strict=True))
 
-    first = models[0]
-    return computed(name or first.home(key), first.info(key), sources, mean)
+    return computed(models[0][key], sources, mean, name)
 
 
 def check_same_shape(models: Sequence[StoredModel]) -> None:
@@ -155,6 +154,4 @@ def merge_delta(
     target = StoredModel(model)
     if isinstance(target.config, ExpandedConfig):
         raise InputError(f"{target.folder}: is an expanded checkpoint; use `graft`.")
-    return add_delta(
-        target, out, StoredModel(base), instruct, scale, keep_tokenizer, "merge delta", max_shard_size, overwrite
-    )
+    return add_delta(target, out, StoredModel(base), instruct, scale, keep_tokenizer, max_shard_size, overwrite)

@@ -178,19 +178,19 @@ class Block:
             tensor = self.module.get_parameter(name).detach()
             tensor = tensor.transpose(-1, -2) if neurons.columns else tensor
             return tensor.reshape(-1, tensor.shape[-1])[rows.to(tensor.device)]
-        reader, key = self.stored.reader, self.stored.home(f"{self.prefix}.{name}")
-        if parts := list(reader.parts.get(key, {}).values()):  # all experts' gates, then all experts' ups
+        stored = self.stored[f"{self.prefix}.{name}"]
+        if parts := list(stored.parts.values()):  # all experts' gates, then all experts' ups
             each, width = 2 * neurons.width, neurons.width
             which = (rows % each) // width * (len(parts) // 2) + rows // each
             places = zip(which.tolist(), (rows % width).tolist(), strict=True)
-            return torch.cat([reader.rows(parts[part], [row]) for part, row in places])
+            return torch.cat([parts[part].rows([row]) for part, row in places])
         if not neurons.columns:
-            return reader.rows(key, rows.tolist())
+            return stored.rows(rows.tolist())
         # Columns of one expert after the other.
-        _, hidden, each = reader.info(key).shape
-        taken = torch.empty(len(rows), hidden, dtype=TORCH_DTYPES[reader.info(key).dtype])
+        _, hidden, each = stored.shape
+        taken = torch.empty(len(rows), hidden, dtype=TORCH_DTYPES[stored.dtype])
         for expert in sorted(set((rows // each).tolist())):
-            pieces = reader.pieces(key, expert * hidden * each, (expert + 1) * hidden * each)
+            pieces = stored.pieces(expert * hidden * each, (expert + 1) * hidden * each)
             mine = rows // each == expert
             taken[mine] = torch.cat(list(pieces)).view(hidden, each)[:, rows[mine] % each].T
         return taken

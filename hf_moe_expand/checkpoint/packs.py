@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..errors import InputError
+from ..errors import InputError, named_as
 from ..jsonfile import parse_json
 from ..modeling import LayerMoEConfig, count_layers, model_class
 from ..modeling.configuration_layer_moe import joins_packs
@@ -31,6 +31,8 @@ from .stored import StoredModel, network_of, places
 
 PACK_FILE = "pack_{}.safetensors"
 ROUTING = ("router.weight", "classifier.weight", "classifier.bias")
+# The rows of routers and classifiers, by layer and inner name.
+Rows = dict[tuple[int, str], torch.Tensor]
 # float16's largest number. Scores that large make a softmax meaningless; no training comes near it.
 _LARGEST = 65504.0
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
@@ -61,7 +63,7 @@ class Pack:
     config: Any
     config_text: str
     stored: StoredModel
-    routing: dict[tuple[int, str], torch.Tensor]
+    routing: Rows
     before: Sequence[int]
     scale: float = 1.0
 
@@ -80,11 +82,6 @@ class Pack:
         return list(dict.fromkeys(code for one in self.history.expansions for code in one.new_languages))
 
     @property
-    def counts(self) -> list[list[int]]:
-        """`num_experts_per_layer` after each of its expansions."""
-        return [*(self.config.earlier_experts_per_layer or []), self.config.num_experts_per_layer]
-
-    @property
     def kind(self) -> ExpertKind:
         """The kind of its experts."""
         return self.config.expert_kinds[0]
@@ -95,7 +92,7 @@ class Pack:
         return {
             place.dense: key
             for key, place in self.stored.places.items()
-            if place.dense is not None and place.expert in (None, 0) and key in self.stored.names
+            if place.dense is not None and place.expert in (None, 0) and key in self.stored
         }
 
     @cached_property
@@ -107,10 +104,6 @@ class Pack:
             if place.expert and 1 <= number < self.config.num_experts_per_layer[place.layer]:
                 experts.append((place.layer, number, place.inner.split(".", 2)[2], key))
         return experts
-
-    def routing_of_layer(self, layer: int) -> dict[str, torch.Tensor]:
-        """Its own router and classifier of a layer, by inner name."""
-        return {inner: tensor for (place, inner), tensor in self.routing.items() if place == layer}
 
     def to_keep(self) -> bytes:
         """The content of its file in a joined model."""
@@ -125,7 +118,7 @@ def own_pack(name: str, stored: StoredModel) -> Pack:
     for key, place in stored.places.items():
         if place.inner in ROUTING:
             routing[place.layer, place.inner] = stored.tensor(key)
-            _check_rows(stored.folder, stored.home(key), routing[place.layer, place.inner])
+            _check_rows(stored.folder, stored[key].name, routing[place.layer, place.inner])
     text = (stored.folder / "config.json").read_text("utf-8-sig")
     return Pack(name, stored.config, _own_text(text, stored.config), stored, routing, [0] * count_layers(stored.config))
 
@@ -212,12 +205,9 @@ def _kept_pack(file: Path, stored: StoredModel, before: Sequence[int]) -> Pack:
         raise InputError(f"{file}: cannot be read ({error}).") from None
     for key, tensor in tensors.items():
         _check_rows(file, key, tensor)
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch, named_as(scratch, file):
         (Path(scratch) / "config.json").write_text(text, "utf-8")
-        try:
-            config: Any = load_expanded_config(Path(scratch))
-        except InputError as error:
-            raise InputError(str(error).replace(scratch, str(file))) from None
+        config: Any = load_expanded_config(Path(scratch))
     if not isinstance(config, LayerMoEConfig):
         raise InputError(f"{file}: holds no LayerMoE configuration.")
     return Pack(name, config, _own_text(text, config), stored, routing, before, scale)
@@ -278,7 +268,8 @@ def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) 
         _check_config(first, pack)
     for number, pack in enumerate(packs):
         for other in packs[:number]:
-            if pack.config_text == other.config_text and _same_routing(pack, other):
+            alike = pack.config_text == other.config_text and pack.routing.keys() == other.routing.keys()
+            if alike and all(bool((rows == other.routing[key]).all()) for key, rows in pack.routing.items()):
                 raise InputError(f"{pack.name}: is the same pack as {other.name}: name each pack once.")
             twice = sorted({*pack.new_languages} & {*other.new_languages})
             if twice and not keep_both:
@@ -290,12 +281,6 @@ def check_packs(packs: Sequence[Pack], keep_both: bool, bytes_too: bool = True) 
         raise InputError(f"{name}: two packs have this name, by which they are told apart: name one, NAME=FOLDER.")
     for pack in others if bytes_too else ():
         _check_base(first, pack)
-
-
-def _same_routing(one: Pack, other: Pack) -> bool:
-    return one.routing.keys() == other.routing.keys() and all(
-        bool((one.routing[key] == other.routing[key]).all()) for key in one.routing
-    )
 
 
 def _check_config(first: Pack, pack: Pack) -> None:
@@ -327,7 +312,7 @@ def _check_base(first: Pack, pack: Pack) -> None:
     ours, theirs = first.base, pack.base
     for dense in sorted(set(ours) | set(theirs)):
         both = dense in ours and dense in theirs
-        if not both or not first.stored.same_bytes(ours[dense], pack.stored, theirs[dense]):
+        if not both or not first.stored[ours[dense]].same_bytes(pack.stored[theirs[dense]]):
             raise InputError(
                 f"{pack.name}: is no expansion of the base of {first.name}: tensor {dense!r} differs. Join packs of "
                 "one base, of the same revision and type."
@@ -354,16 +339,18 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
     return torch.cat(rows)
 
 
-def routing_of(packs: Sequence[Pack], layer: int, dtype: torch.dtype, gated: bool = False) -> dict[str, torch.Tensor]:
-    """The joined router of a layer that a pack expands and, if a pack has one, its classifier, by inner name; no
-    classifier if fitted gates take its place (`gated`)."""
-    hidden, tensors = packs[0].config.hidden_size, {}
-    own = [pack.routing_of_layer(layer) for pack in packs]
-    counts = [pack.config.num_experts_per_layer[layer] - 1 for pack in packs]
-    if any(counts):
-        routers = [(it.get(ROUTING[0]), n, pack.scale) for it, n, pack in zip(own, counts, packs, strict=True)]
-        tensors[ROUTING[0]] = joined_rows(routers, hidden)
-    classifiers = [(it.get(ROUTING[1]), pack.expansions, 1.0) for it, pack in zip(own, packs, strict=True)]
-    if not gated and any(matrix is not None for matrix, _, _ in classifiers):
-        tensors[ROUTING[1]] = joined_rows(classifiers, hidden)
-    return {name: rows.to(dtype) for name, rows in tensors.items()}
+def joined_routing(packs: Sequence[Pack], gated: bool) -> Rows:
+    """The joined routers of all layers that a pack expands and the joined classifiers of those where a pack has one,
+    float32; no classifiers if fitted gates take their place (`gated`)."""
+    hidden, rows = packs[0].config.hidden_size, {}
+    for place in dict.fromkeys(place for pack in packs for place in pack.routing):
+        layer, inner = place
+        if inner == ROUTING[0]:
+            sizes = [(pack.config.num_experts_per_layer[layer] - 1, pack.scale) for pack in packs]
+        elif inner == ROUTING[1] and not gated:
+            sizes = [(pack.expansions, 1.0) for pack in packs]
+        else:
+            continue
+        parts = [(pack.routing.get(place), *size) for pack, size in zip(packs, sizes, strict=True)]
+        rows[place] = joined_rows(parts, hidden)
+    return rows

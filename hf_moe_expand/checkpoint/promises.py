@@ -176,11 +176,9 @@ class Twin:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             expanded = auto_class(own).from_config(own, dtype=torch.float32).eval()
-        weights = dense.state_dict()
-        with torch.no_grad():
-            for key, place in places(expanded).items():
-                if place.dense is not None:
-                    expanded.state_dict()[key].copy_(weights[place.dense])
+        weights, where = dense.state_dict(), places(expanded)
+        copied = {key: weights[place.dense] for key, place in where.items() if place.dense is not None}
+        expanded.load_state_dict(copied, strict=False)
         return cls(dense, expanded, _moved(expanded))
 
 
@@ -198,12 +196,8 @@ def _tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
 
 @torch.no_grad()
 def _logits(model: Any) -> torch.Tensor:
-    return model(_tokens(), **_of_decoder(model)).logits
-
-
-def _of_decoder(model: Any) -> dict[str, torch.Tensor]:
-    """The decoder's own tokens, where it has some besides the encoder's."""
-    return {"decoder_input_ids": _tokens(length=9)} if model.config.is_encoder_decoder else {}
+    of_decoder = {"decoder_input_ids": _tokens(length=9)} if model.config.is_encoder_decoder else {}
+    return model(_tokens(), **of_decoder).logits
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import json
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,28 +30,111 @@ _PIECE = 1 << 18
 _SAMPLE = 1 << 12
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor's type and shape, as its safetensors header gives them, and the place of its bytes.
-
-    Attributes:
-        made: function that makes a tensor whose parts alone are stored; None for a stored tensor.
-    """
+class Sized:
+    """A tensor with the type and the shape that its safetensors header gives."""
 
     dtype: str
     shape: tuple[int, ...]
-    file: Path
-    start: int
-    end: int
-    made: Callable[[], torch.Tensor] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BITS[self.dtype] // 8
+
+
+@dataclass(eq=False)
+class StoredTensor(Sized):
+    """A tensor of a checkpoint, and the place of its bytes.
+
+    Attributes:
+        name: its name in the files.
+        parts: the stored tensors, by their names in the model, of which transformers makes this one when it loads the
+            checkpoint; none of a tensor that is stored whole.
+        made: makes it of its parts.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int = 0
+    parts: Mapping[str, "StoredTensor"] = field(default_factory=dict)
+    made: Callable[[], torch.Tensor] | None = None
+    _is_finite: bool = False
+
+    def load(self) -> torch.Tensor:
+        """The tensor, on the CPU."""
+        entry = {self.name: {"dtype": self.dtype, "shape": list(self.shape), "data_offsets": [0, self.nbytes]}}
+        header = json.dumps(entry).encode()
+        return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(self.chunks()))[self.name]
+
+    def chunks(self) -> Iterator[bytes]:
+        """Its bytes, in pieces."""
+        if self.made is None:
+            yield from self._read(0, self.nbytes, _CHUNK)
+        else:
+            whole = self.made().flatten()
+            for piece in whole.split(_CHUNK // whole.element_size()):
+                yield tensor_bytes(piece)
+
+    def same_bytes(self, other: "StoredTensor") -> bool:
+        """Whether another tensor has the same type, shape and bytes."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        if (self.file, self.start) == (other.file, other.start) and self.made is None and other.made is None:
+            return True
+        return all(x == y for x, y in zip(self.chunks(), other.chunks(), strict=True))
+
+    def finite_chunks(self) -> Iterator[bytes]:
+        """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
+        once, however often it is copied."""
+        dtype = None if self._is_finite else TORCH_DTYPES.get(self.dtype)
+        for chunk in self.chunks():
+            if dtype is not None and not is_finite(torch.frombuffer(bytearray(chunk), dtype=dtype)):
+                raise InputError(
+                    f"{self.file.parent}: tensor {self.name!r} holds NaN or infinite values; the checkpoint is damaged."
+                )
+            yield chunk
+        self._is_finite = True
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """Elements `start` to `stop` of a floating-point tensor, flattened, in pieces that fit a cache.
+
+        The same elements of tensors of different types come in the same pieces.
+        """
+        if self.dtype not in TORCH_DTYPES:
+            raise InputError(
+                f"{self.file.parent}: tensor {self.name!r} is stored as {self.dtype}; use the unquantised checkpoint."
+            )
+        size = ITEM_BITS[self.dtype] // 8
+        stop = self.numel if stop is None else stop
+        if self.made is not None:
+            whole = self.made().flatten()
+            yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
+            return
+        for piece in self._read(start * size, stop * size, _PIECE * size):
+            yield torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[self.dtype])
+
+    def rows(self, rows: Sequence[int]) -> torch.Tensor:
+        """Rows of a floating-point tensor that is stored whole, `[len(rows), h]`, whose last dimension is h; only they
+        are read."""
+        size = self.shape[-1] * ITEM_BITS[self.dtype] // 8
+        pieces = (piece for row in rows for piece in self._read(row * size, (row + 1) * size, size))
+        return torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[self.dtype]).view(len(rows), -1)
+
+    def _read(self, start: int, stop: int, most: int) -> Iterator[bytes]:
+        """Bytes `start` to `stop` of a tensor that is stored whole, in pieces of `most` bytes."""
+        with open(self.file, "rb") as file:
+            file.seek(self.start + start)
+            for place in range(start, stop, most):
+                piece = file.read(min(most, stop - place))
+                if len(piece) < min(most, stop - place):
+                    where = f"in the middle of tensor {self.name!r}"
+                    raise InputError(f"{self.file}: ends {where}: the file is incomplete.")
+                yield piece
 
 
 class CheckpointReader:
@@ -65,11 +148,7 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.tensors: dict[str, TensorInfo] = {}
-        # Of each tensor that is put together, its parts' names in the files, by their names in the model.
-        self.parts: dict[str, dict[str, str]] = {}
-        self._stored_parts: dict[str, TensorInfo] = {}
-        self._finite: set[str] = set()
+        self.tensors: dict[str, StoredTensor] = {}
         self.files, wanted = self._files()
         for file in self.files:
             tensors = _read_header(file)
@@ -82,7 +161,7 @@ class CheckpointReader:
         if (self.folder / RECORD).is_file():
             self.tensors.update(self._base_tensors())
 
-    def _base_tensors(self) -> dict[str, TensorInfo]:
+    def _base_tensors(self) -> dict[str, StoredTensor]:
         base = read_json(self.folder / "config.json", "a configuration").get("expansion_base")
         if not isinstance(base, dict) or not all(
             isinstance(base.get(key, 0), str | None) for key in ("base_model", "revision")
@@ -98,7 +177,7 @@ class CheckpointReader:
         for name, entry in record.items():
             if not isinstance(entry, dict) or entry.get("name") not in tensors:
                 raise InputError(f"{self.folder / RECORD}: the base model has no tensor for {name!r}.")
-        return {name: tensors[entry["name"]] for name, entry in record.items()}
+        return {name: replace(tensors[entry["name"]], name=name) for name, entry in record.items()}
 
     def _files(self) -> tuple[list[Path], dict[str, str]]:
         """The files to read and, if there is an index, the file that must hold each tensor."""
@@ -118,127 +197,24 @@ class CheckpointReader:
         """A hash of config.json and of each tensor's name, type, shape and first elements, which identifies the
         checkpoint."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-        for name, info in sorted(self.tensors.items()):
-            digest.update(f"{name} {info.dtype} {info.shape}".encode())
-            digest.update(b"".join(_read_bytes(name, info, 0, min(_SAMPLE, info.nbytes), _SAMPLE)))
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+            digest.update(b"".join(tensor._read(0, min(_SAMPLE, tensor.nbytes), _SAMPLE)))
         return digest.hexdigest()
-
-    def put_together(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        parts: Mapping[str, str],
-        made: Callable[[dict[str, torch.Tensor]], Any],
-    ) -> None:
-        """Replaces stored tensors, by their names in the model, with the one that transformers makes of them (`made`)
-        when it loads the checkpoint."""
-        stored = {part: self.tensors.pop(part) for part in parts.values()}
-        first = next(iter(stored.values()))
-        self.parts[name] = dict(parts)
-        self._stored_parts |= stored
-
-        def make() -> torch.Tensor:
-            return made({part: _load(part, info) for part, info in stored.items()})
-
-        size = prod(shape) * ITEM_BITS[first.dtype] // 8
-        self.tensors[name] = TensorInfo(first.dtype, shape, first.file, 0, size, make)
-
-    def info(self, name: str) -> TensorInfo:
-        """The header of a tensor, or of a part of one that is put together."""
-        return self.tensors[name] if name in self.tensors else self._stored_parts[name]
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a tensor, in pieces."""
-        return _chunks(name, self.info(name))
-
-    def same_bytes(self, name: str, other: "CheckpointReader", theirs: str) -> bool:
-        """Whether another checkpoint's tensor has the same type, shape and bytes."""
-        a, b = self.info(name), other.info(theirs)
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return False
-        if (a.file, a.start) == (b.file, b.start) and a.made is None and b.made is None:
-            return True
-        return all(x == y for x, y in zip(self.chunks(name), other.chunks(theirs), strict=True))
-
-    def finite_chunks(self, name: str) -> Iterator[bytes]:
-        """`chunks` of a tensor that is to be copied. Refuses NaN and infinite values, for which a tensor is looked at
-        once, however often it is copied."""
-        dtype = None if name in self._finite else TORCH_DTYPES.get(self.info(name).dtype)
-        for chunk in self.chunks(name):
-            if dtype is not None and not is_finite(torch.frombuffer(bytearray(chunk), dtype=dtype)):
-                raise InputError(
-                    f"{self.folder}: tensor {name!r} holds NaN or infinite values; the checkpoint is damaged."
-                )
-            yield chunk
-        self._finite.add(name)
 
     def check_finite(self) -> None:
         """Reads every tensor and refuses NaN and infinite values."""
-        for name in self.tensors:
-            deque(self.finite_chunks(name), maxlen=0)
-
-    def pieces(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """Elements `start` to `stop` of a floating-point tensor, flattened, in pieces that fit a cache.
-
-        The same elements of tensors of different types come in the same pieces.
-        """
-        info = self.tensors[name]
-        if info.dtype not in TORCH_DTYPES:
-            raise InputError(
-                f"{self.folder}: tensor {name!r} is stored as {info.dtype}; use the unquantised checkpoint."
-            )
-        size = ITEM_BITS[info.dtype] // 8
-        stop = info.numel if stop is None else stop
-        if info.made is not None:
-            whole = info.made().flatten()
-            yield from (whole[place : min(place + _PIECE, stop)] for place in range(start, stop, _PIECE))
-            return
-        for piece in _read_bytes(name, info, start * size, stop * size, _PIECE * size):
-            yield torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[info.dtype])
-
-    def rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
-        """Rows of a stored floating-point tensor, `[len(rows), h]`, whose last dimension is h; only they are read."""
-        info = self.info(name)
-        if info.made is not None:
-            return self.tensor(name).flatten(0, -2)[list(rows)]
-        size = info.shape[-1] * ITEM_BITS[info.dtype] // 8
-        pieces = (piece for row in rows for piece in _read_bytes(name, info, row * size, (row + 1) * size, size))
-        return torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[info.dtype]).view(len(rows), -1)
+        for tensor in self.tensors.values():
+            deque(tensor.finite_chunks(), maxlen=0)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the CPU."""
-        return _load(name, self.info(name))
-
-
-def _load(name: str, info: TensorInfo) -> torch.Tensor:
-    entry = {name: {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [0, info.nbytes]}}
-    header = json.dumps(entry).encode()
-    return load_safetensors(struct.pack("<Q", len(header)) + header + b"".join(_chunks(name, info)))[name]
-
-
-def _chunks(name: str, info: TensorInfo) -> Iterator[bytes]:
-    if info.made is None:
-        yield from _read_bytes(name, info, 0, info.nbytes, _CHUNK)
-    else:
-        whole = info.made().flatten()
-        for piece in whole.split(_CHUNK // whole.element_size()):
-            yield tensor_bytes(piece)
+        return self.tensors[name].load()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes as safetensors stores them."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _read_bytes(name: str, info: TensorInfo, start: int, stop: int, most: int) -> Iterator[bytes]:
-    """Bytes `start` to `stop` of a stored tensor, in pieces of `most` bytes."""
-    with open(info.file, "rb") as file:
-        file.seek(info.start + start)
-        for place in range(start, stop, most):
-            piece = file.read(min(most, stop - place))
-            if len(piece) < min(most, stop - place):
-                raise InputError(f"{info.file}: ends in the middle of tensor {name!r}: the file is incomplete.")
-            yield piece
 
 
 def is_finite(piece: torch.Tensor) -> bool:
@@ -268,7 +244,7 @@ def _plain_name(name: Any) -> str:
     return name if plain else f"{str(name)[:80]}?"
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     """The file's tensors, after the library has checked types, shapes and offsets; reads only the header."""
     try:
         # The library maps the file read-only for numpy, which takes no memory for the tensors.
@@ -288,9 +264,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     if unknown := [name for name, entry in header.items() if entry["dtype"] not in ITEM_BITS]:
         kind = header[unknown[0]]["dtype"]
         raise InputError(f"{file}: tensor {unknown[0]!r} is stored as {kind}, a type that this package does not know.")
-    base = 8 + length
-    tensors = {}
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), file, base + start, base + end)
-    return tensors
+    return {
+        name: StoredTensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }

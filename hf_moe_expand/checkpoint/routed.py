@@ -167,7 +167,7 @@ def merged(source: StoredModel, key: str, expert: int, update: LoraKind, name: s
     block, _, layer = key.removesuffix(".weight").partition(".experts.0.")
     factors = [f"{block}.experts.{expert}.{layer}.lora_{factor}.weight" for factor in "BA"]
     copied = source.copied(key, name)
-    if factors[0] not in source.names:  # a bias
+    if factors[0] not in source:  # a bias
         return copied
     scaling = update.alpha / update.rank
     transposed = isinstance(source.network.get_submodule(key.removesuffix(".weight")), Conv1D)

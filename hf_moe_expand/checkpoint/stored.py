@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from ..errors import InputError, first_line
 from ..modeling import ExpandedConfig, auto_class, count_layers, decoder_ffns
 from ..modeling.backbone import mixture_rules
 from .local import name_and_commit
-from .reader import TORCH_DTYPES, CheckpointReader, TensorInfo, is_finite, tensor_bytes
+from .reader import TORCH_DTYPES, CheckpointReader, StoredTensor, is_finite, tensor_bytes
 from .source import load_base_config, load_config, resolve_checkpoint
 from .writer import OutputTensor, copy_of
 
@@ -37,7 +37,6 @@ class StoredModel:
         config: configuration.
         network: the model, on the meta device.
         reader: the tensors under their names in the files.
-        names: name in the files of each tensor, by the model's name.
 
     Raises:
         InputError: no model can be built from the configuration; or a tensor is missing, has another shape, or is
@@ -50,7 +49,7 @@ class StoredModel:
         self.config = config if config is not None else load_any_config(self.folder)
         self.reader = CheckpointReader(self.folder)
         self.network: Any = network_of(self.config, self.reader)
-        self.names = stored_names(self.reader, self.network)
+        self._stored = stored_tensors(self.reader, self.network)
         self._tied = dict(getattr(self.network, "all_tied_weights_keys", None) or {})
         self.shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
         self._check_complete()
@@ -60,54 +59,51 @@ class StoredModel:
         if self.config.is_encoder_decoder:  # Marian's positions are computed, and not stored
             ignored = (self.network._keys_to_ignore_on_save, self.network._keys_to_ignore_on_load_missing)
             computed_keys = [pattern for patterns in ignored for pattern in patterns or ()]
-        absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self.names.keys()]
+        absent = [key for key in self.shapes if not {key, self._tied.get(key)} & self._stored.keys()]
         if missing := [key for key in absent if not any(re.search(pattern, key) for pattern in computed_keys)]:
             raise InputError(f"{self.folder}: tensors are missing from the checkpoint: {', '.join(missing[:5])}.")
         values = self.network.state_dict()
         for key in self.tensors:
-            name, info = self.names[key], self.info(key)
-            if info.shape != self.shapes[key]:
+            stored = self[key]
+            if stored.shape != self.shapes[key]:
                 raise InputError(
-                    f"{self.folder}: tensor {name!r} has shape {list(info.shape)}, but the configuration asks for "
-                    f"{list(self.shapes[key])}."
+                    f"{self.folder}: tensor {stored.name!r} has shape {list(stored.shape)}, but the configuration asks "
+                    f"for {list(self.shapes[key])}."
                 )
-            if values[key].is_floating_point() and info.dtype not in TORCH_DTYPES:
+            if values[key].is_floating_point() and stored.dtype not in TORCH_DTYPES:
                 raise InputError(
-                    f"{self.folder}: tensor {name!r} is stored as {info.dtype}; use the unquantised checkpoint."
+                    f"{self.folder}: tensor {stored.name!r} is stored as {stored.dtype}; use the unquantised "
+                    "checkpoint."
                 )
 
     @property
     def tensors(self) -> list[str]:
         """The model's names of the tensors that the checkpoint holds; usually only one of several tied tensors."""
-        return [key for key in self.shapes if key in self.names]
+        return [key for key in self.shapes if key in self]
 
     @cached_property
     def places(self) -> dict[str, "Place"]:
         """The place of each tensor in the model."""
         return places(self.network)
 
-    def home(self, key: str) -> str:
-        """The name of a tensor in the files; for a tied tensor that is not stored, the name of its stored partner."""
-        for candidate in (key, self._tied.get(key)):
-            if candidate in self.names:
-                return self.names[candidate]
-        raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
+    def __contains__(self, key: str) -> bool:
+        """Whether the files hold a tensor; of tied tensors, they may hold one alone."""
+        return key in self._stored
 
-    def info(self, key: str) -> TensorInfo:
-        """The header of a tensor."""
-        return self.reader.tensors[self.home(key)]
+    def __getitem__(self, key: str) -> StoredTensor:
+        """A tensor of the files; for a tied tensor that is not stored, its stored partner."""
+        for candidate in (key, self._tied.get(key, "")):
+            if candidate in self:
+                return self._stored[candidate]
+        raise InputError(f"{self.folder}: tensor {key!r} is missing from the checkpoint.")
 
     def tensor(self, key: str) -> torch.Tensor:
         """A tensor, on the CPU."""
-        return self.reader.tensor(self.home(key))
-
-    def same_bytes(self, key: str, other: "StoredModel", theirs: str) -> bool:
-        """Whether another model stores the same bytes, in the same type and shape, under its own name."""
-        return self.reader.same_bytes(self.home(key), other.reader, other.home(theirs))
+        return self[key].load()
 
     def copied(self, key: str, name: str | None = None) -> OutputTensor:
         """A byte-for-byte copy of a tensor, under its name in the files or under `name`."""
-        return copy_of(self.reader, self.home(key), name)
+        return copy_of(self[key], name)
 
     def copies(self, key: str, name: str | None = None) -> list[OutputTensor]:
         """`copied`; of a tensor whose parts are stored, a mixture's, its parts under the names of the same layout."""
@@ -119,19 +115,17 @@ class StoredModel:
         while same < len(key) and key[-same - 1 :] == name[-same - 1 :]:
             same += 1
         old, new = key[: len(key) - same], name[: len(name) - same]
-        return [copy_of(self.reader, stored, new + part.removeprefix(old)) for part, stored in parts.items()]
+        return [copy_of(stored, new + part.removeprefix(old)) for part, stored in parts.items()]
 
-    def files_names(self, key: str) -> list[str]:
-        """The names in the files of a tensor or, of a mixture's, of its parts; none of a tensor that the library puts
-        together otherwise."""
+    def in_files(self, key: str) -> list[StoredTensor]:
+        """A tensor or, of a mixture's, its parts; none of a tensor that the library puts together otherwise."""
         if parts := self._parts(key):
             return list(parts.values())
-        stored = self.names[key]
-        return [stored] if self.reader.tensors[stored].made is None else []
+        return [self[key]] if self[key].made is None else []
 
-    def _parts(self, key: str) -> dict[str, str]:
-        """Of a mixture's tensor that the files hold in parts: their names in the files, by their names in the model."""
-        parts = self.reader.parts.get(self.names.get(key, ""), {})
+    def _parts(self, key: str) -> Mapping[str, StoredTensor]:
+        """The parts of a mixture's tensor, by their names in the model, if the files hold it in parts."""
+        parts = self[key].parts
         inside = key.startswith(self._mixtures) and all(part.startswith(self._mixtures) for part in parts)
         return parts if parts and inside else {}
 
@@ -182,11 +176,11 @@ def network_of(config: Any, reader: CheckpointReader | None = None) -> Any:
         raise InputError(f"{where}: no model can be built from its configuration ({first_line(error)}).") from error
 
 
-def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
-    """Maps each of the model's keys to the checkpoint's key by the library's own renaming at loading (GPT-NeoX's
+def stored_tensors(reader: CheckpointReader, network: Any) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors by the model's keys, after the library's own renaming at loading (GPT-NeoX's
     `embed_out`, BLOOM's keys without `transformer.`); of a model of several kinds of input, those of the text decoder
-    inside. Tensors that the library puts together from several at loading are put together in `reader`. Of tied
-    tensors, whichever the files hold, the key is that of the tensor to which the others are tied."""
+    inside. Tensors that the library puts together from several at loading are put together. Of tied tensors, whichever
+    the files hold, the key is that of the tensor to which the others are tied."""
     rules: list[Any] = get_model_conversion_mapping(network)
     if isinstance(network.config, ExpandedConfig):  # what the library has under the class's name is the latest model's
         rules = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -194,46 +188,43 @@ def stored_names(reader: CheckpointReader, network: Any) -> dict[str, str]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     known = network.state_dict()
-    names: dict[str, str] = {}
-    parts: dict[str, list[tuple[str, str, str]]] = {}
+    tensors: dict[str, StoredTensor] = {}
+    parts: dict[str, list[tuple[str, str, StoredTensor]]] = {}
     for name in sorted(reader.tensors, key=dot_natural_key):
         for inner in (name, _OF_TEXT.sub("", name)):
             key, pattern = rename_source_key(inner, renamings, converters, network.base_model_prefix, known)
             if key in known:
                 break
         if pattern is None or key not in known:
-            names[key] = name
+            tensors[key] = reader.tensors[name]
         else:
-            parts.setdefault(key, []).append((pattern, name, rename_source_key(inner, renamings, [])[0]))
+            renamed, _ = rename_source_key(inner, renamings, [])
+            parts.setdefault(key, []).append((pattern, renamed, reader.tensors[name]))
     for key, pieces in parts.items():
-        _put_together(reader, network, key, pieces, converters)
-        names[key] = key
+        tensors[key] = _put_together(network, key, pieces, converters)
     for target, source in (getattr(network, "all_tied_weights_keys", None) or {}).items():
-        if source not in names and target in names:
-            names[source] = names.pop(target)
-    return names
+        if source not in tensors and target in tensors:
+            tensors[source] = tensors.pop(target)
+    return tensors
 
 
 def _put_together(
-    reader: CheckpointReader,
-    network: Any,
-    key: str,
-    parts: list[tuple[str, str, str]],
-    converters: list[WeightConverter],
-) -> None:
-    """Puts a tensor of the model together from stored ones, as the library's rule does. Of each of the `parts` are
-    given the rule's pattern, its name, and its name in the model before the rule."""
+    network: Any, key: str, parts: list[tuple[str, str, StoredTensor]], converters: list[WeightConverter]
+) -> StoredTensor:
+    """A tensor of the model, put together from stored ones as the library's rule does. Of each of the `parts` are given
+    the rule's pattern and its name in the model before the rule."""
     rule = next(rule for rule in converters if parts[0][0] in rule.source_patterns)
     parts = sorted(parts, key=lambda part: rule.source_patterns.index(part[0]))  # stable
 
-    def made(tensors: dict[str, torch.Tensor]) -> Any:
+    def made() -> Any:
         convert = copy.deepcopy(rule)
-        for pattern, name, _ in parts:
-            convert.add_tensor(key, name, pattern, tensors[name])  # type: ignore[arg-type]
+        for pattern, _, part in parts:
+            convert.add_tensor(key, part.name, pattern, part.load())  # type: ignore[arg-type]
         return convert.convert(key, model=network, config=network.config)[key]
 
-    own = {renamed: name for _, name, renamed in parts}
-    reader.put_together(key, tuple(network.state_dict()[key].shape), own, made)
+    first, shape = parts[0][2], tuple(network.state_dict()[key].shape)
+    own = {renamed: part for _, renamed, part in parts}
+    return StoredTensor(key, first.dtype, shape, first.file, parts=own, made=made)
 
 
 @dataclass(frozen=True)
@@ -277,19 +268,17 @@ def places(network: Any) -> dict[str, Place]:
 
 
 def computed(
-    name: str,
-    info: TensorInfo,
-    sources: Sequence[tuple[CheckpointReader, str]],
-    function: Callable[..., torch.Tensor],
+    like: StoredTensor, sources: Sequence[StoredTensor], function: Callable[..., torch.Tensor], name: str | None = None
 ) -> OutputTensor:
     """An element-wise function of tensors, computed piece by piece in float32 (float64 if a tensor is) and rounded once
-    to the type of `info`, whose shape it has. Of a larger tensor the first elements are taken."""
+    to the type of `like`, whose shape and, by default, name it has. Of a larger tensor the first elements are taken."""
+    name = name or like.name
 
     def data() -> Iterable[bytes]:
-        for pieces in zip(*(reader.pieces(stored, stop=info.numel) for reader, stored in sources), strict=True):
-            yield rounded(function(*map(widened, pieces)), info.dtype, name)
+        for pieces in zip(*(source.pieces(stop=like.numel) for source in sources), strict=True):
+            yield rounded(function(*map(widened, pieces)), like.dtype, name)
 
-    return OutputTensor(name, info.dtype, info.shape, data)
+    return OutputTensor(name, like.dtype, like.shape, data)
 
 
 def widened(piece: torch.Tensor) -> torch.Tensor:
@@ -308,13 +297,3 @@ def rounded(piece: torch.Tensor, dtype: str, name: str) -> bytes:
 def layer_list(network: Any) -> str:
     """The name of a model's list of layers, such as `model.layers`."""
     return decoder_ffns(network)[0].place.partition(".0.")[0]
-
-
-def name_before_insertion(key: str, layers: str, new: Collection[int]) -> str | None:
-    """A tensor's name in the model without the layers `new`; None for a tensor of these layers."""
-    if not key.startswith(f"{layers}."):
-        return key
-    number, inner = key.removeprefix(f"{layers}.").split(".", 1)
-    if int(number) in new:
-        return None
-    return f"{layers}.{int(number) - sum(layer < int(number) for layer in new)}.{inner}"

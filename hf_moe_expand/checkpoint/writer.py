@@ -20,14 +20,15 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from ..disk import DEFAULT_SHARD_SIZE, free_bytes
+from ..disk import DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE
+from ..disk import free_bytes
 from ..errors import InputError, first_line, is_full_disk, named_as
 from ..jsonfile import read_json, write_json
 from ..modeling import ExpandedConfig, model_class
 from ..modeling.expansion_only import RECORD, index_weights
 from ..scratch import beside, named, remove_leftovers
 from .local import EXPANDED
-from .reader import ITEM_BITS, TORCH_DTYPES, CheckpointReader, tensor_bytes
+from .reader import ITEM_BITS, TORCH_DTYPES, Sized, StoredTensor, tensor_bytes
 from .source import CODE, COMPANIONS, lies_inside
 
 # What this package, transformers and the hub's client put into a checkpoint folder.
@@ -46,21 +47,13 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class OutputTensor:
+class OutputTensor(Sized):
     """A tensor to write; `data()` is called when the tensor is written, and gives its bytes in pieces."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: Callable[[], Iterable[bytes]]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_BITS[self.dtype] // 8
 
 
 def zeros(name: str, dtype: str, shape: tuple[int, ...]) -> OutputTensor:
@@ -79,10 +72,9 @@ def in_memory(name: str, tensor: torch.Tensor) -> OutputTensor:
     return made(name, _NAMES[tensor.dtype], tensor.shape, lambda: tensor)
 
 
-def copy_of(reader: CheckpointReader, source: str, name: str | None = None) -> OutputTensor:
+def copy_of(tensor: StoredTensor, name: str | None = None) -> OutputTensor:
     """A byte-for-byte copy of a tensor of the files, under its own name or another one."""
-    info = reader.info(source)
-    return OutputTensor(name or source, info.dtype, info.shape, lambda: reader.finite_chunks(source))
+    return OutputTensor(name or tensor.name, tensor.dtype, tensor.shape, tensor.finite_chunks)
 
 
 def check_shard_size(size: str | int) -> None:
@@ -95,15 +87,10 @@ def check_shard_size(size: str | int) -> None:
         raise InputError(f"max_shard_size is {size!r}: give a size such as 5GB or 500MB.") from None
 
 
-def write_weights(
-    folder: Path,
-    tensors: Sequence[OutputTensor],
-    stem: str,
-    what: str | None,
-    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+def _write_weights(
+    folder: Path, tensors: Sequence[OutputTensor], stem: str, what: str | None, max_shard_size: str | int
 ) -> None:
-    """Writes `STEM.safetensors`, or shards and their index if the weights exceed `max_shard_size`; with a progress bar
-    of the name `what`, if there is one."""
+    """Writes `STEM.safetensors`, or shards and their index if the weights exceed `max_shard_size`."""
     check_shard_size(max_shard_size)
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
@@ -118,11 +105,8 @@ def write_weights(
             _write_file(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:
         # The keys and their order are those of `save_pretrained`.
-        metadata = {
-            "total_parameters": sum(prod(t.shape) for t in tensors),
-            "total_size": sum(t.nbytes for t in tensors),
-        }
-        index = {"metadata": metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        metadata = {"total_parameters": sum(t.numel for t in tensors), "total_size": sum(t.nbytes for t in tensors)}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}.safetensors.index.json").write_text(
             json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
@@ -154,10 +138,11 @@ def write_checkpoint(
     config: Any,
     tensors: Iterable[OutputTensor],
     companions: Sequence[tuple[Path, Sequence[str]]],
-    what: str,
+    what: str | None,
     max_shard_size: str | int,
     overwrite: bool,
     files: Mapping[str, bytes] | None = None,
+    stem: str = "model",
 ) -> Path:
     """Writes a checkpoint folder, whole or not at all.
 
@@ -165,8 +150,9 @@ def write_checkpoint(
         config: configuration of the model, dense or expanded; code is written for an expanded one.
         tensors: the tensors, in any order.
         companions: folders and the file patterns to copy from each.
-        what: name of the progress bar.
+        what: name of the progress bar; None shows none.
         files: further files to write: content by name.
+        stem: name of the weight files, without their ending.
     """
     ordered = sorted(tensors, key=lambda tensor: dot_natural_key(tensor.name))  # the library's order, hence its shards
     with new_folder(out, overwrite, needed_bytes=sum(tensor.nbytes for tensor in ordered)) as partial:
@@ -184,11 +170,11 @@ def write_checkpoint(
                 _keep_tokenizer_class(folder, partial)
         for name, content in (files or {}).items():
             (partial / name).write_bytes(content)
-        write_weights(partial, ordered, "model", what, max_shard_size)
+        _write_weights(partial, ordered, stem, what, max_shard_size)
     return Path(out)
 
 
-def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPANIONS) -> None:
+def copy_companions(source: Path, target: Path, patterns: Sequence[str]) -> None:
     """Copies tokenizer, generation config and chat template, without references to code (`auto_map`): loading a
     checkpoint of this package runs no other code."""
     for pattern in patterns:

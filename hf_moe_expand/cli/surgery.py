@@ -320,18 +320,18 @@ def export(
     if not gguf and (type is not None or modelfile):
         raise InputError(f"{'--type' if type is not None else '--modelfile'} belongs to --gguf, which is not given.")
     check_checkpoints(model, expanded=True)
-    from ..checkpoint.export import export_expert, export_native
-
     if gguf:
         from ..checkpoint.gguf_export import export_gguf
 
         name = export_gguf(
             model, out, expert=expert, kind=type, merge_lora=merge_lora, modelfile=modelfile, overwrite=overwrite
         )
-    elif expert is None:
-        name = export_native(model, out, merge_lora=merge_lora, max_shard_size=max_shard_size, overwrite=overwrite)
     else:
-        name = export_expert(model, out, expert, max_shard_size=max_shard_size, overwrite=overwrite)
+        from ..checkpoint.export import export_native
+
+        name = export_native(
+            model, out, expert=expert, merge_lora=merge_lora, max_shard_size=max_shard_size, overwrite=overwrite
+        )
     print(f"wrote {out}: {name}")
 
 

@@ -16,6 +16,7 @@ from ..disk import StepOutput
 from ..errors import InputError, errors_at
 from ..modeling.expansion_only import RECORD
 from ..models import check_decoder, load_tokenizer
+from ..records import History
 from ..self_written import SelfWrittenText
 from ..settings import JoinSettings
 from ..stages.base import languages_of
@@ -70,7 +71,7 @@ class JoinPacks(RunStep):
         base = StoredModel(recipe.base, revision=recipe.revision)
         for dense, key in sorted(pack.base.items()):
             same = dense in base.shapes and base.shapes[dense] == pack.stored.shapes[key]
-            if not same or (contents and not base.same_bytes(dense, pack.stored, key)):
+            if not same or (contents and not base[dense].same_bytes(pack.stored[key])):
                 raise InputError(f"{pack.name}: is no expansion of `base`, {recipe.base}: tensor {dense!r} differs.")
 
     def _check_text(self, packs: Sequence[Pack], config: Any, offline: bool) -> None:
@@ -89,8 +90,7 @@ class JoinPacks(RunStep):
         with errors_at("join.calibrate"):
             check_decoder(config, self.run.recipe.base, OF_CALIBRATION)
         with errors_at("join"):
-            records = [(pack.name, pack.history.expansions) for pack in packs]
-            check_calibrated(self._given, records, self._settings.tokens)
+            check_calibrated(self._given, History.of(config), self._settings.tokens)
         tokenizer = None if offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
         for code in self._given:
             source = self.run.sources[code]

@@ -164,7 +164,8 @@ def test_fitted_gates_serve_the_same_tokens_or_refuse(tmp_path, state_free):
     expand_checkpoint(tmp_path / "base", tmp_path / "expanded", Plan("layer-moe", [3, 1, 2], **LANGUAGES))
     perturbed(tmp_path / "expanded")
     generator = torch.Generator().manual_seed(2)
-    rows = {layer: (torch.randn(3, 128, generator=generator) / 3, torch.zeros(3)) for layer in (0, 2)}
+    rows = {(layer, "classifier.weight"): torch.randn(3, 128, generator=generator) / 3 for layer in (0, 2)}
+    rows |= {(layer, "classifier.bias"): torch.zeros(3) for layer in (0, 2)}
     gates = Gates([["en", "fr"], ["el"]], rows, None if state_free else PrefixRule(0.95, 2.0))
     write_gates(tmp_path / "expanded", tmp_path / "gated", gates, StageRecord(stage="gates", seed=0))
     if state_free:
