@@ -14,45 +14,12 @@ from .modeling import ExpandedConfig
 from .modeling.routing_control import classes_of
 from .models import check_decoder, load_for_inference, longest_block
 from .records import History
+from .settings import Answering
 
 # In place of a base's folder: the base inside the expanded model.
 INSIDE = "inside"
 
 Message = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How models answer.
-
-    Attributes:
-        max_new_tokens: most tokens of an answer.
-        temperature: divisor of the logits; 0 takes the most probable token each time.
-        top_p: with a temperature, draw among the tokens with this share of the probability.
-        seed: random seed of each answer.
-        chat: whether a question is the user's message in the chat template; else it is the beginning of a text.
-        system: the system message of a chat.
-
-    Raises:
-        InputError: a value is out of range, or there is a system message without a chat.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    chat: bool = False
-    system: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}: must be at least 1.")
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature is {self.temperature:g}: must be at least 0.")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p:g}: must be above 0 and at most 1.")
-        if self.system is not None and not self.chat:
-            raise InputError("A system message belongs to a chat: ask with the chat template, or leave it out.")
 
 
 @dataclass(frozen=True)

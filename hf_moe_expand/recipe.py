@@ -13,8 +13,15 @@ from .languages import UNDETERMINED, check_language_code, check_old_and_new
 from .planning.methods import AnyPlan, PlanSettings
 from .recipe_paths import fill_in
 from .schema import Declared, Text, Whole, json_schema, read
-from .self_written import SelfWrittenSettings, SelfWrittenText
-from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, JoinSettings
+from .self_written import SelfWrittenText
+from .settings import (
+    AnalysisSettings,
+    DeviationSettings,
+    EvaluationSettings,
+    ExpandSettings,
+    JoinSettings,
+    SelfWrittenSettings,
+)
 from .stages import RECIPE_STAGES, stage_of, stages_for
 from .stages.base import Stage
 from .yamlfile import parse_mapping, read_text

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
+from ..settings import EvaluationSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
 
@@ -13,17 +14,14 @@ Models = Annotated[list[str], typer.Argument(help="Folders or hub ids; the other
 
 
 @opt.app.command()
+@opt.with_settings("questions")
 def evaluate(
     models: Models,
     out: opt.Out,
+    settings: EvaluationSettings,
     data: Annotated[list[str] | None, typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")] = None,
     old: opt.OldCodes = "",
     new: opt.NewCodes = "",
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum of tokens to score of each language, in whole documents.")
-    ] = None,
     ensemble: Annotated[
         int | None,
         typer.Option(help="Also score the models' ensemble: mix the N that fit the text best at each token."),
@@ -70,7 +68,7 @@ def evaluate(
 
         harness_tasks = HarnessTasks(codes(tasks), num_fewshot, limit, include_path)
     groups = _language_groups(models, list(sources), codes(old), codes(new))
-    result = evaluate_models(models, sources, groups, block_size, batch_size, max_tokens, ensemble, harness_tasks)
+    result = evaluate_models(models, sources, groups, settings, ensemble, harness_tasks)
     for code, lines in chat_questions.items():
         from ..evaluation.chat import check_chat
 
