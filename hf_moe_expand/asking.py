@@ -12,7 +12,7 @@ from .checkpoint.local import name_in_results
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig
 from .modeling.routing_control import classes_of
-from .models import check_decoder, load_for_inference, longest_block
+from .models import check_decoder, end_tokens, load_for_inference, longest_block
 from .records import History
 from .settings import Answering
 
@@ -63,6 +63,14 @@ class Asked:
         """Whether its tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
+    def check_template(self) -> None:
+        """Refuses a tokenizer without a chat template."""
+        if not self.has_template:
+            raise InputError(
+                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text "
+                "(`generate` without --chat), or take over a chat model's tokenizer (`graft`)."
+            )
+
     def answer(self, question: str, how: Answering, language: str | None = None) -> Answer:
         """The answer to one question; see `reply`."""
         if how.chat:
@@ -83,11 +91,7 @@ class Asked:
             InputError: the tokenizer has no chat template or refuses the messages, the model does not know the
                 language, or the conversation is too long for the model.
         """
-        if not self.has_template:
-            raise InputError(
-                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text "
-                "(`generate` without --chat), or take over a chat model's tokenizer (`graft`)."
-            )
+        self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
         try:
             inputs = self.tokenizer.apply_chat_template(
@@ -118,9 +122,7 @@ class Asked:
         torch.manual_seed(how.seed)
         with torch.no_grad(), self._as_asked(language):
             written = self.model.generate(**inputs, **options)[0, length:].tolist()
-        ends = self.model.generation_config.eos_token_id
-        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
-        ended = bool(written) and written[-1] in ends
+        ended = bool(written) and written[-1] in end_tokens(self.model, self.tokenizer)
         return Answer(self.tokenizer.decode(written, skip_special_tokens=True), len(written), ended)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:

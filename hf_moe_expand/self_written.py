@@ -3,7 +3,7 @@ hand."""
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from .data.sources import LanguageText
 from .errors import InputError
 from .jsonfile import write_text
 from .modeling import ExpandedConfig
-from .models import check_decoder, load_for_inference, longest_block
+from .models import check_decoder, generating, load_for_inference, longest_block
 from .records import History
 from .settings import SampleSettings
 
@@ -125,7 +125,9 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     left = [chosen.documents // len(named) + (i < chosen.documents % len(named)) for i in range(len(named))]
     bar = tqdm(total=chosen.documents, desc="sample", unit="document")
     devices = [model.device] if model.device.type == "cuda" else []
-    with base, _own_distribution(model, tokenizer), torch.random.fork_rng(devices):
+    ends = model.generation_config.eos_token_id
+    plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id if ends is None else ends)
+    with base, generating(model, plain), torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)
         for prompt, wanted in zip(named, left, strict=True):
             batch = [_ids(prompt, tokenizer)] * min(chosen.batch_size, wanted)
@@ -133,19 +135,6 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
                 bar.update()
                 yield {"text": text, "prompt": prompt}
     bar.close()
-
-
-@contextmanager
-def _own_distribution(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Inside, `generate` has no defaults of the checkpoint that bend the distribution, such as a penalty of repetition;
-    only its end-of-text tokens stay."""
-    original = model.generation_config
-    ends = tokenizer.eos_token_id if original.eos_token_id is None else original.eos_token_id
-    model.generation_config = GenerationConfig(eos_token_id=ends)
-    try:
-        yield
-    finally:
-        model.generation_config = original
 
 
 def _ids(prompt: str, tokenizer: Any) -> list[int]:

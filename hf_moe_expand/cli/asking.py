@@ -103,11 +103,7 @@ def chat(
     if base is not None:
         models.append(first.base_inside() if base == "inside" else Asked.load(base))
     for one in models:
-        if not one.has_template:
-            raise InputError(
-                f"{one.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text with "
-                "`generate`, or take over a chat model's tokenizer (`graft`)."
-            )
+        one.check_template()
     _talk(models, settings, language)
 
 
