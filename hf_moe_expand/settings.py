@@ -127,6 +127,16 @@ class EvaluationSettings(Declared):
     )
 
 
+class TranslationSettings(Declared):
+    """How a model translates parallel text, to be scored."""
+
+    shots: Whole = Field(0, ge=0, description="number of first lines that are examples in each prompt, not scored")
+    limit: Count | None = Field(None, description="maximum of sentences to score")
+    batch_size: Count = Field(8, description="sentences translated at once")
+    max_new_tokens: Count = Field(256, description="maximum of tokens in a translation")
+    beams: Count = Field(1, description="beams of an encoder-decoder's search; 1 is greedy")
+
+
 class Answering(Declared):
     """How models answer.
 

@@ -287,8 +287,8 @@ def test_ranges_of_layers(text, layers):
     [
         ({"only_layers": "3-1"}, "only_layers: 3-1 runs backwards"),
         ({"only_layers": "3-5"}, "only_layers: the model has no layer 5; its layers are 0-4"),
-        ({"only_layers": "first"}, "only_layers is 'first': give layers and ranges of layers from 0, such as 4-11"),
-        ({"only_layers": "-1"}, "only_layers is '-1'"),
+        ({"only_layers": "first"}, "only_layers: 'first': give layers and ranges of layers from 0, such as 4-11"),
+        ({"only_layers": "-1"}, "only_layers: '-1': give"),
         ({"only_layers": [1]}, "only_layers: expected text, found list"),
         (
             {"method": "random", "total_experts": 6, "only_layers": "1-2"},

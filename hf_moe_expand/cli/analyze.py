@@ -191,15 +191,14 @@ def analyze_deviation(
 
 
 @opt.analyze_app.command("routing")
+@opt.with_settings(tokens=20_000)
 def analyze_routing(
     model: opt.Model,
     data: opt.Data,
     out: opt.Out,
+    settings: AnalysisSettings,
     old: opt.OldCodes = "",
     new: opt.NewCodes = "",
-    tokens: Annotated[int, typer.Option(help="Tokens of each language.")] = 20_000,
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
     figures: Annotated[Path | None, typer.Option(help="Folder for pictures as well.")] = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
@@ -228,9 +227,8 @@ def analyze_routing(
     network, tokenizer = load_for_inference(model, revision)
     texts = texts_for(config, sources, seed)
     result = measure_routing(
-        network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, old=codes(old),
-        new=codes(new), random_seeds=(seed,),
-    )  # fmt: skip
+        network, tokenizer, texts, **settings.model_dump(), old=codes(old), new=codes(new), random_seeds=(seed,)
+    )
     result.to_json(out)
     print_table(*result.rows())
     ways = (result.perplexity, result.random_perplexity)

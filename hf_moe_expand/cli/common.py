@@ -70,8 +70,7 @@ def evaluate_models(
         labels[model_label(name, labels)] = (name, None)
     if ensemble is not None:
         check_decoders(labels, "ensembles")
-    sizes = (settings.block_size, settings.batch_size, settings.max_tokens)
-    result = score_models(labels, sources, languages, *sizes, tasks)
+    result = score_models(labels, sources, languages, settings, tasks)
     if ensemble is not None:
         from ..baselines.ensemble import evaluate_ensemble
         from ..checkpoint.source import resolve_checkpoint
@@ -80,7 +79,7 @@ def evaluate_models(
         texts = {code: source.load()["text"] for code, source in sources.items()}
         tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
         result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
-            models, tokenizer, texts, ensemble, *sizes
+            models, tokenizer, texts, ensemble, **settings.model_dump(exclude={"questions"})
         )
     if sources:
         print("bits per byte")

@@ -68,8 +68,6 @@ GrowsFrom = Annotated[
 OutFolder = Annotated[Path, typer.Argument(help="Folder to write.")]
 Base = Annotated[str, typer.Option("--base", help="The dense model from which both were made.")]
 ShardSize = Annotated[str, typer.Option(help="Size of the largest weight file.")]
-BatchSize = Annotated[int, typer.Option(help="Blocks in a forward pass.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
 Figure = Annotated[Path | None, typer.Option(help="Picture to write as well (.svg, .png, .pdf).")]
 Evaluated = Annotated[Path | None, typer.Option(help="evaluation.json, for the card's results.")]
 EvaluatedAs = Annotated[str | None, typer.Option(help="Name of this model in the evaluation.")]

@@ -9,7 +9,7 @@ import typer
 
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
-from ..settings import ExpandSettings, GraftSettings
+from ..settings import AnalysisSettings, ExpandSettings, GraftSettings
 from . import options as opt
 from .common import check_checkpoints, print_table, text_sources
 
@@ -46,10 +46,12 @@ def expand(
 
 
 @opt.app.command()
+@opt.with_settings(tokens=20_000)
 def grow(
     model: opt.Model,
     out: opt.OutFolder,
     plan: Annotated[Path, typer.Option(help="plan.json of `plan ... --from MODEL`.")],
+    settings: AnalysisSettings,
     keep_routers: Annotated[
         bool, typer.Option("--keep-routers", help="Store the present routers, so that `shrink` can restore them.")
     ] = False,
@@ -59,14 +61,13 @@ def grow(
     data: Annotated[
         list[str] | None, typer.Option("--data", help="LANGUAGE=FILE of a new language, for nearest; repeat.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each language, for nearest.")] = 20_000,
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
     seed: opt.Seed = 0,
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
+
+    With --copy-from nearest, --tokens of each language are measured, in blocks of --block-size.
 
     Experts and router rows that exist stay byte for byte. Classifiers follow the plan: a layer that it names keeps its
     classifier, with one more class, or gets one; a layer that it does not name loses its classifier. Dense layers stay
@@ -85,7 +86,7 @@ def grow(
     if copy_from == "nearest":
         check_output(out, overwrite, resolve_checkpoint(model, weights=False))
         check_growth(model, growth)
-        origin = _nearest_experts(model, growth.new, data or [], seed, tokens, block_size, batch_size)
+        origin = _nearest_experts(model, growth.new, data or [], seed, settings)
     elif data:
         raise InputError("--data belongs to --copy-from nearest, which is not given.")
     elif not copy_from.isdecimal():
@@ -102,7 +103,7 @@ def grow(
 
 
 def _nearest_experts(
-    model: str, new: list[str], data: list[str], seed: int, tokens: int, block_size: int, batch_size: int
+    model: str, new: list[str], data: list[str], seed: int, settings: AnalysisSettings
 ) -> dict[int, int]:
     """Finds and prints, for each layer, the expert to which the new languages' text is routed most."""
     sources = text_sources(data, look=True)
@@ -117,7 +118,7 @@ def _nearest_experts(
 
     network, tokenizer = load_for_inference(model)
     texts = texts_for(network.config, sources, seed)
-    nearest = nearest_experts(network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size)
+    nearest = nearest_experts(network, tokenizer, texts, **settings.model_dump())
     names = layer_names(network.config)
     print("nearest experts: " + ", ".join(f"layer {names[layer]}: {expert}" for layer, expert in nearest.items()))
     return nearest

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json
 from ..models import end_tokens, generating, longest_block
+from ..settings import TranslationSettings
 from .report import compared
 
 
@@ -239,43 +240,25 @@ def _generated(
             progress.update(len(batch))
 
 
-def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
-    """Refuses numbers that `evaluate_translation` would refuse, before a model is loaded."""
-    sizes = {
-        "shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1),
-        "beams": (beams, 1),
-    }  # fmt: skip
-    for name, (size, least) in sizes.items():
-        if size is not None and size < least:
-            raise InputError(f"{name} is {size}: must be at least {least}.")
-
-
 def evaluate_translation(
     model: Any,
     tokenizer: Any,
     texts: Mapping[str, Sequence[str]],
     pairs: Sequence[Pair],
-    shots: int = 0,
-    limit: int | None = None,
-    batch_size: int = 8,
-    max_new_tokens: int = 256,
-    beams: int = 1,
+    settings: TranslationSettings,
 ) -> dict[str, TranslationScore]:
     """Computes chrF++ of each pair of languages: of a decoder's continuations of prompts, or of an encoder-decoder's
     translations.
 
     Args:
         texts: parallel sentences of each language.
-        shots: number of first sentences that are the examples of every prompt, and are not scored.
-        limit: maximum of other sentences to score.
-        beams: number of beams of an encoder-decoder's search; 1 is greedy.
 
     Raises:
-        InputError: a number is out of range or is not for this kind of model, no sentence is left to score, a language
-            has no name or no code, or a prompt is too long.
+        InputError: a number is not for this kind of model, no sentence is left to score, a language has no name or no
+            code, or a prompt is too long.
     """
-    sentences = len(next(iter(texts.values())))
-    check_sizes(shots, limit, batch_size, max_new_tokens, beams)
+    sentences, shots, limit, beams = len(next(iter(texts.values()))), settings.shots, settings.limit, settings.beams
+    sizes = (settings.batch_size, settings.max_new_tokens)
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if is_encoder_decoder and shots:
         raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
@@ -286,16 +269,16 @@ def evaluate_translation(
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
     if is_encoder_decoder:  # before the first direction is translated
-        _check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, max_new_tokens)
+        _check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, settings.max_new_tokens)
     scores = {}
     for pair in pairs:
         given, wanted = (list(texts[code][scored]) for code in pair)
         if is_encoder_decoder:
-            translations, cut = translate_pairs(model, tokenizer, given, pair, batch_size, max_new_tokens, beams)
+            translations, cut = translate_pairs(model, tokenizer, given, pair, *sizes, beams)
         else:
             examples = list(zip(*(texts[code][:shots] for code in pair), strict=True))
             prompts = [translation_prompt(pair, sentence, examples) for sentence in given]
-            translations, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
+            translations, cut = translate(model, tokenizer, prompts, *sizes)
         chrf = metric.corpus_score(translations, [wanted]).score
         scores[pair_name(pair)] = TranslationScore(
             chrf, str(metric.get_signature()), len(translations), cut, translations
