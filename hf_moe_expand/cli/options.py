@@ -131,9 +131,10 @@ def _plain(hint: Any) -> Any:
 
 def with_parameters(verb: Verb, parameters: Parameters) -> Verb:
     """The verb with these parameters, of which Typer makes arguments and options."""
-    verb.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    keywords = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in parameters.items()
-    )
+    ]
+    verb.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
     verb.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
     return verb
