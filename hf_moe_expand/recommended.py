@@ -96,7 +96,7 @@ def new_recipe(
     for option, sources in (("--old", old), ("--new", new), ("--test", test)):
         for code, source in sources.items():
             with errors_at(f"{option} {code}"):
-                texts[option, code] = LanguageText(code, filled_in(source, code, unset_ok=False))
+                texts[option, code] = LanguageText(code, filled_in(source))
                 texts[option, code].check()
     folder = resolve_checkpoint(base, revision, weights=False)
     dense = load_base_config(folder)

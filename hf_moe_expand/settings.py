@@ -9,6 +9,7 @@ from pydantic import AllowInfNan, BeforeValidator, Field, WithJsonSchema
 from .disk import DEFAULT_SHARD_SIZE
 from .errors import InputError
 from .languages import UNDETERMINED, check_language_code
+from .recipe_paths import Place
 from .schema import Coefficient, Count, Declared, Flag, Number, Positive, Share, Text, Whole
 
 # Of LoRA experts.
@@ -68,7 +69,7 @@ class ExpandSettings(Declared):
 class JoinSettings(Declared):
     """Language packs, which are joined without training."""
 
-    packs: list[Text] = Field(
+    packs: list[Place] = Field(
         min_length=2, description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack"
     )
     keep_both: Flag = Field(False, description="join packs that add one and the same language, too")
@@ -85,7 +86,7 @@ class JoinSettings(Declared):
 class GraftSettings(Declared):
     """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
 
-    instruct: Text = Field(description="folder or hub id of the fine-tune")
+    instruct: Place = Field(description="folder or hub id of the fine-tune")
     scale: Annotated[Number, AllowInfNan(False)] = Field(1.0, description="factor of the change")
     keep_tokenizer: Flag = Field(
         False, description="keep the model's tokenizer, chat template and generation config, not the fine-tune's"
@@ -120,7 +121,7 @@ class EvaluationSettings(Declared):
         description="tokens of each language, in whole documents (a longer first one is cut); all of its text by "
         "default",
     )
-    questions: dict[Text, Text] | None = Field(
+    questions: dict[Text, Place] | None = Field(
         None,
         description="by old language, a file with questions, one a line, that base and result answer in the base's "
         "chat template; by default ten in English, if English is old; `{}` for none",
