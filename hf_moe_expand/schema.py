@@ -185,8 +185,8 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
         words, name = _BOUNDS[bound["type"]]
         wanted = f"{words} {bound['ctx'][name]:g}"
         return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
-    kinds = list(dict.fromkeys(_KINDS.get(str(entry["type"]), entry["msg"]) for entry in same))
-    return f"{_place(where, path)}expected {' or '.join(kinds)}, found {_found(value)}."
+    kinds = (_KINDS.get(str(entry["type"])) or entry.get("ctx", {}).get("expected", entry["msg"]) for entry in same)
+    return f"{_place(where, path)}expected {' or '.join(dict.fromkeys(kinds))}, found {_found(value)}."
 
 
 def _found(value: Any) -> str:

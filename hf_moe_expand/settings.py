@@ -2,7 +2,7 @@
 file, a plan's in its method's."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, BeforeValidator, Field, WithJsonSchema
 
@@ -42,7 +42,7 @@ class ExpandSettings(Declared):
     """Kind and initial weights of the new experts."""
 
     expert_init: Text = Field("copy", description="`copy` of the original FFN, or `random` weights (an ablation)")
-    copy_from: Whole | Text = Field(
+    copy_from: Annotated[Whole, Field(ge=0)] | Literal["nearest"] = Field(
         0,
         description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
         "which each layer routes the new languages' text most",
@@ -59,11 +59,6 @@ class ExpandSettings(Declared):
     lora_alpha: Positive = Field(LORA_ALPHA, description="the updates are scaled by lora_alpha / lora_rank")
     expert_width: Count | None = Field(None, description="width of the added FFNs")
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
-
-    def model_post_init(self, _: Any) -> None:
-        copied = self.copy_from
-        if copied != "nearest" and (isinstance(copied, str) or copied < 0):
-            raise InputError(f"copy_from is {copied!r}: must be an expert's number or `nearest`.")
 
 
 class JoinSettings(Declared):

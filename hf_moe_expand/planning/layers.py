@@ -7,7 +7,6 @@ from math import floor, isfinite
 
 from ..errors import InputError
 
-CHOICES = ("similarity", "random", "last", "all", "none")
 _RANGE = r"\s*(?:(encoder|decoder)\.)?(\d{1,6})(?:-(\d{1,6})(?:/(\d{1,6}))?)?\s*"
 _RANGES = re.compile(f"{_RANGE}(,{_RANGE})*")
 
@@ -100,12 +99,10 @@ def classifier_layers(
         new_old: S_new&old of each layer, for `similarity`.
 
     Raises:
-        InputError: the choice is unknown, or asks for more layers than are expanded.
+        InputError: more layers are asked for than are expanded, or an analysis is missing.
     """
     if choice == "all":
         return sorted(expanded)
-    if choice not in CHOICES:
-        raise InputError(f"classifier_choice is {choice!r}; known: {', '.join(CHOICES)}.")
     if choice == "none" or count == 0:
         return []
     if not 0 <= count <= len(expanded):

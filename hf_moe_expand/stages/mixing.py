@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ..data.packing import PackedText
 from ..recipe_paths import Place
@@ -19,7 +21,7 @@ class MixedConfig(TrainingStage):
 
     tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")
     curriculum: Place | None = setting(None, "file with the step at which each language enters")
-    temperature: Number = setting(
+    temperature: Annotated[Number, Field(gt=0)] = setting(
         1.0,
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
         "more uniform",
