@@ -176,7 +176,7 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
         ("review: {", "review: {old_documents: 3, ", "'el' has 5 documents, but the mix asks for 6: .* to 2 or fewer"),
         ("review: {", "review: {validation: {texts: {en: no.txt}}, ", r"review.validation.texts.en: no.txt: no such"),
         ("post_pretrain: {", "post_pretrain: {curriculum: no.json, ", "no.json: no such file"),
-        ("post_pretrain: {", "post_pretrain: {temperature: 0, ", "post_pretrain.temperature is 0: must be larger"),
+        ("post_pretrain: {", "post_pretrain: {temperature: 0, ", "post_pretrain: temperature is 0: must be larger"),
         ("el.jsonl", "gr.jsonl", r"new.el: .*gr.jsonl: no such file"),
     ],
 )

@@ -202,7 +202,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_text_that_is_not_there_is_named_before_anything_else(tmp_path):
-    base, words = save_dense(tmp_path / "base"), ("--data", f"en={tmp_path / 'none.jsonl'}", "--shots", -1)
+    base, words = save_dense(tmp_path / "base"), ("--data", f"en={tmp_path / 'none.jsonl'}", "--pair", "en-xx")
     with pytest.raises(InputError, match=r"none\.jsonl"):
         invoke("evaluate-translation", base, *words, "--out", tmp_path / "scores.json")
 
