@@ -19,8 +19,8 @@ from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.records import History
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import changed
-from hf_moe_expand.self_written import SelfWrittenSettings, writer_of
-from hf_moe_expand.settings import AnalysisSettings, EvaluationSettings
+from hf_moe_expand.self_written import writer_of
+from hf_moe_expand.settings import AnalysisSettings, EvaluationSettings, SelfWrittenSettings
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.steps.write import WriteOldText
 
