@@ -52,11 +52,11 @@ def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
             raise InputError(f"{', '.join(twice)}: given twice among the {kind} languages; name each language once.")
 
 
-def _from_file(code: Any) -> str:
+def _checked(code: Any) -> str:
     if isinstance(code, bool):
         raise InputError("put language codes in quotes: YAML reads `no` as false.")
     return check_language_code(code)
 
 
 # The type of a language code in settings classes.
-LanguageCode = Annotated[str, BeforeValidator(_from_file)]
+LanguageCode = Annotated[str, BeforeValidator(_checked)]

@@ -212,7 +212,7 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
         ({"new": {"und": "x.jsonl"}}, "und: given as an old and as a new language"),
         ({"plan": plan_settings("dmoe", groups=1)}, "self_written: DMoE trains the base too"),
         ({"plan": plan_settings("moe-lpr", experts=2), "review": None}, "self_written: no step would read the text"),
-        ({"test": {"klingonisch": "x.jsonl"}}, "test: 'klingonisch' is not a language code"),
+        ({"test": {"klingonisch": "x.jsonl"}}, "test.klingonisch: 'klingonisch' is not a language code"),
     ],
 )
 def test_recipes_are_refused(recipe, changes, message):
