@@ -42,6 +42,7 @@ from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.layers import layers_in
+from hf_moe_expand.settings import TranslationSettings
 from hf_moe_expand.stages.config import ValidationSettings
 from hf_moe_expand.yamlfile import read_yaml
 
@@ -178,9 +179,8 @@ class Study:
             some = some[: self.settings["translated"]]
             texts = {name: [row[name] for row in some] for name in (self.pivot, code)}
             pairs = [(self.pivot, code), (code, self.pivot)]
-            scores = evaluate_translation(
-                model, tokenizer, texts, pairs, batch_size=16, max_new_tokens=self.settings["new_tokens"]
-            )
+            settings = TranslationSettings(batch_size=16, max_new_tokens=self.settings["new_tokens"])
+            scores = evaluate_translation(model, tokenizer, texts, pairs, settings)
             found |= {name: score.chrf for name, score in scores.items()}
         return found
 

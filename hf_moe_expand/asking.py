@@ -12,47 +12,14 @@ from .checkpoint.local import name_in_results
 from .errors import InputError, first_line
 from .modeling import ExpandedConfig
 from .modeling.routing_control import classes_of
-from .models import check_decoder, load_for_inference, longest_block
+from .models import check_decoder, end_tokens, load_for_inference, longest_block
 from .records import History
+from .settings import Answering
 
 # In place of a base's folder: the base inside the expanded model.
 INSIDE = "inside"
 
 Message = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How models answer.
-
-    Attributes:
-        max_new_tokens: most tokens of an answer.
-        temperature: divisor of the logits; 0 takes the most probable token each time.
-        top_p: with a temperature, draw among the tokens with this share of the probability.
-        seed: random seed of each answer.
-        chat: whether a question is the user's message in the chat template; else it is the beginning of a text.
-        system: the system message of a chat.
-
-    Raises:
-        InputError: a value is out of range, or there is a system message without a chat.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    chat: bool = False
-    system: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}: must be at least 1.")
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature is {self.temperature:g}: must be at least 0.")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p:g}: must be above 0 and at most 1.")
-        if self.system is not None and not self.chat:
-            raise InputError("A system message belongs to a chat: ask with the chat template, or leave it out.")
 
 
 @dataclass(frozen=True)
@@ -96,6 +63,14 @@ class Asked:
         """Whether its tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
+    def check_template(self) -> None:
+        """Refuses a tokenizer without a chat template."""
+        if not self.has_template:
+            raise InputError(
+                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text "
+                "(`generate` without --chat), or take over a chat model's tokenizer (`graft`)."
+            )
+
     def answer(self, question: str, how: Answering, language: str | None = None) -> Answer:
         """The answer to one question; see `reply`."""
         if how.chat:
@@ -116,11 +91,7 @@ class Asked:
             InputError: the tokenizer has no chat template or refuses the messages, the model does not know the
                 language, or the conversation is too long for the model.
         """
-        if not self.has_template:
-            raise InputError(
-                f"{self.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text "
-                "(`generate` without --chat), or take over a chat model's tokenizer (`graft`)."
-            )
+        self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
         try:
             inputs = self.tokenizer.apply_chat_template(
@@ -151,9 +122,7 @@ class Asked:
         torch.manual_seed(how.seed)
         with torch.no_grad(), self._as_asked(language):
             written = self.model.generate(**inputs, **options)[0, length:].tolist()
-        ends = self.model.generation_config.eos_token_id
-        ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
-        ended = bool(written) and written[-1] in ends
+        ended = bool(written) and written[-1] in end_tokens(self.model, self.tokenizer)
         return Answer(self.tokenizer.decode(written, skip_special_tokens=True), len(written), ended)
 
     def _as_asked(self, language: str | None) -> AbstractContextManager:

@@ -1,7 +1,7 @@
 """Whether a model can be expanded, and the page of the architectures that can (docs/backbones.md)."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,30 +21,7 @@ from .checkpoint.stored import network_of
 from .errors import InputError, first_line
 from .modeling import LayerMoEConfig, auto_class, decoder_ffns, layer_names
 from .modeling.backbone import SeparateFFN
-
-_HEAD = """\
-# Backbones
-
-`hf-moe-expand backbones --out docs/backbones.md` prints this page; `hf-moe-expand backbones MODEL` tells whether a
-model, a folder or hub id, can be expanded.
-
-A backbone is taken when each layer has one FFN that maps the hidden states alone, and its architecture keeps every
-promise:
-
-{promises}
-
-The architectures of the table keep them all; the suite proves it again for each. Any other architecture of transformers
-is tried when `expand` meets it: a tiny twin of the model (same class and switches, small sizes) must keep the promises,
-or the refusal names the one that it breaks.
-
-Of a checkpoint that wraps a text decoder (Gemma 3 from 4B, Gemma 4, Qwen3.5, Mistral 3, LLaVA), `expand` takes the text
-decoder and says what it leaves out: the towers for images and sound are not carried. Llama 3.2-Vision is refused, since
-transformers has no text-only model for its decoder.
-
-A layer that is a mixture of experts of the backbone's own takes [added experts](added_experts.md) alone: its block must
-map the hidden states alone too. With copies and LoRA experts give such a layer 1 expert in the plan.
-
-"""
+from .rendering import render
 
 
 def answer(model: str, revision: str | None = None) -> list[str]:
@@ -84,27 +61,15 @@ def ffn_kind(ffn: nn.Module) -> str:
 
 def backbones_page() -> str:
     """The page: a table of the architectures that keep every promise, and the reasons for the others."""
-    titles = ["architecture", "FFN", "layers", "tensor-parallel plan", "native export", "promises"]
-    decoders = _rows(name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    mixtures = [
-        [*row[:2], row[-1]] for row in _rows(n for n in PROVEN_MIXTURES if n in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    ]
-    pairs = [[*row[:2], row[-1]] for row in _rows(PROVEN_ENCODER_DECODERS)]
-    promises = "\n".join(f"- {promise.words};" for promise in PROMISES).removesuffix(";") + "."
-    return (
-        _HEAD.format(promises=promises)
-        + f"## Architectures that keep every promise ({len(decoders)})\n\n{_table(titles, decoders)}\n"
-        + f"## Mixtures of experts that keep every promise ({len(mixtures)})\n\n"
-        + "Their layers, or all but the first ones, are mixtures, which take [added experts](added_experts.md).\n\n"
-        + f"{_table(['architecture', 'block', 'promises'], mixtures)}\n"
-        + "## Architectures that are left out\n\n"
-        + f"The default configuration of each is:\n\n{_reasons(LEFT_OUT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}\n"
-        + f"## Encoder-decoders that keep every promise ({len(pairs)})\n\n"
-        + "NLLB is an m2m_100 model, mBART-50 an mbart one; ByT5 and MADLAD-400 are t5 ones ([translation\n"
-        + f"models](encoder_decoder.md)).\n\n{_table([*titles[:2], titles[-1]], pairs)}\n"
-        + "## Encoder-decoders that are left out\n\n"
-        + _reasons(LEFT_OUT_ENCODER_DECODERS, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-    )
+    facts = {
+        "promises": PROMISES,
+        "decoders": _rows(name for name in PROVEN if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "mixtures": _rows(name for name in PROVEN_MIXTURES if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "pairs": _rows(PROVEN_ENCODER_DECODERS),
+        "left_out": _reasons(LEFT_OUT, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "left_out_pairs": _reasons(LEFT_OUT_ENCODER_DECODERS, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    }
+    return render("backbones.md", facts)
 
 
 def _rows(names: Iterable[str]) -> list[list[str]]:
@@ -116,18 +81,13 @@ def _rows(names: Iterable[str]) -> list[list[str]]:
     return rows
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
-
-
-def _reasons(left_out: Mapping[str, str], known: Collection[str]) -> str:
-    """The table of the architectures that are left out, by reason."""
+def _reasons(left_out: Mapping[str, str], known: Collection[str]) -> dict[str, list[str]]:
+    """The architectures that are left out, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         if name in known:
             reasons.setdefault(reason, []).append(name)
-    rows = "".join(f"| {reason} | {', '.join(sorted(names))} |\n" for reason, names in reasons.items())
-    return f"| | architectures |\n| --- | --- |\n{rows}"
+    return reasons
 
 
 def _facts(config: Any) -> list[str]:

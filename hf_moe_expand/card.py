@@ -86,11 +86,9 @@ def make_card(
         tags=["mixture-of-experts", template.tag, "multilingual", "hf-moe-expand"],
         base_model=origin.hub_id,
         base_model_relation=None if origin.hub_id is None else ("adapter" if expansion_only else "finetune"),
-        model_name=name,
+        model_name=None if scores is None else name,  # of the results
         eval_results=None if scores is None else _eval_results(scores),
     )
-    if scores is None:
-        data.model_name = None  # the name belongs to the results, which are missing
     settings = [stage.settings or {} for stage in history.stages]
     counts = [[1] * len(inspection.layers), *(record.experts_per_layer for record in history.expansions)]
     judges = "classifiers" if config.prefix_gate is None else "prefix gates"  # what decides before the routers

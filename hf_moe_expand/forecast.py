@@ -119,9 +119,6 @@ def forecast(
     """Forecasts the costs of `plan` on `base`, with experts of a kind (see `expand_checkpoint`); reads only the base's
     configuration.
 
-    A token takes 2 operations for each active weight in the forward pass, 2 for the gradient of the activations, and 2
-    for the gradient of each active weight that trains, under even routing.
-
     Raises:
         InputError: the base cannot be expanded, or the plan is for another model or grows an expanded one.
     """

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Strict
+from pydantic import BeforeValidator
 
 from .errors import InputError
 
@@ -52,11 +52,11 @@ def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
             raise InputError(f"{', '.join(twice)}: given twice among the {kind} languages; name each language once.")
 
 
-def _quoted(code: Any) -> Any:
+def _checked(code: Any) -> str:
     if isinstance(code, bool):
         raise InputError("put language codes in quotes: YAML reads `no` as false.")
-    return code
+    return check_language_code(code)
 
 
 # The type of a language code in settings classes.
-LanguageCode = Annotated[str, Strict(), AfterValidator(check_language_code), BeforeValidator(_quoted)]
+LanguageCode = Annotated[str, BeforeValidator(_checked)]

@@ -1,10 +1,12 @@
 """Loads models and tokenizers, dense or expanded, for inference."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from .checkpoint.expand import base_of
@@ -63,6 +65,23 @@ def load_for_inference(name: str | os.PathLike, revision: str | None = None) -> 
         model = model.to("cuda")
     _check_runs(model, name)
     return model, tokenizer
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: the tokenizer's, and those of the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    ends = own if isinstance(own, list) else [own]
+    return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
+
+
+@contextmanager
+def generating(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Inside, `generate` takes these settings, and not the checkpoint's own, such as a penalty of repetition."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def check_decoder(config: Any, name: str | os.PathLike, what: str) -> None:

@@ -163,8 +163,7 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
             after a step had run with it (inputs of the evaluation may change).
     """
     state = launched()
-    if not state.is_main_process:
-        say = _say_nothing
+    say = say if state.is_main_process else lambda _: None
     root = Path(recipe.output)
     lock = FolderLock(root, "runs this recipe or another one there")
     if state.is_main_process:
@@ -333,7 +332,3 @@ def _hashed(inputs: dict[str, Any]) -> dict[str, str]:
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
         for key, value in inputs.items()
     }
-
-
-def _say_nothing(line: str) -> None:
-    pass

@@ -8,27 +8,25 @@ import pydantic
 from pydantic import Field, PrivateAttr, model_validator
 
 from .data.sources import LanguageText, check_languages
-from .errors import InputError, errors_at
-from .languages import UNDETERMINED, check_language_code, check_old_and_new
+from .errors import InputError
+from .languages import UNDETERMINED, LanguageCode, check_old_and_new
 from .planning.methods import AnyPlan, PlanSettings
-from .recipe_paths import fill_in
+from .recipe_paths import Place
 from .schema import Declared, Text, Whole, json_schema, read
-from .self_written import SelfWrittenSettings, SelfWrittenText
-from .settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings, JoinSettings
+from .self_written import SelfWrittenText
+from .settings import (
+    AnalysisSettings,
+    DeviationSettings,
+    EvaluationSettings,
+    ExpandSettings,
+    JoinSettings,
+    SelfWrittenSettings,
+)
 from .stages import RECIPE_STAGES, stage_of, stages_for
 from .stages.base import Stage
 from .yamlfile import parse_mapping, read_text
 
-Sources = dict[Text, Text]
-# Where an expansion, and a recipe, hold paths, in the form of `fill_in`.
-_OF_EXPANSION = (
-    "new.*",
-    *(f"{key}.{name}" for key in RECIPE_STAGES for name in ("instruct", "curriculum", "validation.texts.*")),
-)
-_PATHS = (
-    "base", "output", "old.*", "test.*", "anchors.*", "join.packs.*", "evaluation.questions.*",
-    *_OF_EXPANSION, *(f"expansions.*.{place}" for place in _OF_EXPANSION),
-)  # fmt: skip
+Sources = dict[LanguageCode, Place]
 # Keys beside which `join` has no meaning: it makes no new experts.
 _NOT_WITH_JOIN = (
     "plan",
@@ -115,8 +113,8 @@ class Recipe(Expansion):
 
     _text: str | None = PrivateAttr(default=None)
 
-    base: Text = Field(description="folder or hub id of the dense checkpoint")
-    output: Text = Field(description="folder for everything that `run` makes")
+    base: Place = Field(description="folder or hub id of the dense checkpoint")
+    output: Place = Field(description="folder for everything that `run` makes")
     new: Sources = Field({}, description="language: training text, of the languages to be learned")
     old: Sources = Field({}, description="language: training text, of languages that the base is good at")
     test: Sources = Field({}, description="language: held-out text; without any, nothing is evaluated")
@@ -142,9 +140,6 @@ class Recipe(Expansion):
         known = dict.fromkeys(self.old_languages, "")
         if both := sorted(set(self.old) & set(self.written_sources)):
             raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
-        for code in self.anchors:
-            with errors_at("anchors"):
-                check_language_code(code)
         joins_gates = self.join is not None and self.join.calibrate and self.join.gates
         if self.anchors and not joins_gates and not any(expansion.has("gates") for expansion in self.all_expansions):
             raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
@@ -158,9 +153,6 @@ class Recipe(Expansion):
         unknown = sorted(set(self.test) - set(known))
         if unknown and self.self_written is None and self.join is None:
             raise InputError(f"test: {', '.join(unknown)} is neither an old nor a new language of this recipe.")
-        with errors_at("test"):
-            for code in unknown:
-                check_language_code(code)
         self._check_old()
         return self
 
@@ -258,11 +250,9 @@ class Recipe(Expansion):
     def of_text(cls, text: str, path: str | Path, unset_ok: bool = False) -> "Recipe":
         """Reads a recipe from its text, as `load` does; messages call it `path`."""
         mapping = parse_mapping(text, path)
-        for place in _PATHS:
-            mapping = fill_in(mapping, place.split("."), str(path), unset_ok)
         if isinstance(mapping.get("expansions"), list):
             _share(mapping)
-        recipe = read(cls, mapping, str(path))
+        recipe = read(cls, mapping, str(path), {"unset_ok": unset_ok})
         recipe._text = text
         return recipe
 

@@ -2,12 +2,13 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import PureWindowsPath
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ValidationInfo
 
 from .errors import InputError
-from .yamlfile import scalars
+from .schema import Text
 
 _SEPARATORS = r"\s\"'`,;:\[\]{}()<>#"
 _PATH = re.compile(rf"(?<![\w.$}}/\\~:-])(?:~|file:|[A-Za-z]:(?=[\\/]))?[\\/][^{_SEPARATORS}]*")
@@ -19,44 +20,29 @@ def unset_variable(text: str) -> str | None:
     return unset.group() if unset else None
 
 
-def filled_in(source: Any, where: str, unset_ok: bool) -> str:
+def filled_in(source: Any, unset_ok: bool = False) -> str:
     """A path or source with the values of its variables; refuses what is no text and, unless `unset_ok`, variables that
     are not set."""
     if not isinstance(source, str):
-        raise InputError(f"{where}: {source!r} is not a file, a folder or hub:NAME.")
+        raise InputError(f"{source!r} is not a file, a folder or hub:NAME.")
     if not unset_ok and (unset := unset_variable(source)):
-        raise InputError(f"{where}: the environment variable {unset} is not set; set it, or write the path itself.")
+        raise InputError(f"the environment variable {unset} is not set; set it, or write the path itself.")
     return os.path.expandvars(source)
 
 
-def fill_in(value: Any, place: Sequence[str], where: str, unset_ok: bool) -> Any:
-    """A recipe's value with variables filled in at one place, if it has that place.
+def _from_file(value: Any, info: ValidationInfo) -> Any:
+    """Variables are filled in where a recipe's file is read: the context has the arguments of `filled_in`."""
+    return value if info.context is None else filled_in(value, **info.context)
 
-    Args:
-        place: keys, from the outermost; `*` stands for each entry of a list, or for each language of a mapping.
-        where: prefix of the messages: the file, and the keys so far.
 
-    Raises:
-        InputError: see `filled_in`; or a language's code is not a text.
-    """
-    if not place:
-        return filled_in(value, where, unset_ok)
-    key, *rest = place
-    if isinstance(value, list) and key == "*":
-        return [fill_in(entry, rest, f"{where}[{number}]", unset_ok) for number, entry in enumerate(value)]
-    if not isinstance(value, Mapping) or (key != "*" and key not in value):
-        return value
-    if wrong := [code for code in value if key == "*" and not isinstance(code, str)]:
-        raise InputError(f"{where}: {wrong[0]!r} is no language code.")
-    if not rest and key != "*" and not isinstance(value[key], str):
-        return value  # the check of the recipe says what is wrong
-    glue = "." if ": " in where else ": "
-    names = value if key == "*" else [key]
-    return {**value, **{name: fill_in(value[name], rest, f"{where}{glue}{name}", unset_ok) for name in names}}
+# The type of a path or source in settings classes, which may hold `$VARIABLES` in a file.
+Place = Annotated[Text, BeforeValidator(_from_file)]
 
 
 def without_paths(text: str) -> str:
     """Reduces each absolute path in a YAML text to its last part, in values (with spaces too) and comments."""
+    from .yamlfile import scalars  # slow to import, and not needed for `--help`
+
     for node in sorted(scalars(text), key=lambda node: -node.start_mark.index):
         begin, end = node.start_mark.index, node.end_mark.index
         written = text[begin:end]

@@ -25,6 +25,7 @@ from .models import load_tokenizer, longest_block
 from .planning.plan import Plan
 from .recipe import Recipe
 from .recipe_paths import filled_in
+from .rendering import render
 from .stages import stage_of
 from .trainers.freezing import freeze
 from .trainers.router_losses import CHECKPOINTING
@@ -95,7 +96,7 @@ def new_recipe(
     for option, sources in (("--old", old), ("--new", new), ("--test", test)):
         for code, source in sources.items():
             with errors_at(f"{option} {code}"):
-                texts[option, code] = LanguageText(code, filled_in(source, code, unset_ok=False))
+                texts[option, code] = LanguageText(code, filled_in(source))
                 texts[option, code].check()
     folder = resolve_checkpoint(base, revision, weights=False)
     dense = load_base_config(folder)
@@ -111,47 +112,37 @@ def new_recipe(
     tokens = sum(known) if len(known) == len(counts) else None
     blocks = blocks_a_step(tokens)
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
-    at_once, extra = _on_this_device(dense, old, new, blocks)
     rates = rates_for(size_of(network_of(dense)))
     review_steps = 50 if steps is None else max(steps // _REVIEW, 1)
-    epoch = "one epoch" if steps is None else f"one epoch: about {steps:,} steps, of {tokens:,} tokens of new text"
-    name = Path(own_name(base)).name
-    fields: dict[str, Any] = {
-        "base": _value(base), "output": _value(output or f"runs/{name}-{'-'.join(new)}"), "seed": seed,
-        "revision": "" if revision is None else f"revision: {_value(revision)}\n",
-        "old": _old(old, review_steps * blocks * BLOCK), "new": _texts("new", new),
-        "test": _texts("test", test) if test else "# test: held-out text of old and new languages; without it the run "
-        "evaluates nothing\n",
-        "rate": rates.stage, "review_rate": rates.review, "rates": rates.source, "epoch": epoch, "blocks": blocks,
-        "step": f"{blocks * BLOCK:,}", "review_steps": review_steps,
-        "review_said": "as in the study: how much new text there is, is not known" if steps is None else "a third of "
-        "stage 1's", "at_once": at_once, "block": BLOCK,
-        "accumulated": blocks // at_once, "extra": extra,
+    # About a third of review's tokens are old text, in documents of 256.
+    documents = min(max(review_steps * blocks * BLOCK // (3 * 256), 100), 5000)
+    facts = {
+        "base": base, "revision": revision, "seed": seed, "old": old, "new": new, "test": test, "documents": documents,
+        "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
+        "blocks": blocks, "steps": steps, "tokens": tokens, "review_steps": review_steps,
         "save": 50 if steps is None else max(min(steps // 4, 500), 1),
-        "review_save": max(min(review_steps // 2, 500), 1),
+        "review_save": max(min(review_steps // 2, 500), 1), **_on_this_device(dense, old, new, blocks),
     }  # fmt: skip
-    text = TEMPLATE.format(**fields)
+    text = render("new_recipe.yaml", facts, {"yaml": _value, "count": "{:,}".format}) + "\n"
     Recipe.of_text(text, "the recipe")
     return text
 
 
-def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> tuple[int, str]:
-    """What fits this machine: blocks at a time, and further training arguments, lines of YAML."""
+def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> dict[str, Any]:
+    """What fits this machine: blocks at a time, mixed precision, and gradient checkpointing by its name, if needed."""
     plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new))
     network = network_of(planned_config(dense, plan))
     trained = freeze(network, stage_of("post_pretrain").trains).trainable  # type: ignore[attr-defined]
     half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    extra = "    bf16: true  # mixed precision\n" if half else ""
     memory = device_memory()
     if memory is None:
-        return 1, extra
+        return {"at_once": 1, "half": half, "checkpointing": None}
     room = _ROOM * memory - weights_bytes(size_of(network), trained) - PROCESS
     blocks = most
     while blocks > 1 and activation_bytes(network, blocks * BLOCK, half) > room:
         blocks //= 2
-    if activation_bytes(network, blocks * BLOCK, half) > room:
-        extra += f"    {CHECKPOINTING}: true  # keeps fewer activations, for about one more forward pass\n"
-    return blocks, extra
+    fits = activation_bytes(network, blocks * BLOCK, half) <= room
+    return {"at_once": blocks, "half": half, "checkpointing": None if fits else CHECKPOINTING}
 
 
 def _value(text: str | os.PathLike) -> str:
@@ -162,56 +153,3 @@ def _value(text: str | os.PathLike) -> str:
     except InputError:
         same = False
     return plain if same else json.dumps(plain, ensure_ascii=False)
-
-
-def _texts(key: str, sources: Mapping[str, str]) -> str:
-    return f"{key}:\n" + "".join(f"  {_value(code)}: {_value(source)}\n" for code, source in sources.items())
-
-
-def _old(old: Mapping[str, str], review_tokens: int) -> str:
-    """The old text, or how much of it the base writes: about a third of review's tokens."""
-    if old:
-        return _texts("old", old)
-    documents = min(max(review_tokens // (3 * 256), 100), 5000)
-    return f"self_written: {{documents: {documents}}}  # the base writes the old text itself\n"
-
-
-TEMPLATE = """\
-# `hf-moe-expand recipes new` wrote this: the recommended recipe (`recipes show recommended`) for this base and text.
-# docs/recipes.md explains each choice; check it with `hf-moe-expand validate`, run it with `hf-moe-expand run`.
-
-base: {base}
-{revision}output: {output}  # folder of the run; an interrupted run resumes here
-seed: {seed}
-# languages that the base is good at: gates and review read them
-{old}# languages to learn
-{new}# scored at the end
-{test}plan: {{method: moe-lpr, experts: 2}}  # in each layer the original FFN, frozen, and one new expert
-# stage 1: new experts and routers learn the new languages
-post_pretrain:
-  block_size: {block}
-  training:
-    per_device_train_batch_size: {at_once}  # blocks at a time: what the memory of this machine allows
-    gradient_accumulation_steps: {accumulated}  # {step} tokens a step on one device; on 4 devices take a quarter
-    learning_rate: {rate}  # {rates}
-    lr_scheduler_type: cosine
-    warmup_steps: 0.1  # a tenth of the steps
-    num_train_epochs: 1  # {epoch}
-    save_steps: {save}
-{extra}# gates that send home every text whose language they do not recognise as new; no training
-gates: {{}}
-# stage 2: routers learn, on text of all languages, what stays with the original FFN
-review:
-  block_size: {block}
-  classifier_coef: 0  # gates stay as fitted
-  distillation_coef: 1  # old languages keep the base's predictions
-  training:
-    per_device_train_batch_size: {at_once}
-    gradient_accumulation_steps: {accumulated}
-    learning_rate: {review_rate}  # {rates}
-    lr_scheduler_type: cosine
-    warmup_steps: 0.1
-    max_steps: {review_steps}  # {review_said}
-    save_steps: {review_save}
-{extra}evaluation: {{block_size: {block}, batch_size: 4, max_tokens: 40000}}
-"""

@@ -80,11 +80,12 @@ def changed(value: D, **changes: Any) -> D:
     return type(value)(**{**dict(value), **changes})
 
 
-def read(cls: type[T], mapping: Any, where: str = "") -> T:
+def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any] | None = None) -> T:
     """An instance of a settings class from a mapping, every key and value checked, inside lists and mappings too.
 
     Args:
         where: prefix of the keys in messages: a file, or a key of the mapping's parent.
+        context: what the validators of types may ask for.
 
     Raises:
         InputError: a key is unknown (the message suggests the nearest known one) or missing, a value has another type
@@ -96,7 +97,7 @@ def read(cls: type[T], mapping: Any, where: str = "") -> T:
     if unknown := [key for key in mapping if not keeps_unknown and key not in keys_of(cls)]:
         raise InputError(f"{_place(where)}{unknown_key(str(unknown[0]), keys_of(cls))}")
     try:
-        return _adapter(cls).validate_python(dict(mapping))  # type: ignore[arg-type]
+        return _adapter(cls).validate_python(dict(mapping), context=context)  # type: ignore[arg-type]
     except pydantic.ValidationError as error:
         raise InputError(_explained(error, cls, where)) from None
 
@@ -184,8 +185,8 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
         words, name = _BOUNDS[bound["type"]]
         wanted = f"{words} {bound['ctx'][name]:g}"
         return f"{_place(where, path[:split])}{_path(path[split:])} is {_found(bound['input'])}: must be {wanted}."
-    kinds = list(dict.fromkeys(_KINDS.get(str(entry["type"]), entry["msg"]) for entry in same))
-    return f"{_place(where, path)}expected {' or '.join(kinds)}, found {_found(value)}."
+    kinds = (_KINDS.get(str(entry["type"])) or entry.get("ctx", {}).get("expected", entry["msg"]) for entry in same)
+    return f"{_place(where, path)}expected {' or '.join(dict.fromkeys(kinds))}, found {_found(value)}."
 
 
 def _found(value: Any) -> str:
@@ -214,6 +215,8 @@ def _known_path(cls: type, location: Sequence[Any]) -> tuple[Any, ...]:
     path: list[Any] = []
     hints: list[Any] = [cls]
     for part in location:
+        if part == "[key]":  # the mark of a mapping's wrong key
+            break
         if inner := _inside(hints, part):
             path.append(part)
             hints = inner

@@ -3,14 +3,13 @@ hand."""
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BeforeValidator, Field, WithJsonSchema
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
@@ -20,86 +19,13 @@ from .checkpoint.source import resolve_checkpoint
 from .data.sources import LanguageText
 from .errors import InputError
 from .jsonfile import write_text
-from .languages import UNDETERMINED, check_language_code
 from .modeling import ExpandedConfig
-from .models import check_decoder, load_for_inference, longest_block
+from .models import check_decoder, generating, load_for_inference, longest_block
 from .records import History
-from .schema import Count, Declared, Positive, Share, Text, Whole
+from .settings import SampleSettings
 
 WRITTEN_BY = "written_by"  # the key of a row that names the model that wrote it
 _TRIES = 4  # batches without a word for each one with words, before the model is given up
-
-
-def _by_language(prompts: Any) -> Any:
-    """Prompts of each language; those of a plain list belong to no language that is known."""
-    if isinstance(prompts, list):
-        return {UNDETERMINED: prompts}
-    if not isinstance(prompts, Mapping):
-        raise InputError(f"expected a list of prompts, or a list for each language, found {prompts!r}.")
-    for code in prompts:
-        check_language_code(code)
-    return prompts
-
-
-_PROMPTS = {"type": "array", "items": {"type": "string"}}
-
-
-class _Writing(Declared):
-    """What the settings of all self-written text have in common."""
-
-    documents: Annotated[Count, Field(description="documents to write, in each language of `prompts`")] = 1000
-    tokens: Annotated[Count, Field(description="most tokens of a document, the prompt's left out")] = 256
-    temperature: Annotated[Positive, Field(description="divisor of the logits")] = 1.0
-    top_p: Annotated[Share, Field(description="share of the probability among whose tokens is drawn", gt=0)] = 1.0
-    batch_size: Annotated[Count, Field(description="documents written at once")] = 16
-
-
-class SampleSettings(_Writing):
-    """How a model writes the text of one language.
-
-    Raises:
-        InputError: a number is out of range, or a prompt is empty.
-    """
-
-    prompts: list[Text] = Field(default_factory=list)
-    seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
-
-    def model_post_init(self, _: Any) -> None:
-        if not all(prompt.strip() for prompt in self.prompts):
-            raise InputError("prompts: a prompt is empty: leave it out, or give a few words.")
-
-
-class SelfWrittenSettings(_Writing):
-    """Old text that the base writes itself, once, before the first step: review and analyses read it.
-
-    Raises:
-        InputError: a number is out of range, a prompt is empty, or two languages have no prompts.
-    """
-
-    prompts: Annotated[
-        dict[Text, list[Text]],
-        BeforeValidator(_by_language),
-        WithJsonSchema({"anyOf": [_PROMPTS, {"type": "object", "additionalProperties": _PROMPTS}]}),
-        Field(
-            description="beginnings, taken in turn: a list, or a list for each language; without any, documents begin "
-            "by themselves. A plain list's language is `und`, undetermined"
-        ),
-    ] = {UNDETERMINED: []}  # noqa: RUF012 (a model copies it)
-
-    def model_post_init(self, _: Any) -> None:
-        if not self.prompts:
-            raise InputError("prompts: names no language: give a list of prompts, or leave `prompts` out.")
-        self.samples(0)
-        if len(free := [code for code, prompts in self.prompts.items() if not prompts]) > 1:
-            raise InputError(
-                f"prompts: {', '.join(free)} have no prompts, so their texts would be the same: only one language's "
-                "documents can begin by themselves."
-            )
-
-    def samples(self, seed: int) -> dict[str, SampleSettings]:
-        """How the text of each language is written."""
-        common = self.model_dump(exclude={"prompts"})
-        return {code: SampleSettings(**common, prompts=list(p), seed=seed) for code, p in self.prompts.items()}
 
 
 @dataclass(frozen=True)
@@ -199,7 +125,9 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     left = [chosen.documents // len(named) + (i < chosen.documents % len(named)) for i in range(len(named))]
     bar = tqdm(total=chosen.documents, desc="sample", unit="document")
     devices = [model.device] if model.device.type == "cuda" else []
-    with base, _own_distribution(model, tokenizer), torch.random.fork_rng(devices):
+    ends = model.generation_config.eos_token_id
+    plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id if ends is None else ends)
+    with base, generating(model, plain), torch.random.fork_rng(devices):
         torch.manual_seed(chosen.seed)
         for prompt, wanted in zip(named, left, strict=True):
             batch = [_ids(prompt, tokenizer)] * min(chosen.batch_size, wanted)
@@ -207,19 +135,6 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
                 bar.update()
                 yield {"text": text, "prompt": prompt}
     bar.close()
-
-
-@contextmanager
-def _own_distribution(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Inside, `generate` has no defaults of the checkpoint that bend the distribution, such as a penalty of repetition;
-    only its end-of-text tokens stay."""
-    original = model.generation_config
-    ends = tokenizer.eos_token_id if original.eos_token_id is None else original.eos_token_id
-    model.generation_config = GenerationConfig(eos_token_id=ends)
-    try:
-        yield
-    finally:
-        model.generation_config = original
 
 
 def _ids(prompt: str, tokenizer: Any) -> list[int]:

@@ -1,12 +1,16 @@
-"""Settings of the steps that do not train. A stage's settings are in the stage's file, a plan's in its method's."""
+"""Settings of the steps that do not train, and of models that write. A training stage's settings are in the stage's
+file, a plan's in its method's."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AllowInfNan, BeforeValidator, Field, WithJsonSchema
 
 from .disk import DEFAULT_SHARD_SIZE
 from .errors import InputError
-from .schema import Count, Declared, Flag, Positive, Text, Whole
+from .languages import UNDETERMINED, check_language_code
+from .recipe_paths import Place
+from .schema import Coefficient, Count, Declared, Flag, Number, Positive, Share, Text, Whole
 
 # Of LoRA experts.
 LORA_RANK, LORA_ALPHA = 8, 16.0
@@ -38,7 +42,7 @@ class ExpandSettings(Declared):
     """Kind and initial weights of the new experts."""
 
     expert_init: Text = Field("copy", description="`copy` of the original FFN, or `random` weights (an ablation)")
-    copy_from: Whole | Text = Field(
+    copy_from: Annotated[Whole, Field(ge=0)] | Literal["nearest"] = Field(
         0,
         description="in a further expansion, the expert that new ones copy: its number, or `nearest`, the one to "
         "which each layer routes the new languages' text most",
@@ -56,16 +60,11 @@ class ExpandSettings(Declared):
     expert_width: Count | None = Field(None, description="width of the added FFNs")
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
 
-    def model_post_init(self, _: Any) -> None:
-        copied = self.copy_from
-        if copied != "nearest" and (isinstance(copied, str) or copied < 0):
-            raise InputError(f"copy_from is {copied!r}: must be an expert's number or `nearest`.")
-
 
 class JoinSettings(Declared):
     """Language packs, which are joined without training."""
 
-    packs: list[Text] = Field(
+    packs: list[Place] = Field(
         min_length=2, description="folders or hub ids of expansions of `base`, made apart; `NAME=FOLDER` names a pack"
     )
     keep_both: Flag = Field(False, description="join packs that add one and the same language, too")
@@ -77,6 +76,16 @@ class JoinSettings(Declared):
     )
     tokens: Whole = Field(500, ge=16, description="tokens of each language by which the join is scored")
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")
+
+
+class GraftSettings(Declared):
+    """`model + scale * (instruct - base)` (DeltaMoE Eq. 8, 9)."""
+
+    instruct: Place = Field(description="folder or hub id of the fine-tune")
+    scale: Annotated[Number, AllowInfNan(False)] = Field(1.0, description="factor of the change")
+    keep_tokenizer: Flag = Field(
+        False, description="keep the model's tokenizer, chat template and generation config, not the fine-tune's"
+    )
 
 
 class GateSettings(Declared):
@@ -107,8 +116,111 @@ class EvaluationSettings(Declared):
         description="tokens of each language, in whole documents (a longer first one is cut); all of its text by "
         "default",
     )
-    questions: dict[Text, Text] | None = Field(
+    questions: dict[Text, Place] | None = Field(
         None,
         description="by old language, a file with questions, one a line, that base and result answer in the base's "
         "chat template; by default ten in English, if English is old; `{}` for none",
     )
+
+
+class TranslationSettings(Declared):
+    """How a model translates parallel text, to be scored."""
+
+    shots: Whole = Field(0, ge=0, description="number of first lines that are examples in each prompt, not scored")
+    limit: Count | None = Field(None, description="maximum of sentences to score")
+    batch_size: Count = Field(8, description="sentences translated at once")
+    max_new_tokens: Count = Field(256, description="maximum of tokens in a translation")
+    beams: Count = Field(1, description="beams of an encoder-decoder's search; 1 is greedy")
+
+
+class Answering(Declared):
+    """How models answer.
+
+    Raises:
+        InputError: a value is out of range, or there is a system message without a chat.
+    """
+
+    max_new_tokens: Count = Field(256, description="most tokens of an answer")
+    temperature: Coefficient = Field(
+        0.0, description="divisor of the logits; 0 takes the most probable token each time"
+    )
+    top_p: Share = Field(1.0, gt=0, description="draw among the tokens with this share of the probability")
+    seed: Whole = Field(0, description="random seed of each answer")
+    chat: Flag = Field(False, description="a prompt is a user's message in the chat template")
+    system: Text | None = Field(None, description="system message of the chat")
+
+    def model_post_init(self, _: Any) -> None:
+        if self.system is not None and not self.chat:
+            raise InputError("A system message belongs to a chat: ask with the chat template, or leave it out.")
+
+
+def _by_language(prompts: Any) -> Any:
+    """Prompts of each language; those of a plain list belong to no language that is known."""
+    if isinstance(prompts, list):
+        return {UNDETERMINED: prompts}
+    if not isinstance(prompts, Mapping):
+        raise InputError(f"expected a list of prompts, or a list for each language, found {prompts!r}.")
+    for code in prompts:
+        check_language_code(code)
+    return prompts
+
+
+_PROMPTS = {"type": "array", "items": {"type": "string"}}
+
+
+class _Writing(Declared):
+    """What the settings of all self-written text have in common."""
+
+    documents: Annotated[Count, Field(description="documents to write in each language")] = 1000
+    tokens: Annotated[Count, Field(description="most tokens of a document, the prompt's left out")] = 256
+    temperature: Annotated[Positive, Field(description="divisor of the logits")] = 1.0
+    top_p: Annotated[Share, Field(description="share of the probability among whose tokens is drawn", gt=0)] = 1.0
+    batch_size: Annotated[Count, Field(description="documents written at once")] = 16
+
+
+class SampleSettings(_Writing):
+    """How a model writes the text of one language.
+
+    Raises:
+        InputError: a number is out of range, or a prompt is empty.
+    """
+
+    prompts: list[Text] = Field(default_factory=list)
+    seed: Annotated[Whole, Field(ge=0, lt=2**32, description="random seed")] = 0
+
+    def model_post_init(self, _: Any) -> None:
+        if not all(prompt.strip() for prompt in self.prompts):
+            raise InputError("prompts: a prompt is empty: leave it out, or give a few words.")
+
+
+class SelfWrittenSettings(_Writing):
+    """Old text that the base writes itself, once, before the first step: review and analyses read it.
+
+    Raises:
+        InputError: a number is out of range, a prompt is empty, or two languages have no prompts.
+    """
+
+    prompts: Annotated[
+        dict[Text, list[Text]],
+        BeforeValidator(_by_language),
+        WithJsonSchema({"anyOf": [_PROMPTS, {"type": "object", "additionalProperties": _PROMPTS}]}),
+        Field(
+            description="beginnings, taken in turn: a list, or a list for each language; without any, documents begin "
+            "by themselves. A plain list's language is `und`, undetermined"
+        ),
+    ] = {UNDETERMINED: []}  # noqa: RUF012 (a model copies it)
+
+    def model_post_init(self, _: Any) -> None:
+        if not self.prompts:
+            raise InputError("prompts: names no language: give a list of prompts, or leave `prompts` out.")
+        self.samples(0)
+        if len(free := [code for code, prompts in self.prompts.items() if not prompts]) > 1:
+            raise InputError(
+                f"prompts: {', '.join(free)} have no prompts, so their texts would be the same: only one language's "
+                "documents can begin by themselves."
+            )
+
+    def samples(self, seed: int) -> dict[str, SampleSettings]:
+        """How the text of each language is written."""
+        common = self.model_dump(exclude={"prompts"})
+        return {code: SampleSettings(**common, prompts=list(p), seed=seed) for code, p in self.prompts.items()}

@@ -1,90 +1,51 @@
 """Writes docs/settings.md from the declarations of the settings."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from .planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
 from .recipe import Expansion, Recipe
+from .rendering import render
 from .schema import settings_in
 from .stages import OTHER_STAGES, RECIPE_STAGES, stage_of
-
-_HEAD = """\
-# Every setting
-
-`hf-moe-expand recipes settings` prints this page: the keys of a recipe, and of a stage's own file (`--config`). A
-mistyped key is refused, with the nearest one. "–" is null: the key may be left out, and its description says what
-happens then. "Below" is a section of its own, with defaults of its own.
-
-## A recipe
-
-{recipe}
-
-A recipe also has the steps below, by their names. With several `expansions` ([lifelong](lifelong.md)), the recipe's
-own steps apply to each expansion that lacks them. A text is a file, a folder or `hub:dataset:config:split`. Paths are
-relative to the folder in which you run it, and may hold `$VARIABLES`.
-"""
-
-_PLAN = """\
-## `plan`
-
-The number of experts in each layer. Counts include each layer's original FFN; in a further expansion they count only
-new experts. `method` says how they are chosen, {default} by default.
-"""
-
-_TRAINING = """\
-## `training`
-
-These keys are passed unchanged to
-[`transformers.TrainingArguments`](https://huggingface.co/docs/transformers/main_classes/trainer).
-
-- Our defaults are `num_train_epochs: 1`, `lr_scheduler_type: cosine`, `logging_steps: 10`, `save_total_limit: 1`,
-  `report_to: none` and `seed: 0`. All other defaults are the library's.
-- `report_to: tensorboard` draws every logged figure (`pip install tensorboard`). Set the variable
-  `TENSORBOARD_LOGGING_DIR` to a folder, since the training's own is removed when the stage is done, and run
-  `tensorboard --logdir` on it.
-- The command sets `output_dir`, `seed`, `data_seed`, `remove_unused_columns` and `label_names` itself, and refuses them
-  here.
-- Also refused are `eval_strategy` and related keys (use `validation`), `push_to_hub` and related keys (use
-  `hf-moe-expand push`), reentrant checkpointing and, for decoders,
-  `label_smoothing_factor`.
-- `distributed_config` is a key of ours, which is passed to `from_pretrained` ([several devices](distributed.md)).
-"""
 
 
 def settings_page() -> str:
     """The whole page, in Markdown."""
     steps = [key for key in Expansion.model_fields if key != "new"]
-    own = {name: field for name, field in Recipe.model_fields.items() if name not in steps}
-    parts = [_HEAD.format(recipe=_table(own))]
-    inner: dict[str, type] = {}  # settings inside a stage's settings, by their key
-    for key in (*steps, "join", "self_written", "evaluation"):
-        if key == "plan":
-            parts.append(_plan())
-        elif key in RECIPE_STAGES:
-            parts.append(_stage(f"`{key}`", key, inner))
-        else:
-            (cls,) = settings_in(Recipe.model_fields[key].annotation)
-            parts.append(_section(f"`{key}`", [cls.__doc__ or ""], cls))
-    parts += [_stage(f"A file of `train {stage_of(key).name}`", key, inner) for key in OTHER_STAGES]
-    parts += [_section(f"`{key}`", [cls.__doc__ or ""], cls) for key, cls in inner.items()]
-    return "\n".join([*parts, _TRAINING])
+    stages = [stage_of(key).settings_class() for key in (*RECIPE_STAGES, *OTHER_STAGES)]
+    inside = [item for settings in stages for item in _fields(settings).items()]
+    inner = {name: cls for name, field in inside for cls in settings_in(field.annotation)}
+    facts = {
+        "recipe": {name: field for name, field in Recipe.model_fields.items() if name not in steps},
+        "sections": [
+            *map(_section, (*steps, "join", "self_written", "evaluation", *OTHER_STAGES)),
+            *((f"`{name}`", [cls.__doc__], _fields(cls)) for name, cls in inner.items()),
+        ],
+        "methods": METHODS,
+        "default_method": DEFAULT_METHOD,
+    }
+    return render("settings.md", facts, {"rows": _rows, "first_paragraph": _first}) + "\n"
 
 
-def _stage(title: str, key: str, inner: dict[str, type]) -> str:
-    """A stage's section; the settings inside its settings are added to `inner`."""
+def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
+    """A section's title, paragraphs and fields: of a stage, or of another key of a recipe."""
+    if key == "plan":
+        return f"`{key}`", [], LayerPlan.all_keys()
+    if key not in (*RECIPE_STAGES, *OTHER_STAGES):
+        (cls,) = settings_in(Recipe.model_fields[key].annotation)
+        return f"`{key}`", [cls.__doc__], _fields(cls)
     stage, settings = stage_of(key), stage_of(key).settings_class()
-    for name, field in _fields(settings).items():
-        inner.update((name, cls) for cls in settings_in(field.annotation))
     when = ""
     if key in RECIPE_STAGES and not stage.runs_unasked:
         when = " It runs where a recipe has the key."
     elif stage.optional:
         when = f" `{key}: null` leaves it out."
-    about = [_first(_docstring(key)) + when, settings.__doc__ or ""]
-    return _section(title, about, settings)
+    title = f"`{key}`" if key in RECIPE_STAGES else f"A file of `train {stage.name}`"
+    return title, [_first(_docstring(key)) + when, settings.__doc__], _fields(settings)
 
 
 def stage_help(key: str) -> str:
@@ -107,28 +68,14 @@ def _docstring(key: str) -> str:
     return inspect.getdoc(inspect.getmodule(stage_of(key))) or ""
 
 
-def _plan() -> str:
-    parts = [_PLAN.format(default=f"`{DEFAULT_METHOD}`")]
-    for name, method in METHODS.items():
-        parts.append(f"`method: {name}`. {_first(method.__doc__)}\n")
-        parts.append(_table(method.own_keys()) + "\n")
-    parts.append("Keys of every method; classifiers only for methods without language groups:\n")
-    return "\n".join([*parts, _table(LayerPlan.all_keys()) + "\n"])
-
-
-def _section(title: str, about: Iterable[str], cls: type) -> str:
-    return "\n\n".join([f"## {title}", *filter(None, map(_first, about)), _table(_fields(cls))]) + "\n"
-
-
 def _fields(cls: Any) -> Mapping[str, FieldInfo]:
     return cls.__pydantic_fields__
 
 
-def _table(fields: Mapping[str, FieldInfo]) -> str:
-    """Required keys first, `training` last."""
+def _rows(fields: Mapping[str, FieldInfo]) -> list[tuple[str, str, str]]:
+    """Name, default and description of each key: required keys first, `training` last."""
     order = sorted(fields, key=lambda name: (not fields[name].is_required(), name == "training"))
-    rows = [f"| `{name}` | {_default(fields[name])} | {_about(fields[name])} |" for name in order]
-    return "\n".join(["| key | default | |", "| --- | --- | --- |", *rows])
+    return [(name, _default(fields[name]), _about(fields[name])) for name in order]
 
 
 def _default(field: FieldInfo) -> str:

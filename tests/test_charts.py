@@ -168,7 +168,7 @@ def test_a_chart_is_described_and_has_neither_ids_nor_references_nor_colours_of_
 
 
 def test_pictures_have_the_colours_that_the_page_gives_its_variables():
-    style = (Path(page_module.__file__).parent / "page.html").read_text("utf-8")
+    style = Path(page_module.__file__).parents[1].joinpath("pages", "report.html").read_text("utf-8")
     light = dict(re.findall(r"--(\w+): (#\w+);", style.split(":root {")[1].split("}")[0]))
     light["on"] = light["on"].replace("#fff", "#ffffff")
     assert {name: light[name] for name in COLOURS} == COLOURS

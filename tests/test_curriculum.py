@@ -305,7 +305,7 @@ def test_bad_settings(root, tmp_path):
         with pytest.raises(InputError, match=message):
             stage(root, "refused", **changes)
 
-    refused("temperature is 0: must be larger than 0", temperature=0.0)
+    refused(r"temperature is 0\.0: must be larger than 0", temperature=0.0)
     refused("temperature is -1", temperature=-1.0)
     Curriculum(7, {"el": 0, "tr": 3, "xx": 5}).save(path)
     refused(r"curriculum\.json: curriculum: xx does not train here; known: el, tr, hu", curriculum=path)

@@ -26,6 +26,7 @@ from hf_moe_expand.pipeline import run_recipe, validate_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.results import RoutingResult, SimilarityResult
 from hf_moe_expand.schema import changed
+from hf_moe_expand.settings import EvaluationSettings, TranslationSettings
 from hf_moe_expand.trainers.encoder_decoder import with_decoder_inputs
 
 ENCODER = 3
@@ -248,12 +249,14 @@ def test_translations_are_those_of_single_sentences(loaded, beams):
 
 def test_a_trained_model_s_scores_and_bad_requests(loaded):
     model, tokenizer = loaded("base")
-    scores = evaluate_translation(model, tokenizer, SENTENCES, [("en", "el"), ("el", "en")], max_new_tokens=5)
+    scores = evaluate_translation(
+        model, tokenizer, SENTENCES, [("en", "el"), ("el", "en")], TranslationSettings(max_new_tokens=5)
+    )
     assert {pair: score.sentences for pair, score in scores.items()} == {"en-el": 5, "el-en": 5}
     with pytest.raises(InputError, match="shots is 1, but an encoder-decoder translates without examples"):
-        evaluate_translation(model, tokenizer, SENTENCES, [("en", "el")], shots=1)
+        evaluate_translation(model, tokenizer, SENTENCES, [("en", "el")], TranslationSettings(shots=1))
     with pytest.raises(InputError, match="do not fit the model's 64 positions"):
-        evaluate_translation(model, tokenizer, SENTENCES, [("en", "el")], max_new_tokens=64)
+        evaluate_translation(model, tokenizer, SENTENCES, [("en", "el")], TranslationSettings(max_new_tokens=64))
     with pytest.raises(InputError, match="Language 'en' has 4 tokens as a source, but 20 were asked for"):
         measure_similarity(model, tokenizer, {**pairs(), "en": pairs()["en"][8:]}, ["en"], ["el"], tokens=TOKENS)
     with pytest.raises(InputError, match="is an encoder-decoder, but deviation and DMoE are for decoders"):
@@ -266,7 +269,7 @@ def test_every_direction_is_checked_before_the_first_is_translated(loaded, monke
     texts = {**SENTENCES, "hi": SENTENCES["en"], "es": [*SENTENCES["es"][1:], "la casa " * 40]}
     for wrong, message in ((("en", "hi"), "has no code for 'hi'"), (("es", "en"), "do not fit the model's 64")):
         with pytest.raises(InputError, match=message):
-            evaluate_translation(model, tokenizer, texts, [("en", "el"), wrong], max_new_tokens=5)
+            evaluate_translation(model, tokenizer, texts, [("en", "el"), wrong], TranslationSettings(max_new_tokens=5))
 
 
 def test_a_recipe_says_before_it_runs_what_text_it_lacks(folder, tmp_path):
@@ -316,7 +319,9 @@ def test_what_is_for_decoders_is_refused_before_any_score(folder, tmp_path, monk
     with pytest.raises(InputError, match="base: is an encoder-decoder, but ensembles are for decoders"):
         invoke("evaluate", folder / "base", *data, "--ensemble", 1, "--out", tmp_path / "evaluation.json")
     with pytest.raises(InputError, match="base: is an encoder-decoder, but tasks of lm-evaluation-harness are"):
-        report.score_models({"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], tasks=object())
+        report.score_models(
+            {"base": (str(folder / "base"), None)}, {}, [["en"], ["el"]], EvaluationSettings(), tasks=object()
+        )
 
 
 def test_on_the_command_line_with_its_page_and_its_card(folder, tmp_path):

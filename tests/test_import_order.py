@@ -13,8 +13,9 @@ BESIDE = ("model_cards", "modeling", "trainers")  # packages of the package, at 
 # From the leaves to the command line. Each line may import the lines above it.
 ROOMS = (
     ("errors",),
-    ("disk", "extra", "hub_access", "layer_names", "memory", "scratch", "yamlfile"),
-    ("jsonfile", "languages", "recipe_paths", "schema"),
+    ("disk", "extra", "hub_access", "layer_names", "memory", "rendering", "scratch", "yamlfile"),
+    ("jsonfile", "languages", "schema"),
+    ("recipe_paths",),
     ("anchors", "recipes", "records", "results", "run_record", "settings"),
     ("modeling",),
     ("",),

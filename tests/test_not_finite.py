@@ -19,6 +19,7 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.jsonfile import write_json
 from hf_moe_expand.report.page import _logs
 from hf_moe_expand.schema import read
+from hf_moe_expand.settings import EvaluationSettings
 from hf_moe_expand.stages.config import settings_of
 
 PLAN = Plan("layer-moe", [2, 1, 2], old=["en"], new=["el"])
@@ -73,9 +74,9 @@ def test_a_score_that_is_not_finite_names_model_and_language(monkeypatch, root):
         LanguageScore.from_nats(math.nan, 3, 10)
     model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
     monkeypatch.setattr(report, "load_for_inference", lambda *_: (model, None))
-    monkeypatch.setattr(report, "evaluate_model", lambda *_: LanguageScore.from_nats(math.inf, 3, 10))
+    monkeypatch.setattr(report, "evaluate_model", lambda *_, **__: LanguageScore.from_nats(math.inf, 3, 10))
     with pytest.raises(InputError, match=r"^tuned: the log-likelihood of the text is -inf"):
-        report.score_models({"tuned": ("x", None)}, {}, [["en"]])
+        report.score_models({"tuned": ("x", None)}, {}, [["en"]], EvaluationSettings())
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

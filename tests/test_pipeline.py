@@ -488,6 +488,9 @@ def test_what_a_further_expansion_copies(recipe):
     assert [part.expand.copy_from for part in with_copies("nearest", 3).all_expansions] == ["nearest", 3]
     with pytest.raises(InputError, match=r"copy_from is 2: the first expansion can copy only expert 0"):
         with_copies(2, 0)
-    for wrong in ("next", -1):
-        with pytest.raises(InputError, match=f"copy_from is '?{wrong}'?: must be an expert's number"):
+    for wrong, message in (
+        ("next", ": expected an integer or 'nearest', found 'next'"),
+        (-1, " is -1: must be at least 0"),
+    ):
+        with pytest.raises(InputError, match=f"copy_from{message}"):
             with_copies(0, wrong)

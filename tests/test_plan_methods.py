@@ -61,7 +61,7 @@ class Holder(Declared):
 
 
 def options_of(name):
-    return {option for parameter in typer.main.get_command(plan_verbs.plan_app).commands[name].params
+    return {option for parameter in typer.main.get_command(plan_verbs.opt.plan_app).commands[name].params
             for option in parameter.opts}  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_one_json_schema_for_all():
 
 def test_a_new_method_is_one_class(monkeypatch, tmp_path):
     app = typer.Typer()
-    monkeypatch.setattr(plan_verbs, "plan_app", app)
+    monkeypatch.setattr(plan_verbs.opt, "plan_app", app)
 
     try:
 

@@ -42,7 +42,7 @@ def test_the_command_line_plans_gates(tmp_path):
     [
         (["--prefix-gates"], "no layer has a classifier"),
         (["--prefix-gates", "--classifiers-in", "9"], "classifiers_in: the model has no layer 9"),
-        (["--prefix-gates", "--classifiers-in", "two"], "classifiers_in is 'two'"),
+        (["--prefix-gates", "--classifiers-in", "two"], "classifiers_in: 'two': give"),
         (["--prefix-gates", "--classifiers-in", "1", "--classifier-layers", "1"], "leave one of them out"),
         (["--prefix-gates", "--classifiers-in", "1", "--prefix-decay", "0"], "prefix_decay is 0"),
         (["--prefix-gates", "--classifiers-in", "1", "--prefix-bound", "nan"], "prefix_bound is nan"),

@@ -86,7 +86,7 @@ def test_validation_says_what_a_push_will_need(root, monkeypatch):
         ("review: {", "review: {old_documents: -3, ", "review: old_documents is -3: must be at least 1"),
         ("old: ", "old: {{en: a.txt, en: b.txt}}\n# ", "line 4: found duplicate key \"en\""),
         ("old: {en", "test: {hu", "hu is neither an old nor a new language"),
-        ("old: {en", "old: {3", "old: 3 is no language code"),
+        ("old: {en", "old: {3", "old: 3 is not a language code"),
         ("/en.jsonl}", "/en.jsonl", "not YAML"),
         ("{root}/en.jsonl", "$NOT_SET/en.jsonl", "environment variable $NOT_SET is not set"),
         ("old: {en", "# old: {en", "no old language"),
@@ -176,7 +176,7 @@ def test_mistakes_that_validate_finds_without_weights(root, old, new, message):
         ("review: {", "review: {old_documents: 3, ", "'el' has 5 documents, but the mix asks for 6: .* to 2 or fewer"),
         ("review: {", "review: {validation: {texts: {en: no.txt}}, ", r"review.validation.texts.en: no.txt: no such"),
         ("post_pretrain: {", "post_pretrain: {curriculum: no.json, ", "no.json: no such file"),
-        ("post_pretrain: {", "post_pretrain: {temperature: 0, ", "post_pretrain.temperature is 0: must be larger"),
+        ("post_pretrain: {", "post_pretrain: {temperature: 0, ", "post_pretrain: temperature is 0: must be larger"),
         ("el.jsonl", "gr.jsonl", r"new.el: .*gr.jsonl: no such file"),
     ],
 )

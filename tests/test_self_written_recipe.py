@@ -19,8 +19,8 @@ from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.records import History
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import changed
-from hf_moe_expand.self_written import SelfWrittenSettings, writer_of
-from hf_moe_expand.settings import AnalysisSettings, EvaluationSettings
+from hf_moe_expand.self_written import writer_of
+from hf_moe_expand.settings import AnalysisSettings, EvaluationSettings, SelfWrittenSettings
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.steps.write import WriteOldText
 
@@ -212,7 +212,7 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
         ({"new": {"und": "x.jsonl"}}, "und: given as an old and as a new language"),
         ({"plan": plan_settings("dmoe", groups=1)}, "self_written: DMoE trains the base too"),
         ({"plan": plan_settings("moe-lpr", experts=2), "review": None}, "self_written: no step would read the text"),
-        ({"test": {"klingonisch": "x.jsonl"}}, "test: 'klingonisch' is not a language code"),
+        ({"test": {"klingonisch": "x.jsonl"}}, "test.klingonisch: 'klingonisch' is not a language code"),
     ],
 )
 def test_recipes_are_refused(recipe, changes, message):

@@ -20,6 +20,7 @@ from hf_moe_expand.evaluation.translation import (
     translation_prompt,
 )
 from hf_moe_expand.models import load_for_inference
+from hf_moe_expand.settings import TranslationSettings
 
 pytest.importorskip("sacrebleu", reason="the extra `eval` is not installed")
 pytest.importorskip("language_data", reason="the extra `eval` is not installed")
@@ -124,24 +125,25 @@ def rigged(monkeypatch):
 def test_examples_are_in_the_prompt_and_not_scored(rigged):
     texts = {"en": ["zero", "one", "two", "three"], "el": ["μηδέν", "ένα", "δύο", "τρία"]}
     rigged.answers = ["δύο", "τρία"]
-    score = evaluate_translation(None, None, texts, [("en", "el")], shots=2)["en-el"]
+    score = evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings(shots=2))["en-el"]
     shown = "English: zero → Greek: μηδέν\nEnglish: one → Greek: ένα\n"
     assert rigged.prompts == [[shown + "English: two → Greek:", shown + "English: three → Greek:"]]
     assert (score.chrf, score.sentences) == (pytest.approx(100), 2)
-    evaluate_translation(None, None, texts, [("en", "el")], shots=1, limit=1)
+    evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings(shots=1, limit=1))
     assert rigged.prompts[-1] == ["English: zero → Greek: μηδέν\nEnglish: one → Greek:"]
     with pytest.raises(InputError, match="4 of 4 sentences are examples"):
-        evaluate_translation(None, None, texts, [("en", "el")], shots=4)
+        evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings(shots=4))
     for wrong in ({"shots": -1}, {"limit": 0}, {"batch_size": 0}, {"max_new_tokens": 0}):
         with pytest.raises(InputError, match="must be at least"):
-            evaluate_translation(None, None, texts, [("en", "el")], **wrong)
+            TranslationSettings(**wrong)
 
 
 def test_chrf_plus_plus_by_hand(rigged):
     # Characters without spaces `abc` against `abd`: precision and recall are 2/3, 1/2 and 0 for one, two and three
     # characters; the one word is wrong: 0. Longer n-grams do not occur and do not count.
     rigged.answers = ["abc"]
-    score = evaluate_translation(None, None, {"en": ["x"], "el": ["abd"]}, [("en", "el")])["en-el"]
+    texts = {"en": ["x"], "el": ["abd"]}
+    score = evaluate_translation(None, None, texts, [("en", "el")], TranslationSettings())["en-el"]
     assert score.chrf == pytest.approx(100 * (2 / 3 + 1 / 2 + 0 + 0) / 4, abs=1e-6)
     assert "nc:6|nw:2" in score.signature
     assert "version:" in score.signature
@@ -200,7 +202,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_text_that_is_not_there_is_named_before_anything_else(tmp_path):
-    base, words = save_dense(tmp_path / "base"), ("--data", f"en={tmp_path / 'none.jsonl'}", "--shots", -1)
+    base, words = save_dense(tmp_path / "base"), ("--data", f"en={tmp_path / 'none.jsonl'}", "--pair", "en-xx")
     with pytest.raises(InputError, match=r"none\.jsonl"):
         invoke("evaluate-translation", base, *words, "--out", tmp_path / "scores.json")
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..settings import AnalysisSettings, DeviationSettings
 from . import options as opt
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
 
@@ -20,14 +21,13 @@ def _old_and_new(old: list[str], new: list[str]) -> tuple[dict[str, Any], dict[s
 
 
 @opt.analyze_app.command("similarity")
+@opt.with_settings()
 def analyze_similarity(
     base: opt.Model,
     old: opt.Old,
     new: opt.New,
     out: opt.Out,
-    tokens: Annotated[int, typer.Option(help="Tokens of each language.")] = 100_000,
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
+    settings: AnalysisSettings,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
@@ -46,9 +46,7 @@ def analyze_similarity(
 
     model, tokenizer = load_for_inference(base, revision)
     texts = texts_for(model.config, {**old_sources, **new_sources}, seed)
-    result = measure_similarity(
-        model, tokenizer, texts, list(old_sources), list(new_sources), tokens, block_size, batch_size
-    )
+    result = measure_similarity(model, tokenizer, texts, list(old_sources), list(new_sources), **settings.model_dump())
     result.to_json(out)
     print("layer  similarity")
     for layer, value in enumerate(result.similarity):
@@ -57,16 +55,13 @@ def analyze_similarity(
 
 
 @opt.analyze_app.command("separability")
+@opt.with_settings()
 def analyze_separability(
     base: opt.Model,
     old: opt.Old,
     new: opt.New,
     out: opt.Out,
-    tokens: Annotated[
-        int, typer.Option(help="Tokens of each language; a quarter or a little more is held out.")
-    ] = 100_000,
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
+    settings: AnalysisSettings,
     gates: Annotated[
         bool, typer.Option("--gates", help="Fit gates too, and say where they would send tokens (`gates`); minutes.")
     ] = False,
@@ -77,7 +72,8 @@ def analyze_separability(
 ) -> None:
     """Measure how well each layer of a dense or expanded model tells old text from new, by a linear probe.
 
-    Prints the balanced accuracy on held-out text (0.5 is chance): of one token, and of 8, 16 and 32 tokens together.
+    Prints the balanced accuracy on held-out text, a quarter of each language's or a little more (0.5 is chance): of one
+    token, and of 8, 16 and 32 tokens together.
     With --gates it also says what share of each language's tokens gates would let pass, before anything is trained.
 
     Example: hf-moe-expand analyze separability Qwen/Qwen2.5-0.5B --old en=en.jsonl --new el=el.jsonl --out apart.json
@@ -92,7 +88,7 @@ def analyze_separability(
     model, tokenizer = load_for_inference(base, revision)
     texts = {c: s.load().shuffle(seed=seed)["text"] for c, s in {**old_sources, **new_sources}.items()}
     result = measure_separability(
-        model, tokenizer, texts, list(old_sources), list(new_sources), tokens, block_size, batch_size, seed
+        model, tokenizer, texts, list(old_sources), list(new_sources), **settings.model_dump(), seed=seed
     )
     result.to_json(out)
     print_table(*result.rows())
@@ -141,16 +137,12 @@ def analyze_fertility(
 
 
 @opt.analyze_app.command("deviation")
+@opt.with_settings()
 def analyze_deviation(
     base: opt.Model,
     data: opt.Data,
     out: opt.Out,
-    steps: Annotated[int, typer.Option(help="Training steps on each language.")] = 10,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of the first step; decays to zero.")] = 8e-6,
-    batch_size: Annotated[int, typer.Option(help="Blocks in a step.")] = 2048,
-    block_size: opt.BlockSize = 512,
-    micro_batch_size: Annotated[int, typer.Option(help="Blocks in a forward and backward pass.")] = 8,
-    last_layers: Annotated[int, typer.Option(help="Number of last layers over whose FFNs to compare languages.")] = 3,
+    settings: DeviationSettings,
     work_dir: Annotated[
         Path | None,
         typer.Option(help="Folder for each language's results, kept; by default beside --out until it is written."),
@@ -178,11 +170,8 @@ def analyze_deviation(
     load_base_config(resolve_checkpoint(base, revision, weights=False))
     model, tokenizer = load_for_inference(base, revision)
     work = work_dir or out.with_name(f"{out.name}.work")
-    result = measure_deviation(
-        model, tokenizer, {code: source.load()["text"] for code, source in sources.items()}, work_dir=work, steps=steps,
-        learning_rate=learning_rate, batch_size=batch_size, block_size=block_size, micro_batch_size=micro_batch_size,
-        last_layers=last_layers, seed=seed,
-    )  # fmt: skip
+    texts = {code: source.load()["text"] for code, source in sources.items()}
+    result = measure_deviation(model, tokenizer, texts, work_dir=work, seed=seed, **settings.model_dump())
     result.to_json(out)
     if work_dir is None:
         shutil.rmtree(work)
@@ -202,15 +191,14 @@ def analyze_deviation(
 
 
 @opt.analyze_app.command("routing")
+@opt.with_settings(tokens=20_000)
 def analyze_routing(
     model: opt.Model,
     data: opt.Data,
     out: opt.Out,
+    settings: AnalysisSettings,
     old: opt.OldCodes = "",
     new: opt.NewCodes = "",
-    tokens: Annotated[int, typer.Option(help="Tokens of each language.")] = 20_000,
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
     figures: Annotated[Path | None, typer.Option(help="Folder for pictures as well.")] = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
@@ -239,9 +227,8 @@ def analyze_routing(
     network, tokenizer = load_for_inference(model, revision)
     texts = texts_for(config, sources, seed)
     result = measure_routing(
-        network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, old=codes(old),
-        new=codes(new), random_seeds=(seed,),
-    )  # fmt: skip
+        network, tokenizer, texts, **settings.model_dump(), old=codes(old), new=codes(new), random_seeds=(seed,)
+    )
     result.to_json(out)
     print_table(*result.rows())
     ways = (result.perplexity, result.random_perplexity)

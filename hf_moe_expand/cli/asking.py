@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError
+from ..settings import Answering
 from .common import check_checkpoints, check_file, codes, print_or_write
-from .options import Model, Overwrite, Revision, Seed, app
+from .options import Model, Overwrite, Revision, app, with_settings
 
 if TYPE_CHECKING:
     from ..asking import Asked
 
-Tokens = Annotated[int, typer.Option("--max-new-tokens", help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(help="Divisor of the logits; 0 takes the most probable token each time.")]
-TopP = Annotated[float, typer.Option(help="Draw among the tokens with this share of the probability.")]
-System = Annotated[str | None, typer.Option(help="System message of the chat.")]
 Beside = Annotated[
     str | None,
     typer.Option(
@@ -26,21 +23,17 @@ Beside = Annotated[
 
 
 @app.command()
+@with_settings()
 def generate(
     model: Model,
+    settings: Answering,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT...]", help="Prompts; by default the lines of the input.")
     ] = None,
     languages: Annotated[
         str, typer.Option(help="Language of each prompt, e.g. el,en, or one for all, where you know it.")
     ] = "",
-    chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's message in the chat template.")] = False,
-    system: System = None,
     base: Beside = None,
-    max_new_tokens: Tokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
     revision: Revision = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the answers as well.")] = None,
     overwrite: Overwrite = False,
@@ -61,12 +54,11 @@ def generate(
             raise InputError("There is no prompt: give one as an argument, or lines on the input.")
         texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     named = codes(languages)
-    from ..asking import Answering, Asked, ask
+    from ..asking import Asked, ask
 
-    how = Answering(max_new_tokens, temperature, top_p, seed, chat, system)
     spoken: Any = named[0] if len(named) == 1 else named or None
     loaded = Asked.load(model, revision)
-    by_model = ask([loaded, *([base] if base else [])], texts, how, spoken)
+    by_model = ask([loaded, *([base] if base else [])], texts, settings, spoken)
     for number, prompt in enumerate(texts):
         print(f"{prompt}")
         width = max(map(len, by_model))
@@ -78,24 +70,21 @@ def generate(
         from ..jsonfile import write_json
 
         write_json(out, {
-            "prompts": texts, "languages": spoken, "how": vars(how),
+            "prompts": texts, "languages": spoken, "how": settings.model_dump(),
             "answers": {name: [vars(answer) for answer in answers] for name, answers in by_model.items()},
         })  # fmt: skip
         print(f"wrote {out}")
 
 
 @app.command()
+@with_settings("chat", chat=True, max_new_tokens=512)
 def chat(
     model: Model,
+    settings: Answering,
     language: Annotated[
         str | None, typer.Option("--languages", help="Language of the conversation, where you know it, e.g. el.")
     ] = None,
-    system: System = None,
     base: Beside = None,
-    max_new_tokens: Tokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
     revision: Revision = None,
 ) -> None:
     """Talk with a model in its chat template, line by line; with --base, with another model beside it.
@@ -107,23 +96,18 @@ def chat(
     check_checkpoints(model, revision=revision)
     if base not in (None, "inside"):
         check_checkpoints(str(base))
-    from ..asking import Answering, Asked
+    from ..asking import Asked
 
-    how = Answering(max_new_tokens, temperature, top_p, seed, True, system)
     first = Asked.load(model, revision)
     models = [first]
     if base is not None:
         models.append(first.base_inside() if base == "inside" else Asked.load(base))
     for one in models:
-        if not one.has_template:
-            raise InputError(
-                f"{one.name}: its tokenizer has no chat template, so it cannot chat: let it continue a text with "
-                "`generate`, or take over a chat model's tokenizer (`graft`)."
-            )
-    _talk(models, how, language)
+        one.check_template()
+    _talk(models, settings, language)
 
 
-def _talk(models: "list[Asked]", how: Any, language: str | None) -> None:
+def _talk(models: "list[Asked]", how: Answering, language: str | None) -> None:
     """Reads lines and lets each model reply, in a conversation of its own."""
     from transformers import TextStreamer
 

@@ -6,6 +6,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..settings import EvaluationSettings
 
 if TYPE_CHECKING:
     from ..evaluation.harness import HarnessTasks
@@ -52,9 +53,7 @@ def evaluate_models(
     models: list[str],
     sources: dict[str, Any],
     languages: list[list[str]],
-    block_size: int = 1024,
-    batch_size: int = 8,
-    max_tokens: int | None = None,
+    settings: EvaluationSettings,
     ensemble: int | None = None,
     tasks: "HarnessTasks | None" = None,
 ) -> "Evaluation":
@@ -71,7 +70,7 @@ def evaluate_models(
         labels[model_label(name, labels)] = (name, None)
     if ensemble is not None:
         check_decoders(labels, "ensembles")
-    result = score_models(labels, sources, languages, block_size, batch_size, max_tokens, tasks)
+    result = score_models(labels, sources, languages, settings, tasks)
     if ensemble is not None:
         from ..baselines.ensemble import evaluate_ensemble
         from ..checkpoint.source import resolve_checkpoint
@@ -80,7 +79,7 @@ def evaluate_models(
         texts = {code: source.load()["text"] for code, source in sources.items()}
         tokenizer = load_tokenizer(resolve_checkpoint(models[-1]), models[-1])
         result.models[f"ensemble of {len(models)}, top {ensemble}"] = evaluate_ensemble(
-            models, tokenizer, texts, ensemble, block_size, batch_size, max_tokens
+            models, tokenizer, texts, ensemble, **settings.model_dump(exclude={"questions"})
         )
     if sources:
         print("bits per byte")

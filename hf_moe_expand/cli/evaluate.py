@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
+from ..settings import EvaluationSettings, TranslationSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, codes, evaluate_models, model_label, print_table, text_sources
 
@@ -13,17 +14,14 @@ Models = Annotated[list[str], typer.Argument(help="Folders or hub ids; the other
 
 
 @opt.app.command()
+@opt.with_settings("questions")
 def evaluate(
     models: Models,
     out: opt.Out,
+    settings: EvaluationSettings,
     data: Annotated[list[str] | None, typer.Option("--data", help="LANGUAGE=FILE; repeat for each language.")] = None,
     old: opt.OldCodes = "",
     new: opt.NewCodes = "",
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum of tokens to score of each language, in whole documents.")
-    ] = None,
     ensemble: Annotated[
         int | None,
         typer.Option(help="Also score the models' ensemble: mix the N that fit the text best at each token."),
@@ -70,7 +68,7 @@ def evaluate(
 
         harness_tasks = HarnessTasks(codes(tasks), num_fewshot, limit, include_path)
     groups = _language_groups(models, list(sources), codes(old), codes(new))
-    result = evaluate_models(models, sources, groups, block_size, batch_size, max_tokens, ensemble, harness_tasks)
+    result = evaluate_models(models, sources, groups, settings, ensemble, harness_tasks)
     for code, lines in chat_questions.items():
         from ..evaluation.chat import check_chat
 
@@ -85,21 +83,18 @@ def evaluate(
 
 
 @opt.app.command()
+@opt.with_settings()
 def evaluate_translation(
     models: Models,
     data: Annotated[
         list[str], typer.Option("--data", help="LANGUAGE=FILE of parallel text, the same sentence in the same line.")
     ],
     out: opt.Out,
+    settings: TranslationSettings,
     pair: Annotated[
         list[str] | None,
         typer.Option(help="Direction such as en-el; repeat. By default, the first language to and from each other."),
     ] = None,
-    shots: Annotated[int, typer.Option(help="Number of first lines that are examples in each prompt, not scored.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Maximum of sentences to score.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Sentences translated at once.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum of tokens in a translation.")] = 256,
-    beams: Annotated[int, typer.Option(help="Beams of an encoder-decoder's search; 1 is greedy.")] = 1,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Compare models by the chrF++ of their translations of parallel text, such as FLORES.
@@ -112,7 +107,6 @@ def evaluate_translation(
     sources = text_sources(data, look=True)
     from ..evaluation.translation import (
         TranslationScores,
-        check_sizes,
         chrf_plus_plus,
         evaluate_translation,
         load_parallel,
@@ -120,7 +114,6 @@ def evaluate_translation(
     )
     from ..models import load_for_inference
 
-    check_sizes(shots, limit, batch_size, max_new_tokens, beams)
     pairs = parse_pairs(pair or [], list(sources))
     chrf_plus_plus()  # fails now, before any work, if it is not installed
     texts = load_parallel(sources)
@@ -128,10 +121,8 @@ def evaluate_translation(
     for name in models:
         label = model_label(name, scores)
         model, tokenizer = load_for_inference(name)
-        scores[label] = evaluate_translation(
-            model, tokenizer, texts, pairs, shots, limit, batch_size, max_new_tokens, beams
-        )
-    result = TranslationScores(shots, max_new_tokens, beams, scores)
+        scores[label] = evaluate_translation(model, tokenizer, texts, pairs, settings)
+    result = TranslationScores(settings.shots, settings.max_new_tokens, settings.beams, scores)
     print("chrF++")
     print_table(*result.rows())
     result.to_json(out)

@@ -7,8 +7,9 @@ import typer
 
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
+from ..settings import GateSettings
 from .common import check_checkpoints, texts_of
-from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app
+from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app, with_settings
 
 Anchors = Annotated[
     list[str] | None,
@@ -16,23 +17,16 @@ Anchors = Annotated[
         "--anchors", help="LANGUAGE=FILE of a language that is not new; repeat. By default the package's own sentences."
     ),
 ]
-UnseenShare = Annotated[
-    float, typer.Option(help="Most tokens of a language that the gates have not seen that may go to new experts.")
-]
 
 
 @app.command()
+@with_settings("decay", "bound")
 def gates(
     model: Model,
     out: OutFolder,
     data: Data,
+    settings: GateSettings,
     anchors: Anchors = None,
-    unseen_share: UnseenShare = 0.01,
-    tokens: Annotated[int, typer.Option(help="Tokens of each of the model's languages to fit on.")] = 1600,
-    anchor_tokens: Annotated[int, typer.Option(help="Tokens of each anchor language to fit on.")] = 400,
-    state_free: Annotated[
-        bool, typer.Option("--state-free", help="Judge each token by itself, as vLLM needs it; sees less of a text.")
-    ] = False,
     seed: Seed = 0,
     max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
@@ -47,14 +41,7 @@ def gates(
     """
     check_checkpoints(model, expanded=True)
     from ..analysis.gating import fit_gates
-    from ..schema import read
-    from ..settings import GateSettings
 
-    settings = read(
-        GateSettings,
-        {"unseen_share": unseen_share, "tokens": tokens, "anchor_tokens": anchor_tokens, "state_free": state_free},
-        "gates",
-    )
     known = None if anchors is None else texts_of(anchors)
     report = fit_gates(
         model, out, texts_of(data), known, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite

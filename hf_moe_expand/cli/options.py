@@ -1,9 +1,17 @@
-"""The command groups that verbs belong to, and the options and arguments that several verbs share."""
+"""The command groups that verbs belong to, the options and arguments that several verbs share, and the options that
+follow from a settings class."""
 
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
+
+from ..schema import read
 
 app = typer.Typer(
     help="Teach a dense language model new languages by growing its feed-forward layers into mixtures of experts.",
@@ -59,14 +67,7 @@ GrowsFrom = Annotated[
 ]
 OutFolder = Annotated[Path, typer.Argument(help="Folder to write.")]
 Base = Annotated[str, typer.Option("--base", help="The dense model from which both were made.")]
-Instruct = Annotated[str, typer.Option("--instruct", help="A fine-tune of the base.")]
-Scale = Annotated[float, typer.Option(help="Factor of the change (instruct - base).")]
-KeepTokenizer = Annotated[
-    bool, typer.Option("--keep-tokenizer", help="Keep the model's own tokenizer, chat template and generation config.")
-]
 ShardSize = Annotated[str, typer.Option(help="Size of the largest weight file.")]
-BatchSize = Annotated[int, typer.Option(help="Blocks in a forward pass.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
 Figure = Annotated[Path | None, typer.Option(help="Picture to write as well (.svg, .png, .pdf).")]
 Evaluated = Annotated[Path | None, typer.Option(help="evaluation.json, for the card's results.")]
 EvaluatedAs = Annotated[str | None, typer.Option(help="Name of this model in the evaluation.")]
@@ -75,3 +76,65 @@ BaseId = Annotated[
     str | None,
     typer.Option("--base", help="Hub id of the base, if it was a local folder: card and config.json name it."),
 ]
+
+Verb = Callable[..., None]
+Parameters = dict[str, tuple[Any, Any]]  # type and default by name
+
+
+def with_settings(*left_out: str, **defaults: Any) -> Callable[[Verb], Verb]:
+    """Gives a verb an option for each key of the settings class that its parameter `settings` is of.
+
+    Args:
+        left_out: keys without an option.
+        defaults: values of keys that are not given, in place of the class's own.
+    """
+
+    def decorate(verb: Verb) -> Verb:
+        given = {name: (one.annotation, one.default) for name, one in inspect.signature(verb).parameters.items()}
+        cls, _ = given["settings"]
+        keys = {name: key for name, key in cls.model_fields.items() if name not in left_out}
+
+        @wraps(verb)
+        def with_options(**arguments: Any) -> None:
+            values = {name: arguments.pop(name) for name in keys}
+            verb(settings=read(cls, {**defaults, **values}), **arguments)
+
+        parameters: Parameters = {}
+        for name, of_verb in given.items():
+            parameters |= key_options(keys, defaults) if name == "settings" else {name: of_verb}
+        return with_parameters(with_options, parameters)
+
+    return decorate
+
+
+def key_options(keys: Mapping[str, FieldInfo], defaults: Mapping[str, Any]) -> Parameters:
+    """The option `--key VALUE` for each key of a settings class, with a type that has no bounds: the class checks."""
+    options: Parameters = {}
+    for name, key in keys.items():
+        text = (key.description or "").removesuffix(".")
+        option = typer.Option(f"--{name.replace('_', '-')}", help=f"{text[:1].upper()}{text[1:]}.")
+        default = inspect.Parameter.empty if key.is_required() else key.default
+        options[name] = (Annotated[_plain(key.annotation), option], defaults.get(name, default))
+    return options
+
+
+def _plain(hint: Any) -> Any:
+    """The type for the command line, without bounds."""
+    if get_origin(hint) is Annotated:
+        return _plain(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return str
+    if get_origin(hint) in (types.UnionType, Union):
+        return Union[tuple(_plain(part) for part in get_args(hint))]  # noqa: UP007
+    return hint
+
+
+def with_parameters(verb: Verb, parameters: Parameters) -> Verb:
+    """The verb with these parameters, of which Typer makes arguments and options."""
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in parameters.items()
+    ]
+    verb.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    verb.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    return verb

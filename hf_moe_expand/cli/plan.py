@@ -2,17 +2,16 @@
 which plans when each language enters training."""
 
 import inspect
-import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from pydantic.fields import FieldInfo
 
 from ..errors import InputError
 from ..planning.methods import METHODS, Option, PlanSettings, read_plan_settings
+from . import options as opt
 from .common import check_checkpoints, check_figure, check_file, codes, print_table, text_sources
-from .options import Figure, GrowsFrom, Layers, NewCodes, OldCodes, Out, Overwrite, Seed, curriculum_app, plan_app
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,17 +29,13 @@ def _verb(method: type[PlanSettings], name: str) -> None:
     def verb(**arguments: Any) -> None:
         _plan(method, name, arguments)
 
-    parameters = list(_parameters(method))
-    # Typer reads the signature, the name and the docstring of a function.
-    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     verb.__doc__ = inspect.getdoc(method)
-    plan_app.command(name)(verb)
+    opt.plan_app.command(name)(opt.with_parameters(verb, _parameters(method)))
 
 
-def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
+def _parameters(method: type[PlanSettings]) -> opt.Parameters:
     """The options of a method, required ones first: its analysis, its keys, and the options of every plan."""
-    parameters: dict[str, tuple[Any, Any]] = {}
+    parameters: opt.Parameters = {}
     if method.analysis:
         file = _ANALYSES[method.analysis]
         help_ = f"{file}.json of `analyze {method.analysis}`."
@@ -50,12 +45,12 @@ def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
         parameters["separability"] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
     for name, key in method.own_keys().items():
         parameters |= _key_options(name, key)
-    parameters["out"] = (Out, _EMPTY)
+    parameters["out"] = (opt.Out, _EMPTY)
     if not method.analysis:
         parameters |= {
-            "layers": (Layers, None if method.grows else _EMPTY),
-            "old": (OldCodes, ""),
-            "new": (NewCodes, ""),
+            "layers": (opt.Layers, None if method.grows else _EMPTY),
+            "old": (opt.OldCodes, ""),
+            "new": (opt.NewCodes, ""),
         }
     for name, key in method.all_keys().items():
         parameters |= {} if name in method.own_keys() else _key_options(name, key)
@@ -63,18 +58,15 @@ def _parameters(method: type[PlanSettings]) -> list[inspect.Parameter]:
         help_ = "analysis.json, for classifiers by similarity."
         parameters["analysis"] = (Annotated[Path | None, typer.Option(help=help_)], None)
     if method.analysis == "deviation":
-        parameters["figure"] = (Figure, None)
-    parameters["seed"] = (Seed, 0)
+        parameters["figure"] = (opt.Figure, None)
+    parameters["seed"] = (opt.Seed, 0)
     if method.grows:
-        parameters["grows_from"] = (GrowsFrom, None)
-    parameters["overwrite"] = (Overwrite, False)
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, (annotation, default) in sorted(parameters.items(), key=lambda item: item[1][1] is not _EMPTY)
-    ]
+        parameters["grows_from"] = (opt.GrowsFrom, None)
+    parameters["overwrite"] = (opt.Overwrite, False)
+    return dict(sorted(parameters.items(), key=lambda item: item[1][1] is not _EMPTY))
 
 
-def _key_options(name: str, key: FieldInfo) -> dict[str, tuple[Any, Any]]:
+def _key_options(name: str, key: FieldInfo) -> opt.Parameters:
     """The options for a key: those in its annotation, or `--key VALUE`."""
     if options := _options(key):
         given = {}
@@ -82,20 +74,7 @@ def _key_options(name: str, key: FieldInfo) -> dict[str, tuple[Any, Any]]:
             kind, unset = (bool, False) if option.kind is bool else (Optional[option.kind], None)  # noqa: UP045
             given[_name(option)] = (Annotated[kind, typer.Option(option.flag, help=option.help)], unset)
         return given
-    flag = f"--{name.replace('_', '-')}"
-    default = _EMPTY if key.is_required() else key.default
-    return {name: (Annotated[_plain(key.annotation), typer.Option(flag, help=key.description)], default)}
-
-
-def _plain(hint: Any) -> Any:
-    """The type for the command line, without bounds, which the settings check."""
-    if get_origin(hint) is Annotated:
-        return _plain(get_args(hint)[0])
-    if get_origin(hint) is Literal:
-        return str
-    if get_origin(hint) in (types.UnionType, Union):
-        return Union[tuple(_plain(part) for part in get_args(hint))]  # noqa: UP007
-    return hint
+    return opt.key_options({name: key}, {})
 
 
 def _options(key: FieldInfo) -> list[Option]:
@@ -192,14 +171,14 @@ for _word, _method in METHODS.items():
     _verb(_method, _word)
 
 
-@curriculum_app.command("derive")
+@opt.curriculum_app.command("derive")
 def curriculum_derive(
     run: Annotated[Path, typer.Argument(help="A stage's folder with a validation.json, or the file.")],
-    out: Out,
+    out: opt.Out,
     bins: Annotated[int, typer.Option(help="Number of evenly spaced steps at which languages may enter.")] = 5,
     merge_first: Annotated[int, typer.Option(help="Number of first bins to merge into one (3 in the paper).")] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps of the next training; by default those of the run.")] = None,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Let languages that over-fitted early in a first run enter late in the next run (step-based).
 
@@ -214,9 +193,9 @@ def curriculum_derive(
     _write(step_based(best, bins, curves.total_steps, merge_first, steps), out, "best step", best)
 
 
-@curriculum_app.command("counts")
+@opt.curriculum_app.command("counts")
 def curriculum_counts(
-    out: Out,
+    out: opt.Out,
     steps: Annotated[int, typer.Option(help="Steps of the training.")],
     counts: Annotated[str, typer.Option(help="Examples of each language, e.g. el=6000000,tr=900000.")] = "",
     data: Annotated[
@@ -224,7 +203,7 @@ def curriculum_counts(
     ] = None,
     thresholds: Annotated[str, typer.Option(help="Minimum of examples for each bin but the last.")] = "5e6,8e5",
     shares: Annotated[str, typer.Option(help="Share of the training steps in which each bin trains.")] = "1,0.4,0.2",
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
 ) -> None:
     """Let languages with little text enter late (count-based).
 

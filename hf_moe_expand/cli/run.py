@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
+from ..settings import SampleSettings
 from . import options as opt
 from .common import check_checkpoints, check_file, print_or_write, text_sources
 
@@ -273,22 +274,18 @@ def demo(
 
 
 @opt.app.command()
+@opt.with_settings("prompts")
 def sample(
     model: opt.Model,
     out: opt.Out,
+    settings: SampleSettings,
     language: Annotated[
         str, typer.Option(help="Code of the old language for which the text stands, e.g. en; und: undetermined.")
     ] = "und",
-    documents: Annotated[int, typer.Option(help="Documents to write.")] = 1000,
-    tokens: Annotated[int, typer.Option(help="Most tokens of a document, the prompt's left out.")] = 256,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="Beginning of a document, a few words in the language; repeat, for turns."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Divisor of the logits.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Draw among the tokens with this share of the probability.")] = 1.0,
-    batch_size: Annotated[int, typer.Option(help="Documents written at once.")] = 16,
-    seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
@@ -302,12 +299,10 @@ def sample(
     check_file(out, overwrite)
     check_checkpoints(model, revision=revision)
     from ..languages import check_language_code
-    from ..self_written import SampleSettings, write_texts
+    from ..schema import changed
+    from ..self_written import write_texts
 
     check_language_code(language)
-    chosen = SampleSettings(
-        documents=documents, tokens=tokens, prompts=list(prompt or []), temperature=temperature, top_p=top_p,
-        batch_size=batch_size, seed=seed,
-    )  # fmt: skip
-    written, words = write_texts(model, revision, {language: chosen}, out)
+    settings = changed(settings, prompts=list(prompt or []))
+    written, words = write_texts(model, revision, {language: settings}, out)
     print(f"wrote {out}: {written:,} documents, {words:,} words")

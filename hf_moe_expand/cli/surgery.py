@@ -9,40 +9,20 @@ import typer
 
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
-from ..settings import LORA_ALPHA, LORA_RANK
+from ..settings import AnalysisSettings, ExpandSettings, GraftSettings
 from . import options as opt
 from .common import check_checkpoints, print_table, text_sources
 
-ExpertKindName = Annotated[
-    str,
-    typer.Option(
-        help="New experts: ffn; lora, expert 0 with low-rank updates (MoLA, LoRAMoE); or added, a small FFN beside the "
-        "original block, which may be a mixture of experts."
-    ),
-]
-LoraRank = Annotated[int, typer.Option(help="Rank of the updates.")]
-LoraAlpha = Annotated[float, typer.Option(help="The updates are scaled by alpha / rank.")]
-ExpertWidth = Annotated[int | None, typer.Option(help="Width of added FFNs.")]
-
 
 @opt.app.command()
+@opt.with_settings("copy_from")
 def expand(
     base: opt.Model,
     out: opt.OutFolder,
     plan: Annotated[Path, typer.Option(help="plan.json of `plan`.")],
-    expert_init: Annotated[
-        str, typer.Option(help="New experts: copy of the original FFN, or random weights.")
-    ] = "copy",
-    conditional_routing: Annotated[
-        bool, typer.Option("--conditional-routing", help="Expert 0 is shared; a gate weighs the other experts (CMR).")
-    ] = False,
-    expert_kind: ExpertKindName = "ffn",
-    lora_rank: LoraRank = LORA_RANK,
-    lora_alpha: LoraAlpha = LORA_ALPHA,
-    expert_width: ExpertWidth = None,
+    settings: ExpandSettings,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
-    max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Write the expanded checkpoint of a dense one, or of a mixture of experts (--expert-kind added). Needs little
@@ -58,21 +38,20 @@ def expand(
     made = Plan.load(plan)
     from ..checkpoint.expand import expand_checkpoint
 
-    report = expand_checkpoint(
-        base, out, made, expert_init=expert_init, conditional_routing=conditional_routing,
-        expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha, expert_width=expert_width, seed=seed,
-        revision=revision, max_shard_size=max_shard_size, overwrite=overwrite,
-    )  # fmt: skip
+    options = settings.model_dump(exclude={"copy_from"})
+    report = expand_checkpoint(base, out, made, **options, seed=seed, revision=revision, overwrite=overwrite)
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")
 
 
 @opt.app.command()
+@opt.with_settings(tokens=20_000)
 def grow(
     model: opt.Model,
     out: opt.OutFolder,
     plan: Annotated[Path, typer.Option(help="plan.json of `plan ... --from MODEL`.")],
+    settings: AnalysisSettings,
     keep_routers: Annotated[
         bool, typer.Option("--keep-routers", help="Store the present routers, so that `shrink` can restore them.")
     ] = False,
@@ -82,14 +61,13 @@ def grow(
     data: Annotated[
         list[str] | None, typer.Option("--data", help="LANGUAGE=FILE of a new language, for nearest; repeat.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each language, for nearest.")] = 20_000,
-    block_size: opt.BlockSize = 1024,
-    batch_size: opt.BatchSize = 8,
     seed: opt.Seed = 0,
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Expand an expanded model further, for more languages: adds the plan's new experts and their rows of the routers.
+
+    With --copy-from nearest, --tokens of each language are measured, in blocks of --block-size.
 
     Experts and router rows that exist stay byte for byte. Classifiers follow the plan: a layer that it names keeps its
     classifier, with one more class, or gets one; a layer that it does not name loses its classifier. Dense layers stay
@@ -108,7 +86,7 @@ def grow(
     if copy_from == "nearest":
         check_output(out, overwrite, resolve_checkpoint(model, weights=False))
         check_growth(model, growth)
-        origin = _nearest_experts(model, growth.new, data or [], seed, tokens, block_size, batch_size)
+        origin = _nearest_experts(model, growth.new, data or [], seed, settings)
     elif data:
         raise InputError("--data belongs to --copy-from nearest, which is not given.")
     elif not copy_from.isdecimal():
@@ -125,7 +103,7 @@ def grow(
 
 
 def _nearest_experts(
-    model: str, new: list[str], data: list[str], seed: int, tokens: int, block_size: int, batch_size: int
+    model: str, new: list[str], data: list[str], seed: int, settings: AnalysisSettings
 ) -> dict[int, int]:
     """Finds and prints, for each layer, the expert to which the new languages' text is routed most."""
     sources = text_sources(data, look=True)
@@ -140,7 +118,7 @@ def _nearest_experts(
 
     network, tokenizer = load_for_inference(model)
     texts = texts_for(network.config, sources, seed)
-    nearest = nearest_experts(network, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size)
+    nearest = nearest_experts(network, tokenizer, texts, **settings.model_dump())
     names = layer_names(network.config)
     print("nearest experts: " + ", ".join(f"layer {names[layer]}: {expert}" for layer, expert in nearest.items()))
     return nearest
@@ -228,24 +206,22 @@ def expand_depth_(
 def _delta_verb(dense: bool) -> Callable[..., None]:
     """The verb that adds the change of a fine-tune to a dense model, or to an expanded one."""
 
+    @opt.with_settings()
     def verb(
         model: opt.Model,
         out: opt.OutFolder,
         base: opt.Base,
-        instruct: opt.Instruct,
-        scale: opt.Scale = 1.0,
-        keep_tokenizer: opt.KeepTokenizer = False,
+        settings: GraftSettings,
         max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
         overwrite: opt.Overwrite = False,
     ) -> None:
-        check_checkpoints(model, base, instruct)
+        check_checkpoints(model, base, settings.instruct)
         from ..checkpoint.graft import graft_delta
         from ..checkpoint.merge import merge_delta
 
         report = (merge_delta if dense else graft_delta)(
-            model, out, base, instruct, scale=scale, keep_tokenizer=keep_tokenizer, max_shard_size=max_shard_size,
-            overwrite=overwrite,
-        )  # fmt: skip
+            model, out, base, **settings.model_dump(), max_shard_size=max_shard_size, overwrite=overwrite
+        )
         print("\n".join(report.lines()))
 
     return verb
@@ -364,17 +340,15 @@ def diff(
 
 
 @opt.app.command()
+@opt.with_settings("expert_init", "copy_from", "conditional_routing", "max_shard_size")
 def inspect(
     model: opt.Model,
+    settings: ExpandSettings,
     plan: Annotated[
         Path | None, typer.Option(help="plan.json for the dense MODEL: forecast its costs before anything runs.")
     ] = None,
     tokens: Annotated[float | None, typer.Option(help="With --plan: tokens to train on, for hours of one GPU.")] = None,
     tflops: Annotated[float, typer.Option(help="Speed of the GPU in practice, 10^12 operations a second.")] = 200.0,
-    expert_kind: ExpertKindName = "ffn",
-    lora_rank: LoraRank = LORA_RANK,
-    lora_alpha: LoraAlpha = LORA_ALPHA,
-    expert_width: ExpertWidth = None,
     revision: opt.Revision = None,
 ) -> None:
     """Show layers, experts, parameters (total, active, trained by each stage) and history of an expanded checkpoint.
@@ -392,10 +366,8 @@ def inspect(
         made = Plan.load(plan)
         from ..forecast import forecast
 
-        costs = forecast(
-            model, made, revision, expert_kind=expert_kind, lora_rank=lora_rank, lora_alpha=lora_alpha,
-            expert_width=expert_width,
-        )  # fmt: skip
+        kind = settings.model_dump(include={"expert_kind", "lora_rank", "lora_alpha", "expert_width"})
+        costs = forecast(model, made, revision, **kind)
         print("\n".join(costs.lines(tokens, tflops)))
         return
     check_checkpoints(model, revision=revision, expanded=True)

@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from .. import stages
 from ..errors import InputError
+from ..settings import EvaluationSettings
 from .common import check_checkpoints, evaluate_models, text_sources
 from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
 
@@ -90,7 +91,8 @@ def train_adapt(
           "byte-identical, and so are the routers' other rows")  # fmt: skip
     if tests:
         old = [code for code in tests if code != source.language]
-        evaluate_models([model, str(out)], tests, [old, [code for code in tests if code == source.language]])
+        new = [code for code in tests if code == source.language]
+        evaluate_models([model, str(out)], tests, [old, new], EvaluationSettings())
 
 
 def train_dense(

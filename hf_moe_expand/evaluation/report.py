@@ -12,6 +12,7 @@ from ..errors import InputError, errors_at
 from ..jsonfile import read_json, write_json
 from ..models import check_decoder, load_for_inference
 from ..schema import keys_of, read
+from ..settings import EvaluationSettings
 from .chat import ChatCheck
 from .harness import Metric, TaskScore
 from .perplexity import LanguageScore, evaluate_model
@@ -130,9 +131,7 @@ def score_models(
     models: Mapping[str, tuple[str, str | None]],
     sources: Mapping[str, LanguageText],
     languages: Sequence[Sequence[str]],
-    block_size: int = 1024,
-    batch_size: int = 8,
-    max_tokens: int | None = None,
+    settings: EvaluationSettings,
     tasks: Any = None,
 ) -> Evaluation:
     """Scores models on held-out text, one in memory at a time.
@@ -150,6 +149,7 @@ def score_models(
         check_decoders(models, "tasks of lm-evaluation-harness")
     old, *expansions = (list(codes) for codes in languages)
     result = Evaluation(old, [code for new in expansions for code in new], expansions=expansions)
+    sizes = settings.model_dump(exclude={"questions"})
     texts: dict[bool, dict[str, Any]] = {}  # for encoder-decoders, and for decoders
     for name, (path, revision) in models.items():
         model, tokenizer = load_for_inference(path, revision)
@@ -157,9 +157,9 @@ def score_models(
         if kind not in texts:
             texts[kind] = texts_for(model.config, sources)
         with errors_at(name):
-            result.models[name] = evaluate_model(model, tokenizer, texts[kind], block_size, batch_size, max_tokens)
+            result.models[name] = evaluate_model(model, tokenizer, texts[kind], **sizes)
         if tasks is not None:
-            result.tasks[name] = tasks.evaluate(model, tokenizer, batch_size)
+            result.tasks[name] = tasks.evaluate(model, tokenizer, settings.batch_size)
         del model  # before the next one is loaded
     return result
 

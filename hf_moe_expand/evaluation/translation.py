@@ -14,7 +14,8 @@ from ..data.sources import LanguageText, Pair, translation_line, translation_sta
 from ..errors import InputError
 from ..extra import import_extra
 from ..jsonfile import write_json
-from ..models import longest_block
+from ..models import end_tokens, generating, longest_block
+from ..settings import TranslationSettings
 from .report import compared
 
 
@@ -156,7 +157,7 @@ def translate(
             f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {positions} positions: "
             "give fewer examples or new tokens."
         )
-    ends = _end_tokens(model, tokenizer)
+    ends = end_tokens(model, tokenizer)
     options = {"max_new_tokens": max_new_tokens, "pad_token_id": ends[0] if ends else 0, "stop_strings": ["\n"]}
     continuations, cut = [""] * len(prompts), 0
     for place, row in _generated(model, tokenizer, encoded, batch_size, options):
@@ -184,7 +185,7 @@ def translate_pairs(
     if not sentences:
         return [], 0
     _check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
-    encoder, own, ends = PairEncoder(tokenizer), model.generation_config, _end_tokens(model, tokenizer)
+    encoder, own, ends = PairEncoder(tokenizer), model.generation_config, end_tokens(model, tokenizer)
     start = own.decoder_start_token_id
     options = {
         "num_beams": beams, "max_new_tokens": max_new_tokens, "pad_token_id": model.config.pad_token_id or 0,
@@ -212,18 +213,12 @@ def _check_directions(model: Any, tokenizer: Any, sentences: Mapping[Pair, Seque
             )
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    own = model.generation_config.eos_token_id
-    ends = own if isinstance(own, list) else [own]
-    return [token for token in dict.fromkeys([tokenizer.eos_token_id, *ends]) if token is not None]
-
-
 def _generated(
     model: Any, tokenizer: Any, encoded: Sequence[list[int]], batch_size: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[int, list[int]]]:
     """Yields the place of each input, and the tokens that the model writes after it, under `options` in place of the
     model's own settings, which `generate` would use for omitted arguments."""
-    config = GenerationConfig(do_sample=False, eos_token_id=_end_tokens(model, tokenizer) or None, **options)
+    config = GenerationConfig(do_sample=False, eos_token_id=end_tokens(model, tokenizer) or None, **options)
 
     def stacked(rows: list[list[int]], filler: int) -> torch.Tensor:
         """`[batch, longest]`, padded on the right for an encoder, on the left for a decoder."""
@@ -233,31 +228,16 @@ def _generated(
 
     # Batches of similar length need little padding; the longest come first, since they need the most memory.
     order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
-    own, model.generation_config = model.generation_config, config
     model.eval()
-    try:
-        with tqdm(total=len(order), desc="translate", unit="sentence") as progress:
-            for first in range(0, len(order), batch_size):
-                batch = order[first : first + batch_size]
-                rows = [encoded[place] for place in batch]
-                ids_BS, mask_BS = stacked(rows, config.pad_token_id), stacked([[1] * len(row) for row in rows], 0)
-                written_BT = model.generate(input_ids=ids_BS, attention_mask=mask_BS, tokenizer=tokenizer)
-                given = 1 if model.config.is_encoder_decoder else ids_BS.shape[1]
-                yield from zip(batch, written_BT[:, given:].tolist(), strict=True)
-                progress.update(len(batch))
-    finally:
-        model.generation_config = own
-
-
-def check_sizes(shots: int, limit: int | None, batch_size: int, max_new_tokens: int, beams: int = 1) -> None:
-    """Refuses numbers that `evaluate_translation` would refuse, before a model is loaded."""
-    sizes = {
-        "shots": (shots, 0), "limit": (limit, 1), "batch size": (batch_size, 1), "new tokens": (max_new_tokens, 1),
-        "beams": (beams, 1),
-    }  # fmt: skip
-    for name, (size, least) in sizes.items():
-        if size is not None and size < least:
-            raise InputError(f"{name} is {size}: must be at least {least}.")
+    with generating(model, config), tqdm(total=len(order), desc="translate", unit="sentence") as progress:
+        for first in range(0, len(order), batch_size):
+            batch = order[first : first + batch_size]
+            rows = [encoded[place] for place in batch]
+            ids_BS, mask_BS = stacked(rows, config.pad_token_id), stacked([[1] * len(row) for row in rows], 0)
+            written_BT = model.generate(input_ids=ids_BS, attention_mask=mask_BS, tokenizer=tokenizer)
+            given = 1 if model.config.is_encoder_decoder else ids_BS.shape[1]
+            yield from zip(batch, written_BT[:, given:].tolist(), strict=True)
+            progress.update(len(batch))
 
 
 def evaluate_translation(
@@ -265,27 +245,20 @@ def evaluate_translation(
     tokenizer: Any,
     texts: Mapping[str, Sequence[str]],
     pairs: Sequence[Pair],
-    shots: int = 0,
-    limit: int | None = None,
-    batch_size: int = 8,
-    max_new_tokens: int = 256,
-    beams: int = 1,
+    settings: TranslationSettings,
 ) -> dict[str, TranslationScore]:
     """Computes chrF++ of each pair of languages: of a decoder's continuations of prompts, or of an encoder-decoder's
     translations.
 
     Args:
         texts: parallel sentences of each language.
-        shots: number of first sentences that are the examples of every prompt, and are not scored.
-        limit: maximum of other sentences to score.
-        beams: number of beams of an encoder-decoder's search; 1 is greedy.
 
     Raises:
-        InputError: a number is out of range or is not for this kind of model, no sentence is left to score, a language
-            has no name or no code, or a prompt is too long.
+        InputError: a number is not for this kind of model, no sentence is left to score, a language has no name or no
+            code, or a prompt is too long.
     """
-    sentences = len(next(iter(texts.values())))
-    check_sizes(shots, limit, batch_size, max_new_tokens, beams)
+    sentences, shots, limit, beams = len(next(iter(texts.values()))), settings.shots, settings.limit, settings.beams
+    sizes = (settings.batch_size, settings.max_new_tokens)
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if is_encoder_decoder and shots:
         raise InputError(f"shots is {shots}, but an encoder-decoder translates without examples: leave it at 0.")
@@ -296,16 +269,16 @@ def evaluate_translation(
     scored = slice(shots, None if limit is None else shots + limit)
     metric = chrf_plus_plus()
     if is_encoder_decoder:  # before the first direction is translated
-        _check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, max_new_tokens)
+        _check_directions(model, tokenizer, {pair: texts[pair[0]][scored] for pair in pairs}, settings.max_new_tokens)
     scores = {}
     for pair in pairs:
         given, wanted = (list(texts[code][scored]) for code in pair)
         if is_encoder_decoder:
-            translations, cut = translate_pairs(model, tokenizer, given, pair, batch_size, max_new_tokens, beams)
+            translations, cut = translate_pairs(model, tokenizer, given, pair, *sizes, beams)
         else:
             examples = list(zip(*(texts[code][:shots] for code in pair), strict=True))
             prompts = [translation_prompt(pair, sentence, examples) for sentence in given]
-            translations, cut = translate(model, tokenizer, prompts, batch_size, max_new_tokens)
+            translations, cut = translate(model, tokenizer, prompts, *sizes)
         chrf = metric.corpus_score(translations, [wanted]).score
         scores[pair_name(pair)] = TranslationScore(
             chrf, str(metric.get_signature()), len(translations), cut, translations

@@ -7,7 +7,6 @@ from math import floor, isfinite
 
 from ..errors import InputError
 
-CHOICES = ("similarity", "random", "last", "all", "none")
 _RANGE = r"\s*(?:(encoder|decoder)\.)?(\d{1,6})(?:-(\d{1,6})(?:/(\d{1,6}))?)?\s*"
 _RANGES = re.compile(f"{_RANGE}(,{_RANGE})*")
 
@@ -44,11 +43,11 @@ def select_layers(deviation: Sequence[float], ratio: float | None = None, thresh
     raise InputError("Layers are selected by a ratio or by a threshold: give exactly one of the two.")
 
 
-def check_layer_ranges(text: str, key: str = "only_layers") -> str:
-    """Returns the text; refuses one that has not the form that `layers_in` reads, under the name of its key."""
+def check_layer_ranges(text: str) -> str:
+    """Returns the text; refuses one that has not the form that `layers_in` reads."""
     if not _RANGES.fullmatch(text):
         raise InputError(
-            f"{key} is {text!r}: give layers and ranges of layers from 0, such as 4-11, 0,6-8 or 1-11/2 (every second "
+            f"{text!r}: give layers and ranges of layers from 0, such as 4-11, 0,6-8 or 1-11/2 (every second "
             "one); in an encoder-decoder encoder.1,decoder.0-5."
         )
     return text
@@ -66,7 +65,7 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
         InputError: a range runs backwards, or the model has no such layer.
     """
     layers: set[int] = set()
-    for part in check_layer_ranges(text, key).split(","):
+    for part in check_layer_ranges(text).split(","):
         stack, first_in, last_in, every = re.fullmatch(_RANGE, part).groups()  # type: ignore[union-attr]  # checked
         start, stop, step = int(first_in), int(last_in or first_in), int(every or 1)
         if start > stop or not step:
@@ -100,12 +99,10 @@ def classifier_layers(
         new_old: S_new&old of each layer, for `similarity`.
 
     Raises:
-        InputError: the choice is unknown, or asks for more layers than are expanded.
+        InputError: more layers are asked for than are expanded, or an analysis is missing.
     """
     if choice == "all":
         return sorted(expanded)
-    if choice not in CHOICES:
-        raise InputError(f"classifier_choice is {choice!r}; known: {', '.join(CHOICES)}.")
     if choice == "none" or count == 0:
         return []
     if not 0 <= count <= len(expanded):

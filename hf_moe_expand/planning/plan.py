@@ -47,14 +47,14 @@ class Plan(JsonFile):
     kind = "a plan"
 
     method: Text
-    experts_per_layer: list[Whole]
+    experts_per_layer: Annotated[list[Count], Field(min_length=1)]
     classifier_layers: list[Whole] = Field(default_factory=list)
     top_k: Count = 2
     old: list[LanguageCode] = Field(default_factory=list)
     new: list[LanguageCode] = Field(default_factory=list)
     settings: dict[str, Any] = Field(default_factory=dict)
     groups: list[list[LanguageCode]] = Field(default_factory=list)
-    grows_from: list[Whole] = Field(default_factory=list)
+    grows_from: list[Count] = Field(default_factory=list)
     prefix_gate: Annotated[PrefixRule | None, BeforeValidator(_checked_numbers)] = None
     encoder_layers: Whole = 0
 
@@ -66,8 +66,6 @@ class Plan(JsonFile):
         counts = self.experts_per_layer
         if not self.method.strip():
             raise InputError("method is empty: name the plan's method, or give a word of your own.")
-        if not counts or min(counts) < 1:
-            raise InputError("experts_per_layer must give every layer at least 1 expert.")
         if sum(counts) > MOST_EXPERTS:
             raise InputError(f"experts_per_layer: a model may have at most {MOST_EXPERTS:,} experts in all.")
         if max(counts) < 2:
@@ -92,8 +90,6 @@ class Plan(JsonFile):
         grown = len(self.grows_from) in (0, len(counts))
         if not grown or any(before > count for before, count in zip(self.grows_from, counts, strict=False)):
             raise InputError("grows_from: experts_per_layer must not give a layer fewer experts than grows_from.")
-        if min(self.grows_from, default=1) < 1:
-            raise InputError("grows_from must give every layer at least 1 expert.")
         for layer, before in enumerate(self.grows_from):
             if before == 1 < counts[layer] and not self.groups:
                 raise InputError(

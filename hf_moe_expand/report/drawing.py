@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
 
-# The colours of page.html's light mode, by their names there.
+# The colours of the report's light mode, by their names there.
 COLOURS = {
     "ink": "#1d1f21", "quiet": "#61666b", "hair": "#dcdfe1", "accent": "#0f6e84", "paper": "#fdfdfc", "on": "#ffffff",
 }  # fmt: skip

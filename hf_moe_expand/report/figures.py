@@ -84,16 +84,12 @@ def grouped(
     return names, [[None if i == j else similarity[i][j] for j in order] for i in order]
 
 
-def plot_expert_shares(path: str | Path, result: "RoutingResult", columns: int = 6) -> None:
-    """Draws the share of each language's tokens by top-1 expert, one heat map for each layer, as in DMoE's figures.
-
-    Args:
-        columns: number of layers in a row of the picture.
-    """
+def plot_expert_shares(path: str | Path, result: "RoutingResult") -> None:
+    """Draws the share of each language's tokens by top-1 expert, one heat map for each layer, as in DMoE's figures."""
     old, new = result.of_kind(old=True), result.of_kind(old=False)
     layers, names = result.names, old + new
     most = max(map(len, result.top1_share[names[0]]))
-    columns = min(columns, len(layers))
+    columns = min(6, len(layers))
     rows = -(-len(layers) // columns)
     wide, high = cell_size(names, range(most))
     size = (max(columns * max(80, wide * most + 25), 240) + 100, max(rows * (high * len(names) + 54) + 22, 180))

@@ -3,11 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from ..checkpoint.source import load_expanded_config
 from ..checkpoint.stored import network_of
@@ -22,6 +19,7 @@ from ..planning.methods import method_title
 from ..planning.plan import Plan
 from ..recipe_paths import without_paths
 from ..records import ExpansionRecord, History, StageRecord, without_folders
+from ..rendering import render
 from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
 from ..run_record import StepDone, read_steps
 from ..stages import trained_parts
@@ -83,15 +81,11 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         "total_time": _time(sum(step.seconds for step in steps.values())),
         "history": history.expansions,
     }
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     filters: dict[str, Any] = {
         "count": _count, "percent": lambda share: f"{100 * share:.2f} %", "score": _score, "change": _change,
         "in_words": in_words, "method_title": method_title,
     }  # fmt: skip
-    environment.filters |= filters
-    page = environment.from_string((files(__package__) / "page.html").read_text(encoding="utf-8")).render(facts)
+    page = render("report.html", facts, filters)
     refuse_private({"report.html": page.encode()})
     return page
 

@@ -62,8 +62,8 @@ def check_label_smoothing(config: Any, facts: StageFacts) -> None:
 
 
 def check_mix(config: Any, facts: StageFacts) -> None:
-    """Refuses held-out text, a temperature or a curriculum that is wrong, or contradicts the languages or the training
-    arguments."""
+    """Refuses held-out text that is wrong, and a temperature or a curriculum that contradicts the languages or the
+    training arguments."""
     validation = getattr(config, "validation", None)
     named_files = [*(validation.texts.values() if validation else ()), getattr(config, "curriculum", None)]
     if facts.offline and (unset := next(filter(None, map(unset_variable, filter(None, named_files))), None)):
@@ -72,11 +72,6 @@ def check_mix(config: Any, facts: StageFacts) -> None:
     for code, source in validation_sources(validation).items() if validation is not None else ():
         with errors_at(facts.key_of(f"validation.texts.{code}")):
             source.check()
-    temperature = getattr(config, "temperature", 1.0)
-    if not temperature > 0:
-        raise InputError(
-            f"{facts.key_of('temperature')} is {temperature:g}: must be larger than 0; 1 keeps the data's proportions."
-        )
     if not is_mixed(config):
         return
     where, training = facts.key_of("training"), config.chosen()

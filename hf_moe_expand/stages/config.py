@@ -20,6 +20,7 @@ from transformers.trainer_utils import SchedulerType
 
 from ..errors import InputError, errors_at
 from ..memory import has_bfloat16
+from ..recipe_paths import Place
 from ..schema import Count, Declared, Text, Whole, read
 from ..trainers.losses import RouterLoss
 from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
@@ -44,7 +45,7 @@ def setting(default: Any, help: str) -> Any:
 class ValidationSettings(Declared):
     """Held-out text that is scored during a stage."""
 
-    texts: dict[Text, Text] = Field(default_factory=dict, description="language: held-out text")
+    texts: dict[Text, Place] = Field(default_factory=dict, description="language: held-out text")
     every: Count = Field(50, description="steps between two scores; the model is scored at the end too")
     max_tokens: Annotated[Whole, Field(ge=2)] | None = Field(
         20_000, description="maximum of tokens to score of each language"

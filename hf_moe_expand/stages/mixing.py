@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ..data.packing import PackedText
-from ..schema import Count, Number, Text
+from ..recipe_paths import Place
+from ..schema import Count, Number
 from ..trainers.samplers import LanguageMix
 from .base import TrainingStage
 from .checks import is_mixed, read_curriculum
@@ -17,8 +20,8 @@ class MixedConfig(TrainingStage):
     """Fields of the stages whose languages may be weighted or scheduled."""
 
     tokens_per_language: Count | None = setting(None, "tokens of each language to train on; all of its text by default")
-    curriculum: Text | None = setting(None, "file with the step at which each language enters")
-    temperature: Number = setting(
+    curriculum: Place | None = setting(None, "file with the step at which each language enters")
+    temperature: Annotated[Number, Field(gt=0)] = setting(
         1.0,
         "languages are drawn in proportion to `blocks ** (1 / temperature)`: 1 keeps the data's proportions, higher is "
         "more uniform",

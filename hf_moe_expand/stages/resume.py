@@ -35,7 +35,11 @@ class TrainingFolder:
     ) -> None:
         self.path = training_of(out)
         self.lock = FolderLock(self.path, f"trains {out.name}")
-        self.started_with = beginning(model, settings, data, seed)
+        sources = {code: [text.source, *text.digests()] for code, text in data.items()}
+        fingerprint = CheckpointReader(model).fingerprint()
+        # What must match for a run to resume, as JSON keeps it.
+        started_with = {"model": fingerprint, "settings": settings, "seed": seed, "data": sources}
+        self.started_with: dict[str, Any] = json.loads(json.dumps(started_with))
         inputs = [model, *(file for text in data.values() for file in text.files())]
         here = self.path.resolve()
         for path in inputs:
@@ -99,13 +103,6 @@ def remove_training(out: Path) -> None:
     path = training_of(out)
     if is_work_folder(path):
         remove_work_folder(path)
-
-
-def beginning(folder: Path, settings: dict[str, Any], data: Mapping[str, LanguageText], seed: int) -> dict[str, Any]:
-    """The inputs that must match for a run to resume: model, settings, seed, and the data's contents. JSON."""
-    sources = {code: [text.source, *text.digests()] for code, text in data.items()}
-    inputs = {"model": CheckpointReader(folder).fingerprint(), "settings": settings, "seed": seed, "data": sources}
-    return json.loads(json.dumps(inputs))
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

@@ -63,7 +63,12 @@ def train_stage(
             room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
     """
-    config = copy.copy(checked_stage(config))  # the caller's stays as it is
+    if not isinstance(config, TrainingStage):
+        raise InputError(
+            f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, "
+            "GroupConfig, JointConfig, AdaptConfig or DenseConfig."
+        )
+    config = copy.copy(config)  # the caller's stays as it is
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = config.load_config(folder)
@@ -145,16 +150,6 @@ def check_trained(weights: Mapping[str, torch.Tensor], stage: str) -> None:
                 f"{stage}: {name} is not finite after training, which diverged: no checkpoint is written. Lower the "
                 "learning rate, or add warmup steps."
             )
-
-
-def checked_stage(config: StageConfig) -> TrainingStage:
-    """The configuration, which is a stage's; refuses any other."""
-    if isinstance(config, TrainingStage):
-        return config
-    raise InputError(
-        f"{type(config).__name__} is not a stage's configuration: pass PostPretrainConfig, ReviewConfig, GroupConfig, "
-        "JointConfig, AdaptConfig or DenseConfig."
-    )
 
 
 def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str) -> int:

@@ -86,13 +86,10 @@ class Evaluate(Step):
         return [[*old, *(code for code in self.recipe.test if code not in known)], *new]
 
     def work(self) -> StepResult:
-        recipe, settings = self.recipe, self.recipe.evaluation
+        recipe = self.recipe
         present = {name: path for name, path in self.models.items() if name == "base" or Path(path).exists()}
         models = {name: (path, recipe.revision if name == "base" else None) for name, path in present.items()}
-        result = score_models(
-            models, recipe.test_sources, self._languages(), settings.block_size, settings.batch_size,
-            settings.max_tokens,
-        )  # fmt: skip
+        result = score_models(models, recipe.test_sources, self._languages(), recipe.evaluation)
         first, *_, last = models.values()
         if len(models) > 1 and not load_config(Path(last[0])).is_encoder_decoder:
             asked = self._questions().items()

@@ -9,7 +9,8 @@ from ..disk import StepOutput
 from ..errors import errors_at
 from ..models import check_decoder
 from ..recipe import Recipe
-from ..self_written import SelfWrittenSettings, check_positions, write_texts
+from ..self_written import check_positions, write_texts
+from ..settings import SelfWrittenSettings
 from .base import Checks, Step, StepResult
 
 # Generous: bytes of a token's text, and of the words about its origin in a document's row.

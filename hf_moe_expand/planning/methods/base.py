@@ -199,6 +199,14 @@ class PlanSettings(Declared):
         return self.analysis
 
 
+# Layers such as `4-11`; YAML reads a single one as a number.
+_Layers = Annotated[
+    Text | None,
+    AfterValidator(lambda layers: layers and check_layer_ranges(layers)),
+    BeforeValidator(lambda layers: str(layers) if type(layers) is int else layers),
+]
+
+
 class LayerPlan(PlanSettings):
     """A method without language groups: its layers may have classifiers or prefix gates, and some may stay dense. By
     default it has LayerMoE's card and tag."""
@@ -207,9 +215,7 @@ class LayerPlan(PlanSettings):
     tag = "layer-moe"
 
     only_layers: Annotated[
-        Text | None,
-        AfterValidator(lambda layers: layers and check_layer_ranges(layers)),
-        BeforeValidator(lambda layers: str(layers) if type(layers) is int else layers),
+        _Layers,
         Field(
             description="Layers that may get experts, such as 4-11, 0,6-8 or 1-11/2 (every second one), in an "
             "encoder-decoder encoder.1,decoder.0-5; the others stay dense. All by default."
@@ -221,9 +227,7 @@ class LayerPlan(PlanSettings):
         Field(description="Choice of these layers: similarity (needs its analysis), random, last, all or none."),
     ] = "similarity"
     classifiers_in: Annotated[
-        Text | None,
-        AfterValidator(lambda layers: layers and check_layer_ranges(layers, "classifiers_in")),
-        BeforeValidator(lambda layers: str(layers) if type(layers) is int else layers),
+        _Layers,
         Field(description="Layers with a classifier, by number, such as 4 or 0,6-8: instead of a count and a choice."),
     ] = None
     prefix_gates: Annotated[

@@ -30,7 +30,8 @@ class MoLAPlan(LayerPlan):
 
     method: Annotated[Literal["mola"], Field(description="MoLA")]
     shape: Annotated[
-        Shape, Field(description="inverted-triangle (2 4 6 8 by quarters), triangle, hourglass or rectangle.")
+        Shape,
+        Field(description="`inverted-triangle` (2 4 6 8 by quarters), `triangle`, `hourglass` or `rectangle`."),
     ] = "inverted-triangle"
 
     def allocate(self, target: Target) -> Allocation:

@@ -6,32 +6,26 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ...errors import InputError
-from ...schema import Count, Number, Positive
-from .base import Allocation, LayerPlan, Target
+from ...schema import Number
+from .base import Allocation, Target
 from .layer_moe import LayerMoEPlan, check_positive
 
 
-class SeparablePlan(LayerPlan):
+class SeparablePlan(LayerMoEPlan):
     """LayerMoE's counts in the layers that can tell old text from new; the other layers stay dense.
 
     Example: hf-moe-expand plan separable --analysis analysis.json --separability s.json --total-experts 72 --out p.json
     """
 
     title = "separable layers"
-    analysis = "similarity"
     needs_separability = True
     words = "in the layers that can tell old text from new, fewer where the languages' hidden states are more alike"
 
-    method: Annotated[Literal["separable"], Field(description="separable layers")]
-    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")]
+    method: Annotated[Literal["separable"], Field(description="separable layers")]  # type: ignore[assignment]
     min_separability: Annotated[
         Number,
         Field(ge=0.5, le=1, description="Least balanced accuracy, after 32 tokens, of a layer that gets experts."),
     ] = 0.9
-    minimum: Annotated[
-        Count | None, Field(description="Least experts in such a layer: 2, or 1 new one if growing.")
-    ] = None
-    similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None
 
     def allocate(self, target: Target) -> Allocation:
         similarity, separability = target.similarity, target.separability
