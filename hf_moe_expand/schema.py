@@ -177,7 +177,7 @@ def _explained(error: pydantic.ValidationError, cls: type, where: str) -> str:
         return f"{_place(where, path[:-1])}{path[-1]} is {value!r}: must be {first['ctx']['expected']}."
     if kind == "too_short":
         least, length = first["ctx"]["min_length"], first["ctx"]["actual_length"]
-        return f"{_place(where, path)}expected at least {least} entries, found {length}."
+        return f"{_place(where, path)}expected at least {least} {'entry' if least == 1 else 'entries'}, found {length}."
     if kind == "finite_number":
         return f"{_place(where, path[:-1])}{path[-1]} is {value}: must be finite."
     split = max((i for i, part in enumerate(path) if not isinstance(part, int)), default=0)  # a list with its index

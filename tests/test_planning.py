@@ -159,7 +159,7 @@ def test_plan_round_trip(tmp_path):
         ({"experts_per_layer": [True, 3]}, "plan.json: experts_per_layer[0]: expected an integer, found True."),
         ({"experts_per_layer": 3}, "plan.json: experts_per_layer: expected a list, found 3."),
         ({"experts_per_layer": [0, 3]}, "plan.json: experts_per_layer[0] is 0: must be at least 1."),
-        ({"experts_per_layer": []}, "plan.json: experts_per_layer: expected at least 1 entries, found 0."),
+        ({"experts_per_layer": []}, "plan.json: experts_per_layer: expected at least 1 entry, found 0."),
         ({"experts_per_layer": [1, 1]}, "no layer would be expanded"),
         ({"top_k": 0}, "plan.json: top_k is 0: must be at least 1."),
         ({"classifier_layers": [-1]}, "classifier_layers names layer -1, which has no router"),

@@ -72,7 +72,7 @@ def train_stage(
     folder = resolve_checkpoint(model)
     out = check_output(out, overwrite, folder)
     before = config.load_config(folder)
-    StoredModel(folder, before)  # refuses an incomplete checkpoint
+    stored = StoredModel(folder, before)  # refuses an incomplete checkpoint
     if seed is not None:
         check_seed(seed)
         config.seed = config.data_seed = seed
@@ -88,8 +88,8 @@ def train_stage(
     if config.process_index == 0:
         work.lock.refuse_if_held()
     resume = work.resume()
-    written = sum(info.nbytes for info in CheckpointReader(folder).tensors.values())
-    saves, each = saved_at_once(config), training_checkpoint(*config.saved_parameters(network_of(before)), config)
+    written = sum(tensor.nbytes for tensor in stored.reader.tensors.values())
+    saves, each = saved_at_once(config), training_checkpoint(*config.saved_parameters(stored.network), config)
     needed = written + max(saves * each - folder_bytes(work.path), 0)
     if config.process_index == 0:
         check_room(out, needed, f"the trained checkpoint and {saves} training checkpoints of {each:,} bytes at once")
