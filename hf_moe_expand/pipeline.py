@@ -41,7 +41,7 @@ _KINDS: dict[str, type[StageStep]] = {"graft": GraftStep, "gates": GatesStep}
 
 def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     """The steps of a recipe in order, and the folder of its final checkpoint."""
-    root, sources = Path(recipe.output), {**recipe.training_sources, **recipe.written_sources}
+    root, sources = Path(recipe.output), recipe.training_sources
     steps: list[Step] = []
     models: dict[str, str] = {"base": recipe.base}
     start, old = recipe.base, recipe.old_languages
@@ -51,8 +51,10 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
     for number, expansion in enumerate(recipe.all_expansions, start=1):
         texts = {code: sources[code] for code in (*old, *expansion.new)}
         work = ExpansionRun(recipe, expansion, number, root / str(number) if lifelong else root, start, old, texts)
-        steps += [JoinPacks(work)] if expansion.joins else _planned(work)
-        if expansion.joins:
+        if recipe.join is None:
+            steps += _planned(work)
+        else:
+            steps.append(JoinPacks(work, recipe.join))
             models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
             steps.append(_KINDS.get(stage.key, TrainStep)(work, stage, settings, steps[-1].output))
@@ -62,7 +64,7 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
         if lifelong:
             models[f"after expansion {number}"] = start
     if recipe.test:
-        steps.append(Evaluate(recipe, root, models))
+        steps.append(Evaluate(recipe, models))
     return steps, Path(start)
 
 
@@ -170,7 +172,9 @@ def run_recipe(recipe: Recipe, say: Callable[[str], None] = print) -> Path:
         lock.refuse_if_held()
     checks = _checked(recipe)
     steps, final = steps_of(recipe)
-    record = _Record(root, steps, _start(recipe), state.is_main_process)
+    base = CheckpointReader(resolve_checkpoint(recipe.base, recipe.revision)).fingerprint()
+    start = {"base": [recipe.base, recipe.revision, base], "seed": recipe.seed}  # the inputs of every step
+    record = _Record(root, steps, start, state.is_main_process)
     record.refuse_foreign(recipe.text)
     record.refuse_changes()
     if state.is_main_process:
@@ -195,7 +199,7 @@ def _run_steps(steps: list[Step], record: "_Record", state: Any, say: Callable[[
         exists, replaced_by = step.output.exists(), record.replaced_by(step, steps[number:])
         redo = step.repeatable and bool(record.changes(step))
         state.wait_for_everyone()  # all ranks have looked before the first one writes
-        if record.is_done(step) and exists and not redo:
+        if step.name in record.done and exists and not redo:
             say(f"{label}: done already ({record.done[step.name].summary})")
             continue
         if replaced_by:
@@ -225,9 +229,6 @@ class _Record:
         for step in steps:
             before = {**before, **_hashed({f"{step.name}: {key}": value for key, value in step.inputs().items()})}
             self.made[step.name] = before
-
-    def is_done(self, step: Step) -> bool:
-        return step.name in self.done
 
     def is_begun(self, step: Step) -> bool:
         return self.begun is not None and self.begun.step == step.name
@@ -271,13 +272,13 @@ class _Record:
     def replaced_by(self, step: Step, later: list[Step]) -> Step | None:
         """The first later step whose output makes this step's output unnecessary: a checkpoint replaces all outputs
         before it, a plan replaces an analysis; only the last checkpoint replaces an output that later steps read."""
-        if step.repeatable or not self.is_done(step):
+        if step.repeatable or step.name not in self.done:
             return None
         if step.read_later:
             later = [other for other in later if not other.repeatable][-1:]
         for other in (other for other in later if other.stands_for_earlier):
             stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
-            if stands_for and other.output.exists() and (self.is_done(other) or self.is_begun(other)):
+            if stands_for and other.output.exists() and (other.name in self.done or self.is_begun(other)):
                 return other
         return None
 
@@ -319,12 +320,6 @@ class _Record:
         if self.writes:
             records = {**self.done, **({} if begun is None else {BEGUN: begun})}
             write_json(self.path, {name: record.model_dump(exclude_unset=True) for name, record in records.items()})
-
-
-def _start(recipe: Recipe) -> dict[str, Any]:
-    """The inputs of every step."""
-    base = resolve_checkpoint(recipe.base, recipe.revision)
-    return {"base": [recipe.base, recipe.revision, CheckpointReader(base).fingerprint()], "seed": recipe.seed}
 
 
 def _hashed(inputs: dict[str, Any]) -> dict[str, str]:

@@ -281,9 +281,10 @@ class Recipe(Expansion):
 
     @property
     def training_sources(self) -> dict[str, LanguageText]:
-        """Training text of each language, old and new."""
+        """Training text of each language, old and new, with the text that the base writes."""
         held = ("test.", "anchors.")
-        return {text.language: text for key, text in self.keyed_sources() if not key.startswith(held)}
+        given = {text.language: text for key, text in self.keyed_sources() if not key.startswith(held)}
+        return given | self.written_sources
 
     @property
     def anchor_sources(self) -> dict[str, LanguageText]:

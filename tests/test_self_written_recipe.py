@@ -124,7 +124,7 @@ def test_a_killed_run_leaves_no_half_a_file_and_ends_the_same(recipe, tmp_path, 
     assert {path.name for path in file.parent.iterdir()} == {"steps.json"}
     # Killed again, between the file and its record: the file is not written a second time.
     with monkeypatch.context() as patch:
-        patch.setattr(WriteOldText, "_done", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(WriteOldText, "finish", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             silently(broken)
     kept = file.stat().st_mtime_ns

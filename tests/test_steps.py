@@ -136,5 +136,5 @@ def test_validate_asks_every_step(recipe, monkeypatch):
 def test_models_that_are_gone_are_named_in_their_order(recipe, tmp_path):
     gone = ["expanded", "post-pretrained", "grafted", "gated"]
     models = {"base": recipe.base, **{name: str(tmp_path / name) for name in gone}, "reviewed": recipe.base}
-    step = Evaluate(recipe, tmp_path, models)
+    step = Evaluate(recipe, models)
     assert f"2 models ({', '.join(gone)}: no longer kept)" in step.work().summary

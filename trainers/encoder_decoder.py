@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from ..modeling import LayerRouting, stack_sizes
 
-# The columns with the language of each token, of the source (or of a decoder's text) and of the target.
+# The columns with the tokens of the source (or of a decoder's text) and of the target, and with their languages.
+TOKEN_COLUMNS = ("input_ids", "decoder_input_ids")
 LANGUAGE_COLUMNS = ("language_ids", "decoder_language_ids")
 _IGNORED = -100
 
@@ -46,12 +47,19 @@ def with_decoder_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]
     return {**inputs, "decoder_input_ids": shifted_BT.masked_fill(shifted_BT == _IGNORED, model.config.pad_token_id)}
 
 
-def counted_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """`[B, T]` bool: the decoder's tokens that are no padding, those with a label."""
-    if inputs.get("labels") is not None:
-        return inputs["labels"].ne(_IGNORED)
-    mask = inputs.get("decoder_attention_mask")
-    return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool) if mask is None else mask.bool()
+def sides(inputs: Mapping[str, Any], both: bool) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The source's tokens that are no padding, `[B, S]` bool, and their language ids; with `both`, then the target's,
+    `[B, T]`: the tokens with a label."""
+    source_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
+    found = [((torch.ones_like(source_BS) if mask_BS is None else mask_BS).bool(), inputs.get("language_ids"))]
+    if both:
+        labels_BT, mask_BT = inputs.get("labels"), inputs.get("decoder_attention_mask")
+        if labels_BT is not None:
+            mask_BT = labels_BT.ne(_IGNORED)
+        elif mask_BT is None:
+            mask_BT = torch.ones_like(inputs["decoder_input_ids"])
+        found.append((mask_BT.bool(), inputs.get("decoder_language_ids")))
+    return found
 
 
 def by_stack(config: Any, layers: Mapping[int, LayerRouting]) -> list[list[LayerRouting]]:

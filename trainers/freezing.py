@@ -4,11 +4,14 @@ trains evaluate for a while."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from ..modeling.configuration_layer_moe import joins_packs
+
+# The base of the mixins: a type checker lets it have all that the Trainer behind a mixin has.
+TrainerBase: Any = object
 
 
 @dataclass(frozen=True)

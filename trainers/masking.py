@@ -13,6 +13,7 @@ from pydantic import Field
 from ..errors import InputError
 from ..modeling.routing import Choice
 from ..schema import Declared, Probability
+from .freezing import TrainerBase
 
 # Number of decisions that gating dropout keeps: layers times forward passes whose backward pass is still to come.
 _REMEMBERED = 4096
@@ -65,7 +66,7 @@ def mask_routing(model: Any, masking: Masking | None) -> AbstractContextManager:
     return model.routing_control.setting("change_choice", _MaskedChoice(masking, min(model.expanded_ffns())))
 
 
-class MaskingMixin:
+class MaskingMixin(TrainerBase):
     """Put in front of a Trainer class: its training steps mask the routing of an expanded model.
 
     Args:
@@ -79,12 +80,11 @@ class MaskingMixin:
         if masking is not None:
             check_gates(masking, model.config.conditional_routing)
         self.masking = masking
-        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(model, *args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
-        expanded = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
-        with mask_routing(expanded, self.masking):
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        with mask_routing(self.accelerator.unwrap_model(model), self.masking):
+            return super().training_step(model, inputs, num_items_in_batch)
 
 
 class _MaskedChoice:

@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..checkpoint.local import EXPANDED
 from ..costs import LARGE, PIECE
-from .freezing import evaluating
+from .freezing import TrainerBase, evaluating
 
 _IGNORED = -100
 _PROBED = 8  # tokens
@@ -107,7 +107,7 @@ def _nats(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum")
 
 
-class PiecewiseLossMixin:
+class PiecewiseLossMixin(TrainerBase):
     """Put in front of a Trainer class: the next-token loss of a large batch of a decoder is computed in pieces.
 
     The loss and its gradients are those of the whole batch, to rounding. Batches of at most `LARGE` logits, other
@@ -120,16 +120,15 @@ class PiecewiseLossMixin:
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         # Before a forward pass is recorded: finding the head takes one of its own.
         if self._pieces is False and self._is_large(model, inputs):
-            own: Any = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
-            self._pieces = LogitsInPieces.of(own, self.accelerator.autocast)  # type: ignore[attr-defined]
-        return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            self._pieces = LogitsInPieces.of(self.accelerator.unwrap_model(model), self.accelerator.autocast)
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         pieces = self._pieces
         if not isinstance(pieces, LogitsInPieces) or not model.training or not self._is_large(model, inputs):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with pieces.head_inputs() as hidden_states:
 
             def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -138,19 +137,19 @@ class PiecewiseLossMixin:
 
             self.compute_loss_func = loss
             try:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             finally:
                 self.compute_loss_func = None
 
     def _is_large(self, model: Any, inputs: dict) -> bool:
         """Whether a batch has more logits than `LARGE`, and nothing forbids to compute them in pieces."""
-        ids, labels, training = inputs.get("input_ids"), inputs.get("labels"), self.args  # type: ignore[attr-defined]
-        config: Any = getattr(self.accelerator.unwrap_model(model), "config", None)  # type: ignore[attr-defined]
+        ids, labels, training = inputs.get("input_ids"), inputs.get("labels"), self.args
+        config = getattr(self.accelerator.unwrap_model(model), "config", None)
         if ids is None or labels is None or config is None or getattr(config, "is_encoder_decoder", False):
             return False
         if ids.numel() * (config.get_text_config().vocab_size or 0) <= LARGE or self.compute_loss_func is not None:
             return False
-        split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)  # type: ignore[attr-defined]
+        split = self.is_fsdp_enabled or self.is_deepspeed_enabled or getattr(training, "distributed_config", None)
         fused = training.use_liger_kernel and config.model_type not in EXPANDED  # Liger has kernels for dense types
         if split or fused or training.torch_compile or training.label_smoothing_factor:
             return False

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from .encoder_decoder import LANGUAGE_COLUMNS, by_stack, counted_tokens, target_loss, with_decoder_inputs
+from .encoder_decoder import LANGUAGE_COLUMNS, TOKEN_COLUMNS, by_stack, sides, target_loss, with_decoder_inputs
+from .freezing import TrainerBase
 from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
 from .routing_capture import FirstPass, Metrics, judged_by_text, record_routing, without_virtual_tokens
 
@@ -20,7 +21,7 @@ CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in TrainingArguments.__dataclass_fields__)
 
 
-class RouterLossMixin:
+class RouterLossMixin(TrainerBase):
     """Put in front of a Trainer class: `class MyTrainer(RouterLossMixin, Trainer)`.
 
     A batch may carry `language_ids` `[batch, sequence]`, the language of each token, negative where unknown. For an
@@ -43,6 +44,7 @@ class RouterLossMixin:
             are missing, or tied embeddings would train under transformers' own FSDP.
     """
 
+    compute_loss_func: Any
     _is_encoder_decoder = False  # whether the model is an encoder-decoder, with tokens of a source and of a target
 
     def __init__(
@@ -58,25 +60,23 @@ class RouterLossMixin:
         self._step_counts: torch.Tensor | None = None  # tokens, old tokens, tagged tokens of the whole step
         self._router_metrics = Metrics()
         super().__init__(*args, **kwargs)
-        config: Any = getattr(self.accelerator.unwrap_model(self.model), "config", None)  # type: ignore[attr-defined]
+        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        if self._is_encoder_decoder and self.compute_loss_func is None:  # type: ignore[has-type]
-            smoothing = self.args.label_smoothing_factor  # type: ignore[attr-defined]
-            self.compute_loss_func = partial(target_loss, label_smoothing=smoothing)
+        if self._is_encoder_decoder and self.compute_loss_func is None:
+            self.compute_loss_func = partial(target_loss, label_smoothing=self.args.label_smoothing_factor)
         self._check_arguments()
 
     def create_accelerator_and_postprocess(self) -> None:
-        training: Any = self.args  # type: ignore[attr-defined]
-        if training.ddp_find_unused_parameters is None:
+        if self.args.ddp_find_unused_parameters is None:
             # DDP looks for unused parameters in the graph of the model's output, which excludes the router losses. No
             # parameter is unused: idle experts run on empty batches, and all routing enters the loss, even 0 times.
-            training.ddp_find_unused_parameters = False
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():  # type: ignore[attr-defined]
-            _fetch_experts_together(self.model)  # type: ignore[attr-defined]
+            self.args.ddp_find_unused_parameters = False
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.hf_ds_config.is_zero3():
+            _fetch_experts_together(self.model)
 
     def _check_arguments(self) -> None:
-        training: Any = self.args  # type: ignore[attr-defined]
+        training = self.args
         options = getattr(training, f"{CHECKPOINTING}_kwargs") or {}
         if getattr(training, CHECKPOINTING) and options.get("use_reentrant"):
             raise ValueError(
@@ -95,7 +95,7 @@ class RouterLossMixin:
             )
         if self._needs_languages and self._language_classes is None:
             raise self._without_languages()
-        _check_tied_embeddings(self.accelerator.unwrap_model(self.model))  # type: ignore[attr-defined]
+        _check_tied_embeddings(self.accelerator.unwrap_model(self.model))
 
     @property
     def _needs_languages(self) -> bool:
@@ -117,12 +117,12 @@ class RouterLossMixin:
         )
 
     def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        super()._set_signature_columns_if_needed()
         columns = LANGUAGE_COLUMNS[: 1 + self._is_encoder_decoder]
         self._signature_columns: list = list(dict.fromkeys([*self._signature_columns, *columns]))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         counts = torch.zeros(1 + self._is_encoder_decoder, 3, dtype=torch.double, device=device)
         for batch in batches:
             counts += torch.stack([tokens.counts() for tokens in self._tokens(batch)]).to(device)
@@ -134,22 +134,22 @@ class RouterLossMixin:
     ) -> Any:
         tokens = self._tokens(inputs)
         inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
-        expanded = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+        expanded = self.accelerator.unwrap_model(model)
         if self._is_encoder_decoder:
             inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
         wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
         with expanded.capture_routing() as captured:
             captured.layers = FirstPass()
-            result = super().compute_loss(  # type: ignore[misc]
+            result = super().compute_loss(
                 model, inputs, return_outputs=wants_outputs, num_items_in_batch=num_items_in_batch
             )
         loss, outputs = result if wants_outputs else (result, None)
         if not len(captured):
             raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
         stacks = []
-        for layers, ids in zip(by_stack(expanded.config, captured.layers), self._ids(own_inputs), strict=True):
-            on_text = (without_virtual_tokens(layer, ids) for layer in layers)
+        for layers, side in zip(by_stack(expanded.config, captured.layers), TOKEN_COLUMNS, strict=False):
+            on_text = (without_virtual_tokens(layer, own_inputs[side]) for layer in layers)
             stacks.append([judged_by_text(layer, own_inputs) for layer in on_text])
         self._check_gradients(model, expanded, [layer for layers in stacks for layer in layers])
         mode = "train" if model.training else "eval"
@@ -165,10 +165,6 @@ class RouterLossMixin:
                 total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
 
-    def _ids(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tokens of a decoder's text, or of source and target."""
-        return [inputs["input_ids"], *([inputs["decoder_input_ids"]] if self._is_encoder_decoder else [])]
-
     def _tokens(self, inputs: Mapping[str, Any]) -> list[TokenMasks]:
         """The masks of a decoder's tokens, or of an encoder's and of a decoder's."""
         if "input_ids" not in inputs:
@@ -176,12 +172,7 @@ class RouterLossMixin:
                 f"{type(self).__name__}'s batches hold no input_ids, whose tokens the router losses count: this "
                 "trainer takes expanded models, but not RouterLossMixin."
             )
-        attention = inputs.get("attention_mask")
-        counted = (torch.ones_like(inputs["input_ids"]) if attention is None else attention).bool()
-        sides = [(counted, inputs.get("language_ids"))]
-        if self._is_encoder_decoder:
-            sides.append((counted_tokens(inputs), inputs.get("decoder_language_ids")))
-        return [self._masks(counted.flatten(), ids) for counted, ids in sides]
+        return [self._masks(counted.flatten(), ids) for counted, ids in sides(inputs, self._is_encoder_decoder)]
 
     def _masks(self, counted: torch.Tensor, ids: torch.Tensor | None) -> TokenMasks:
         if ids is None or self._language_classes is None:
@@ -215,21 +206,21 @@ class RouterLossMixin:
         if not model.training or self._step_counts is None:
             return None
         # Gradients are averaged over ranks, so each rank's share counts once for each rank.
-        scale = float(self.accelerator.num_processes // self.get_tp_size())  # type: ignore[attr-defined]
+        scale = float(self.accelerator.num_processes // self.get_tp_size())
         if self._trainer_divides(num_items_in_batch):
-            scale *= self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+            scale *= self.current_gradient_accumulation_steps
         return scale
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         # The ranks of a tensor-parallel group hold the same batch, which counts once.
-        return self.accelerator.reduce(counts, "sum") / self.get_tp_size()  # type: ignore[attr-defined]
+        return self.accelerator.reduce(counts, "sum") / self.get_tp_size()
 
     def _trainer_divides(self, num_items_in_batch: Any) -> bool:
         # The rule in Trainer.training_step.
-        scaled = self.loss_is_scaled_for_ga  # type: ignore[attr-defined]
+        scaled = self.loss_is_scaled_for_ga
         if scaled is None:
-            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # type: ignore[attr-defined]
-            scaled = counted or self.compute_loss_func is not None  # type: ignore[attr-defined]
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
         return not scaled
 
     def _loss_batch(
@@ -263,24 +254,24 @@ class RouterLossMixin:
         targets = (labels if self._is_encoder_decoder else labels[..., 1:]).ne(-100).sum()
         nats = loss * targets
         if mode == "train" and not self._trainer_divides(num_items) and num_items is not None:
-            averaged = self.args.average_tokens_across_devices  # type: ignore[attr-defined]
-            ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1  # type: ignore[attr-defined]
+            averaged = self.args.average_tokens_across_devices
+            ranks = self.accelerator.num_processes // self.get_tp_size() if averaged else 1
             nats = loss / ranks * num_items
         self._router_metrics.record(mode, "next_token_loss", nats, targets)
 
     def prediction_step(self, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        if not prediction_loss_only and getattr(self.args, "predict_with_generate", False):  # type: ignore[attr-defined]
+        if not prediction_loss_only and getattr(self.args, "predict_with_generate", False):
             # Seq2SeqTrainer passes the whole batch to `generate`, and computes the loss without `compute_loss`.
             inputs = {name: value for name, value in inputs.items() if name not in LANGUAGE_COLUMNS}
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         mode = "eval" if any(name.startswith("eval_") for name in logs) else "train"
         prefix = "eval_" if mode == "eval" else ""
         # Without `_sum_over_ranks`'s division: numerator and denominator both count a tensor-parallel group's ranks.
-        ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))  # type: ignore[attr-defined]
+        ratios = self._router_metrics.ratios(mode, partial(self.accelerator.reduce, reduction="sum"))
         logs.update({prefix + name: value for name, value in ratios})
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
 
 def _fetch_experts_together(model: Any) -> None:

@@ -158,7 +158,7 @@ def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) 
         # The library's error for an empty one is unclear.
         return Dataset.from_dict({name: [] for name in features}, features=features)
     try:
-        return Dataset.from_generator(rows, features=features, gen_kwargs=arguments)  # type: ignore[return-value]
+        return Dataset.from_generator(rows, features=features, gen_kwargs=arguments)
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None

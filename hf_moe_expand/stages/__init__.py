@@ -21,7 +21,10 @@ OTHER_STAGES = ("adapt", "dense")
 
 def stage_of(key: str) -> "type[Stage]":
     """The stage with this key, such as `post_pretrain`."""
-    return import_module(f"{__name__}.{key}").STAGE
+    from .base import Stage
+
+    import_module(f"{__name__}.{key}")
+    return Stage.by_key[key]
 
 
 @cache

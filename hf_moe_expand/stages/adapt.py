@@ -182,6 +182,3 @@ def _record(expanded: Any, language: str, nearest: int, seed: int) -> ExpansionR
         seed=seed,
         versions=versions(),
     )
-
-
-STAGE = AdaptConfig

@@ -11,13 +11,14 @@ from ..checkpoint.source import COMPANIONS, load_expanded_config
 from ..data.packing import PackedText, pack_texts
 from ..data.pairs import pack_pairs
 from ..errors import InputError, errors_at
+from ..evaluation.validation import VALIDATION, ValidationCallback
 from ..modeling.configuration_layer_moe import joins_packs
 from ..models import longest_block
 from ..records import History
 from ..trainers.freezing import Trained, freeze
 from ..trainers.masking import check_gates
 from ..trainers.samplers import LanguageMix
-from .checks import StageFacts, check_block_size, check_label_smoothing, check_mix
+from .checks import StageFacts, check_block_size, check_mix
 from .config import StageConfig, StageSettings, settings_of
 
 
@@ -33,6 +34,7 @@ class Stage:
         runs_unasked: whether it runs, with default settings, if a recipe does not name it.
         optional: whether a recipe may turn it off with `null`.
         settings: the class of its settings in YAML; a stage that trains makes one of its fields.
+        by_key: the stages that are imported.
     """
 
     key: ClassVar[str]
@@ -43,6 +45,12 @@ class Stage:
     runs_unasked: ClassVar[bool] = True
     optional: ClassVar[bool] = False
     settings: ClassVar[type]
+    by_key: ClassVar[dict[str, type["Stage"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "key" in vars(cls):
+            Stage.by_key.setdefault(cls.key, cls)
 
     @classmethod
     def settings_class(cls) -> type:
@@ -85,7 +93,12 @@ class TrainingStage(StageConfig, Stage):
 
     def check(self, facts: StageFacts) -> None:
         """Refuses settings that contradict the text, the model or each other, as far as they are known."""
-        check_label_smoothing(self, facts)
+        if (
+            self.label_smoothing_factor and facts.is_encoder_decoder is False
+        ):  # Trainer smooths a decoder's unshifted labels
+            raise InputError(
+                f"{facts.key_of('training')}: label_smoothing_factor is not supported for decoders; set it to 0."
+            )
         if unknown := sorted({*facts.texts} - {*facts.old, *facts.new}):
             raise InputError(
                 f"{', '.join(unknown)}: not a language of this expansion (old: {', '.join(facts.old) or 'none'}; new: "
@@ -141,6 +154,18 @@ class TrainingStage(StageConfig, Stage):
         """
         total = sum(parameter.numel() for parameter in network.parameters())
         return total, freeze(network, self.trained()[1]).trainable
+
+    def scoring(
+        self, folder: Path, tokenizer: Any, languages: Sequence[str], model_config: Any
+    ) -> list[ValidationCallback]:
+        """What scores the held-out text that the settings name, and writes the scores to the folder."""
+        validation = getattr(self, "validation", None)
+        if validation is None or not validation.texts:
+            return []
+        if tokenizer is None:
+            raise InputError("validation names held-out text: pass the tokenizer as processing_class.")
+        path = folder / VALIDATION
+        return [ValidationCallback(validation, tokenizer, path, self.block_size, languages, model_config)]
 
     def make_trainer(self, network: Any, packed: PackedText, callbacks: list[Any]) -> Any:
         """The Trainer of a loaded model."""

@@ -53,14 +53,6 @@ def check_block_size(block_size: int, longest: int | None, where: str = "block_s
         raise InputError(f"{where} is {block_size}, but the base takes {longest} positions: lower it.")
 
 
-def check_label_smoothing(config: Any, facts: StageFacts) -> None:
-    """Refuses label smoothing for a decoder, of which Trainer would smooth the unshifted labels."""
-    if config.label_smoothing_factor and facts.is_encoder_decoder is False:
-        raise InputError(
-            f"{facts.key_of('training')}: label_smoothing_factor is not supported for decoders; set it to 0."
-        )
-
-
 def check_mix(config: Any, facts: StageFacts) -> None:
     """Refuses held-out text that is wrong, and a temperature or a curriculum that contradicts the languages or the
     training arguments."""

@@ -134,13 +134,11 @@ class DenseConfig(TrainingStage):
             network = _with_adapters(network, self.lora)
         elif self.method == "new-blocks":
             _freeze_all_but(network, network.config.new_layers)
-        settings = self.recorded()
         trainer: RecordingTrainer
         if self.method == "shielded":
             packed, trainer = _shielding(network, self, packed, callbacks)
         else:
             trainer = RecordingTrainer(network, self, collate_without_languages, packed.dataset, callbacks=callbacks)
-        trainer.settings = settings
         trainer.packed, trainer.trained_as = packed, f"dense {self.method}"
         return trainer
 
@@ -253,6 +251,3 @@ def _freeze_all_but(network: Any, layers: list[int]) -> None:
     blocks = network.get_submodule(layer_list(network))
     for layer in layers:
         blocks[layer].requires_grad_(True)
-
-
-STAGE = DenseConfig

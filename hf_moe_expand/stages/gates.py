@@ -24,6 +24,3 @@ class FitGates(Stage):
     @classmethod
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
-
-
-STAGE = FitGates

@@ -18,6 +18,3 @@ class Graft(Stage):
     runs_unasked = False
     optional = True
     settings = GraftSettings
-
-
-STAGE = Graft

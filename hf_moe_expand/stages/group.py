@@ -100,6 +100,3 @@ class GroupTrainer(StageTrainer):
                 "to one group. Pack documents group by group."
             )
         return groups.pop()
-
-
-STAGE = GroupConfig

@@ -45,6 +45,3 @@ class JointTrainer(StageTrainer):
     """Trains all parameters of an expanded model, such as DMoE's after its extension stage: mixed batches, top-k."""
 
     stage = JointConfig
-
-
-STAGE = JointConfig

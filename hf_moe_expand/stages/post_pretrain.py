@@ -74,6 +74,3 @@ class PostPretrainTrainer(StageTrainer):
     """
 
     stage = PostPretrainConfig
-
-
-STAGE = PostPretrainConfig

@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 from ..data.packing import PackedText, small_shares
 from ..errors import DivergedError
 from ..records import StageRecord, without_folders
-from ..trainers.encoder_decoder import counted_tokens
+from ..trainers.encoder_decoder import sides
 from ..trainers.pieces import PiecewiseLossMixin
 
 # Seconds to the first word of progress, and between later ones in a log.
@@ -33,10 +33,10 @@ class _SaysProgress(TrainerCallback):
         if not state.is_world_process_zero:
             return
         trainer = self.trainer
-        blocks, size = trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
-        of = f"{blocks * size:,} tokens" if size else f"{blocks:,} rows"
-        if trainer._is_encoder_decoder:
-            of = f"{blocks:,} sentence pairs"
+        rows, size = trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
+        self.amount: int = rows * (size or 1)  # of a step
+        self.unit = "tokens" if size else "rows"
+        of = f"{rows:,} sentence pairs" if trainer._is_encoder_decoder else f"{self.amount:,} {self.unit}"
         scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         rate = f"learning rate {args.learning_rate:g} ({scheduler})"
         print(f"{trainer.trained_as}: {state.max_steps:,} steps of {of}, {rate}")
@@ -51,11 +51,10 @@ class _SaysProgress(TrainerCallback):
         if not state.is_world_process_zero or now - self.printed < self.wait or state.global_step >= state.max_steps:
             return
         done = state.global_step - self.first
-        blocks, size = self.trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
-        speed = done * blocks * (size or 1) / now
+        speed = done * self.amount / now
         left = (state.max_steps - state.global_step) * now / done
         print(
-            f"step {state.global_step:,} of {state.max_steps:,}, {speed:,.0f} {'tokens' if size else 'rows'} a second, "
+            f"step {state.global_step:,} of {state.max_steps:,}, {speed:,.0f} {self.unit} a second, "
             f"about {_duration(left)} left",
             flush=True,
         )
@@ -114,21 +113,15 @@ class SeenText(TrainerCallback, ExportableState):
                 encoder-decoder's `labels` and `decoder_language_ids`, both `[batch, target]`.
             languages: number of language ids.
         """
-        input_ids = inputs.get("input_ids")
-        if input_ids is None or self.tokens is None:
+        if inputs.get("input_ids") is None or self.tokens is None:
             return
-        mask, ids = inputs.get("attention_mask"), inputs.get("language_ids")
-        counted = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-        ids = torch.full_like(input_ids, -1) if ids is None else ids.long()
-        ids = ids.where((ids >= 0) & (ids < languages), -1)
-        per_language = [(counted & (ids == language)).sum() for language in range(-1, languages)]
-        counts = torch.stack([torch.full_like(per_language[0], len(input_ids)), *per_language])
-        if inputs.get("decoder_language_ids") is not None:  # an encoder-decoder's targets
-            ids = inputs["decoder_language_ids"].long()
-            counted = counted_tokens(inputs)
-            targets = [(counted & (ids == language)).sum() for language in range(-1, languages)]
-            counts = counts + torch.stack([torch.zeros_like(targets[0]), *targets])
-        self._here = counts if self._here is None else self._here + counts
+        here = torch.zeros(2 + languages, dtype=torch.long, device=inputs["input_ids"].device)
+        here[0] = len(inputs["input_ids"])
+        for counted, ids in sides(inputs, both=inputs.get("decoder_language_ids") is not None):
+            ids = torch.full_like(counted, -1, dtype=torch.long) if ids is None else ids.long()
+            ids = ids.where((ids >= 0) & (ids < languages), -1)
+            here[1:] += torch.stack([(counted & (ids == language)).sum() for language in range(-1, languages)])
+        self._here = here if self._here is None else self._here + here
 
     def gather(self, trainer: Any, languages: int) -> None:
         """Adds what all ranks have counted since the last call. Every rank must call this."""
@@ -144,7 +137,7 @@ class SeenText(TrainerCallback, ExportableState):
         self._here = None
 
 
-class RecordingTrainer(PiecewiseLossMixin, Trainer):  # type: ignore[misc]
+class RecordingTrainer(PiecewiseLossMixin, Trainer):
     """`transformers.Trainer` for the stages.
 
     Attributes:

@@ -113,6 +113,3 @@ class ReviewTrainer(StageTrainer):
     """
 
     stage = ReviewConfig
-
-
-STAGE = ReviewConfig

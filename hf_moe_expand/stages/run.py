@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from ..data.sources import LanguageText
 from ..disk import check_room, folder_bytes, full_disk_as, saved_at_once, training_checkpoint
 from ..distributed import check_deepspeed, save_whole, sharding, whole_weights
 from ..errors import DivergedError, InputError
-from ..evaluation.validation import VALIDATION, ValidationCallback
+from ..evaluation.validation import VALIDATION
 from ..modeling import auto_class
 from ..models import check_finite, load_tokenizer
 from ..records import StageRecord, add_stage
@@ -94,14 +93,10 @@ def train_stage(
     if config.process_index == 0:
         check_room(out, needed, f"the trained checkpoint and {saves} training checkpoints of {each:,} bytes at once")
     tokenizer = load_tokenizer(folder, model)
-    callbacks: list[Any] = []
     with config.main_process_first(desc="pack"):  # the other ranks find the result in the cache
         texts = {code: source.load(before.is_encoder_decoder) for code, source in data.items()}
         packed = config.pack(texts, tokenizer, before)
-        validation: Any = getattr(config, "validation", None)
-        if validation is not None and validation.texts:
-            path = work.path / VALIDATION
-            callbacks.append(ValidationCallback(validation, tokenizer, path, config.block_size, list(data), before))
+        callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
     network = auto_class(before).from_pretrained(
@@ -159,7 +154,7 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
         stage: the stage's name in the history.
 
     Raises:
-        RuntimeError: a frozen tensor changed, or a tensor appeared or disappeared.
+        RuntimeError: a frozen tensor or row of a router changed, or a tensor appeared or disappeared.
     """
     before = resolve_checkpoint(before)
     config = load_expanded_config(before)
@@ -172,19 +167,11 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
     comparison = compare_checkpoints(before, after)
     wrong = [name for name in comparison.changed if name not in moving] + comparison.added + comparison.removed
     if trained.last_router_row:
-        wrong += [
-            name
-            for name in comparison.changed
-            if name.endswith(".router.weight") and not _same_rows(before, after, name)
-        ]
+        left, right = CheckpointReader(before), CheckpointReader(Path(after))
+        routers = [name for name in comparison.changed if name.endswith(".router.weight")]
+        wrong += [name for name in routers if not torch.equal(left.tensor(name)[:-1], right.tensor(name)[:-1])]
     if wrong:
         raise RuntimeError(
             f"{after}: stage {stage} changed tensors that it had to leave alone: {', '.join(wrong[:5])}."
         )
     return len(comparison.identical)
-
-
-def _same_rows(before: Path, after: str | os.PathLike, router: str) -> bool:
-    """Whether all rows of a router but the last are equal in both checkpoints."""
-    left, right = (CheckpointReader(Path(folder)).tensor(router)[:-1] for folder in (before, after))
-    return torch.equal(left, right)

@@ -12,7 +12,6 @@ from torch.utils.data import Sampler
 from ..data.packing import PackedText, collate_blocks
 from ..data.pairs import PairCollator, pairs_of
 from ..errors import InputError
-from ..evaluation.validation import VALIDATION, ValidationCallback
 from ..records import History, add_stage
 from ..trainers.freezing import EVERYTHING, FreezeReport, freeze
 from ..trainers.masking import Masking, MaskingMixin
@@ -95,7 +94,9 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
             masking=masking, router_losses=router_losses, language_classes=language_classes, **others,
         )  # fmt: skip
         if config is not None and own_text:
-            self._score_while_training(model, config, processing_class)
+            languages = list(self.packed.tokens if self.packed is not None else History.of(model.config).languages)
+            for scoring in config.scoring(Path(str(args.output_dir)), processing_class, languages, model.config):
+                self.add_callback(scoring)
         if self.is_world_process_zero():
             print(self.freeze_report)
 
@@ -145,17 +146,6 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         with config.main_process_first(desc="pack"):
             return config.pack(texts, tokenizer, model.config)
 
-    def _score_while_training(self, model: Any, config: Any, tokenizer: Any) -> None:
-        """Scores the held-out text that the configuration names, as `train_stage` does."""
-        validation = getattr(config, "validation", None)
-        if validation is None or not validation.texts:
-            return
-        if tokenizer is None:
-            raise InputError("validation names held-out text: pass the tokenizer as processing_class.")
-        trained = list(self.packed.tokens) if self.packed is not None else list(History.of(model.config).languages)
-        path = Path(str(self.args.output_dir)) / VALIDATION
-        self.add_callback(ValidationCallback(validation, tokenizer, path, config.block_size, trained, model.config))
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         if self.mix is None:
             return super()._get_train_sampler(train_dataset)
@@ -178,17 +168,15 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
         return result
 
 
-def _by_language(
-    data: Dataset, old: Sequence[str], new: Sequence[str], is_encoder_decoder: bool = False
-) -> Mapping[str, Dataset]:
-    """The texts of each language of a data set; for an encoder-decoder, its sentence pairs."""
-    column = "translation" if is_encoder_decoder else "text"
+def _by_language(data: Dataset, old: Sequence[str], new: Sequence[str], pairs: bool) -> Mapping[str, Dataset]:
+    """The texts of each language of a data set; with `pairs`, for an encoder-decoder, its sentence pairs."""
+    column = "translation" if pairs else "text"
     if column not in data.column_names:
         raise InputError(
             f"train_dataset has no column `{column}`: "
             + (
                 "an encoder-decoder learns from sentences by language, such as {'en': 'A word.', 'el': 'Μία λέξη.'}."
-                if is_encoder_decoder
+                if pairs
                 else "a decoder learns from text; `LanguageText` makes text of translations."
             )
         )

@@ -92,7 +92,7 @@ class AnalyzeDeviation(RunStep):
                 size += len(text.encode()) + 1
                 if size >= needed:
                     break
-            if size < needed:
+            else:
                 raise InputError(
                     f"Language {code!r} has {size:,} bytes of text, but the deviation analysis reads {needed:,} tokens "
                     "(steps x batch_size x block_size): give more text, or smaller `deviation: {steps: ..., "

@@ -30,11 +30,10 @@ class Evaluate(Step):
     name = "evaluate"
 
     recipe: Recipe
-    root: Path
     models: dict[str, str]
 
     def __post_init__(self) -> None:
-        self.output = self.root / "evaluation.json"
+        self.output = Path(self.recipe.output) / "evaluation.json"
 
     def inputs(self) -> dict[str, Any]:
         questions = {"questions": contents(files)} if (files := self._files()) else {}
@@ -46,8 +45,7 @@ class Evaluate(Step):
 
     def _unmeasured(self) -> list[str]:
         """The recipe's languages without held-out text."""
-        sources = {**self.recipe.training_sources, **self.recipe.written_sources}
-        return [code for code in sources if code not in {*self.recipe.test, UNDETERMINED}]
+        return [code for code in self.recipe.training_sources if code not in {*self.recipe.test, UNDETERMINED}]
 
     def _files(self) -> dict[str, LanguageText]:
         """The files with questions of the chat check."""

@@ -13,27 +13,19 @@ from .stage import StageStep
 class GatesStep(StageStep):
     """Writes the checkpoint with gates that send home what they do not recognise."""
 
-    @property
-    def _classes(self) -> dict[str, int]:
-        """The class of each language of the recipe so far; several rounds are several classes."""
-        recipe = self.run.recipe
-        classes = dict.fromkeys(recipe.old_languages, 0)
-        for number, expansion in enumerate(recipe.all_expansions[: self.run.number], start=1):
-            classes |= dict.fromkeys(expansion.new, number)
-        return classes
-
     def inputs(self) -> dict[str, Any]:
         anchors = contents(self.run.recipe.anchor_sources)
         return {**super().inputs(), "texts": contents(self._texts()), "anchors": anchors}
 
     def check(self, checks: Checks) -> None:
-        share = 100 * self.settings.unseen_share
+        recipe, share = self.run.recipe, 100 * self.settings.unseen_share
         checks.lines.append(f"gates: at most {share:g} % of an unseen language's tokens go to new experts")
         super().check(checks)
-        if checks.config is not None and not self.run.recipe.joins:
+        if checks.config is not None and not recipe.joins:
+            rounds = [recipe.old_languages, *(expansion.new for expansion in recipe.all_expansions[: self.run.number])]
+            classes = {code: number for number, codes in enumerate(rounds) for code in codes}
             with errors_at(self.stage.key):
-                anchors = self.run.recipe.anchor_sources or None
-                check_languages(self._classes, self._texts(), anchors)  # type: ignore[arg-type]
+                check_languages(classes, self._texts(), recipe.anchor_sources or None)  # type: ignore[arg-type]
 
     def work(self) -> StepResult:
         recipe = self.run.recipe

@@ -1,6 +1,7 @@
 """The step that joins language packs, in place of a plan, an expansion and stage 1."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,12 @@ from ..stages.base import languages_of
 from .base import Checks, RunStep, StepResult
 
 
+@dataclass
 class JoinPacks(RunStep):
     """Writes the model that joins the packs."""
 
     title, writes = "join", "joined"
-
-    @property
-    def _settings(self) -> JoinSettings:
-        settings = self.run.recipe.join
-        assert settings is not None
-        return settings
+    settings: JoinSettings
 
     @property
     def _given(self) -> list[str]:
@@ -40,13 +37,13 @@ class JoinPacks(RunStep):
         return [*self.run.old, *self.run.new]
 
     def inputs(self) -> dict[str, Any]:
-        folders = [resolve_checkpoint(pack_and_name(pack)[0]) for pack in self._settings.packs]
-        inputs = {"join": self._settings.model_dump(), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
-        return inputs | ({"texts": self.run.contents(self._given)} if self._settings.calibrate else {})
+        folders = [resolve_checkpoint(pack_and_name(pack)[0]) for pack in self.settings.packs]
+        inputs = {"join": self.settings.model_dump(), "packs": [CheckpointReader(it).fingerprint() for it in folders]}
+        return inputs | ({"texts": self.run.contents(self._given)} if self.settings.calibrate else {})
 
     def check(self, checks: Checks) -> None:
         """Checks all but the bytes of the packs' bases, which `work` compares."""
-        settings = self._settings
+        settings = self.settings
         with errors_at("join"):
             check_shard_size(settings.max_shard_size)
         if checks.offline and (checks.config is None or not all(map(_is_whole_folder, settings.packs))):
@@ -59,8 +56,7 @@ class JoinPacks(RunStep):
         config = joined_config(packs)
         self._check_text(packs, config, checks.offline)
         checks.network = network_of(config)
-        size = checks.checkpoint_bytes
-        checks.written.append(StepOutput(self.output, size))
+        checks.written.append(StepOutput(self.output, checks.checkpoint_bytes))
         checks.lines.append(f"join: {_in_words([pack.name for pack in packs], config.num_experts_per_layer)}")
 
     def _check_base(self, pack: Pack, contents: bool) -> None:
@@ -85,26 +81,26 @@ class JoinPacks(RunStep):
         reviewed = self.run.expansion.has("review")
         if reviewed and (missing := [code for code in (*old, *new) if code not in self._given]):
             raise InputError(f"review: {', '.join(missing)}: needs text of every language of the packs; give some.")
-        if not self._settings.calibrate:
+        if not self.settings.calibrate:
             return
         with errors_at("join.calibrate"):
             check_decoder(config, self.run.recipe.base, OF_CALIBRATION)
         with errors_at("join"):
-            check_calibrated(self._given, History.of(config), self._settings.tokens)
+            check_calibrated(self._given, History.of(config), self.settings.tokens)
         tokenizer = None if offline else load_tokenizer(packs[0].stored.folder, packs[0].name)
         for code in self._given:
             source = self.run.sources[code]
             if isinstance(source, SelfWrittenText):
-                if source.tokens_to_come < self._settings.tokens:
+                if source.tokens_to_come < self.settings.tokens:
                     raise InputError(
-                        f"join.tokens is {self._settings.tokens:,}, but the base writes at most "
+                        f"join.tokens is {self.settings.tokens:,}, but the base writes at most "
                         f"{source.tokens_to_come:,} tokens: raise self_written.documents, or lower it."
                     )
             elif tokenizer is not None and source.files():
-                first_tokens(code, source.documents(), tokenizer, self._settings.tokens)
+                first_tokens(code, source.documents(), tokenizer, self.settings.tokens)
 
     def work(self) -> StepResult:
-        settings, recipe = self._settings, self.run.recipe
+        settings, recipe = self.settings, self.run.recipe
         options: dict[str, Any] = {
             "keep_both": settings.keep_both, "max_shard_size": settings.max_shard_size, "overwrite": True
         }  # fmt: skip

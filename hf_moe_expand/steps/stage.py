@@ -172,8 +172,7 @@ class TrainStep(StageStep):
     def _working(self, checks: Checks) -> int:
         config = self._costs(checks)
         total, trained = config.saved_parameters(checks.network)
-        each = training_checkpoint(total, trained, config)
-        return saved_at_once(config) * each
+        return saved_at_once(config) * training_checkpoint(total, trained, config)
 
     def _check_documents(self, checks: Checks) -> None:
         """Refuses local text with fewer documents than the review needs, before stage 1 trains for days; says how many
@@ -183,7 +182,6 @@ class TrainStep(StageStep):
         each = review.new_per_old or NEW_PER_OLD
         wanted |= dict.fromkeys(new, max(1, round(review.old_documents * each)))
         available = {code: _count(self.run.sources[code], count) for code, count in wanted.items()}
-        limits = (review.old_documents, each, review.fewer_documents)
         written = checks.recipe.self_written
         if written is not None and written.documents < review.old_documents and not review.fewer_documents:
             raise InputError(
@@ -191,7 +189,7 @@ class TrainStep(StageStep):
                 f"{review.old_documents} documents of each old language (old_documents): raise the one or lower the "
                 "other."
             )
-        taken = review_documents(available, old, new, *limits)
+        taken = review_documents(available, old, new, review.old_documents, each, review.fewer_documents)
         if taken != wanted:
             counts = ", ".join(f"{count:,} of {wanted[code]:,} in {code}" for code, count in taken.items())
             checks.lines.append(f"{self.name}: fewer documents than asked for: {counts}")

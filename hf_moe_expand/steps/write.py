@@ -49,14 +49,12 @@ class WriteOldText(Step):
         )
 
     def work(self) -> StepResult:
-        recipe, samples = self.recipe, self.chosen.samples(self.recipe.seed)
-        return self._done(*write_texts(recipe.base, recipe.revision, samples, self.output))
+        recipe = self.recipe
+        write_texts(recipe.base, recipe.revision, self.chosen.samples(recipe.seed), self.output)
+        return self.finish()
 
     def finish(self) -> StepResult:
         with open(self.output, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
-        return self._done(len(rows), sum(len(row["text"].split()) for row in rows))
-
-    def _done(self, documents: int, words: int) -> StepResult:
-        languages = ", ".join(self.recipe.written_sources)
-        return StepResult(f"{documents:,} documents ({languages}) and {words:,} words, written by the base")
+        languages, words = ", ".join(self.recipe.written_sources), sum(len(row["text"].split()) for row in rows)
+        return StepResult(f"{len(rows):,} documents ({languages}) and {words:,} words, written by the base")
