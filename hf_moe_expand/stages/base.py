@@ -93,9 +93,8 @@ class TrainingStage(StageConfig, Stage):
 
     def check(self, facts: StageFacts) -> None:
         """Refuses settings that contradict the text, the model or each other, as far as they are known."""
-        if (
-            self.label_smoothing_factor and facts.is_encoder_decoder is False
-        ):  # Trainer smooths a decoder's unshifted labels
+        # Of a decoder, Trainer would smooth the unshifted labels.
+        if self.label_smoothing_factor and facts.is_encoder_decoder is False:
             raise InputError(
                 f"{facts.key_of('training')}: label_smoothing_factor is not supported for decoders; set it to 0."
             )
