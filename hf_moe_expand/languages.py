@@ -54,7 +54,7 @@ def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
 
 def _checked(code: Any) -> str:
     if isinstance(code, bool):
-        raise InputError("put language codes in quotes: YAML reads `no` as false.")
+        raise InputError(f"put language codes in quotes: {str(code).lower()} is no text.")
     return check_language_code(code)
 
 
