@@ -67,7 +67,7 @@ def test_growing_and_shrinking(base, saved, tmp_path):
 
 def pack_of(folder, base, plan, seed, **arguments):
     """An expanded checkpoint whose new experts and routers are no one else's."""
-    expand_checkpoint(base, folder, plan, seed=seed, **arguments)
+    assert expand_checkpoint(base, folder, plan, seed=seed, **arguments).left_out == []
     model = moved(load(folder))
     with torch.no_grad():
         for ffn in model.expanded_ffns().values():

@@ -5,15 +5,20 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 import typer
 import yaml
 from conftest import invoke, save_dense, tiny_config, write_texts
+from pydantic import Field
+from typer.testing import CliRunner
 
 import hf_moe_expand
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint
+from hf_moe_expand.cli.options import with_settings
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.schema import Count, Declared
 from hf_moe_expand.settings import GateSettings
 
 README = Path(__file__).parents[1] / "README.md"
@@ -298,6 +303,35 @@ def test_inspect_imports_neither_plots_nor_trl(tmp_path):
     code, error, imported = heavy_imports("inspect", tmp_path / "moe")
     assert code == 0, error
     assert imported & {"trl", "matplotlib"} == set()
+
+
+class Sized(Declared):
+    """Settings of a verb that is made up."""
+
+    size: Count = Field(3, description="size of it")
+    word: Literal["a", "b"] = Field("a", description="a word.")
+    hidden: bool = Field(False, description="not for the command line")
+
+
+def test_the_options_of_a_verb_follow_from_its_settings():
+    app, given = typer.Typer(), []
+
+    @app.command()
+    @with_settings("hidden", size=5, hidden=True)
+    def verb(name: Annotated[str, typer.Argument()], settings: Sized, times: int = 1):
+        given.append((name, settings, times))
+
+    def run(*words):
+        return CliRunner().invoke(app, words)
+
+    assert run("x").exit_code == run("y", "--size", "7", "--word", "b", "--times", "2").exit_code == 0
+    assert given == [("x", Sized(size=5, hidden=True), 1), ("y", Sized(size=7, word="b", hidden=True), 2)]
+    assert str(run("x", "--size", "0").exception) == "size is 0: must be at least 1."
+    assert str(run("x", "--word", "c").exception) == "word is 'c': must be 'a' or 'b'."
+    assert run("x", "--hidden").exit_code == 2
+    shown = " ".join(run("--help").stdout.split())
+    assert "Size of it. [default: 5]" in shown
+    assert "A word. [default: a]" in shown
 
 
 def test_the_console_script_loads_expanded_checkpoints(tmp_path):

@@ -108,6 +108,14 @@ def test_an_index_that_lies_is_refused(tmp_path, where, message):
         CheckpointReader(folder)
 
 
+def test_the_same_bytes_in_another_shape_or_type_are_another_tensor(tmp_path):
+    ones = torch.ones(2, 2, dtype=torch.int32)
+    others = {"b": ones, "flat": ones.flatten(), "floats": ones.view(torch.float32)}
+    save_file({"a": ones} | {name: tensor.clone() for name, tensor in others.items()}, tmp_path / "model.safetensors")
+    stored = CheckpointReader(tmp_path).tensors
+    assert [name for name in sorted(stored) if stored["a"].same_bytes(stored[name])] == ["a", "b"]
+
+
 def test_links_of_the_hub_s_cache_are_followed(tmp_path):
     folder = tmp_path / "models--me--x" / "snapshots" / "abc"
     folder.mkdir(parents=True)

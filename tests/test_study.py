@@ -188,7 +188,7 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
     facts = [json.loads(path.read_text()) for path in (tmp_path / "out" / "steps").glob("dense-*.json")]
     assert {one["about"]["arguments"]["max_steps"] for one in facts} == {4, 8}
 
-    quick_study("report", "--json", str(tmp_path / "all.json"), "--figures", str(tmp_path), **LENGTHS)
+    quick_study("report", "--json", str(tmp_path / "all.json"), "--figures", str(tmp_path / "new"), **LENGTHS)
     parts = capsys.readouterr().out.strip().split("\n\n")
     assert [part for part in parts if part.startswith("#")] == ["### 256 tokens", "### 512 tokens"]
     names = list(LENGTHS["rows"])
@@ -207,7 +207,7 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
         assert set(tried) == {0.3, 0.7}
         assert one["weight"] == min(tried, key=tried.get)
         assert of["rows"]["source-shielded updates"]["seeds"][0]["trained"] < one["total"]
-    assert (tmp_path / "study_small_lengths.svg").read_text().count("LoRA, averaged") >= 1
+    assert (tmp_path / "new" / "study_small_lengths.svg").read_text().count("LoRA, averaged") >= 1
 
     # Elsewhere, the JSON is all there is; the rows are not made again.
     (tmp_path / "out").rename(tmp_path / "first")

@@ -142,7 +142,7 @@ def routers_changed(stored: StoredModel) -> bool:
     """Whether the routers or classifiers of a joined checkpoint are not those that the join made. Gates that were
     fitted are the join's own, which no pack knows."""
     gated = stored.config.gate_languages is not None
-    rows = joined_routing(packs_inside(stored), gated)
+    rows = joined_routing(packs_inside(stored))
     for key, place in stored.places.items():
         if place.inner in ROUTING[: 1 if gated else None]:
             today, made = stored.tensor(key), rows.get((place.layer, place.inner))
@@ -169,7 +169,7 @@ def write_joined(
         gates: fitted gates in place of the packs' classifiers.
     """
     config = joined_config(packs, gates)
-    made = joined_routing(packs, gates is not None) if routing is None else {}
+    made = joined_routing(packs) if routing is None else {}
     made |= gates.rows if gates is not None else {}
     routing = (routing or {}) | {place: rows.to(_router_type(packs, place[0])) for place, rows in made.items()}
     outputs = _outputs(packs, config, routing)

@@ -339,18 +339,16 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
     return torch.cat(rows)
 
 
-def joined_routing(packs: Sequence[Pack], gated: bool) -> Rows:
+def joined_routing(packs: Sequence[Pack]) -> Rows:
     """The joined routers of all layers that a pack expands and the joined classifiers of those where a pack has one,
-    float32; no classifiers if fitted gates take their place (`gated`)."""
+    float32."""
     hidden, rows = packs[0].config.hidden_size, {}
     for place in dict.fromkeys(place for pack in packs for place in pack.routing):
         layer, inner = place
         if inner == ROUTING[0]:
             sizes = [(pack.config.num_experts_per_layer[layer] - 1, pack.scale) for pack in packs]
-        elif inner == ROUTING[1] and not gated:
-            sizes = [(pack.expansions, 1.0) for pack in packs]
         else:
-            continue
+            sizes = [(pack.expansions, 1.0) for pack in packs]
         parts = [(pack.routing.get(place), *size) for pack, size in zip(packs, sizes, strict=True)]
         rows[place] = joined_rows(parts, hidden)
     return rows
