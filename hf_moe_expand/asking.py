@@ -156,8 +156,7 @@ def ask(
         By each model's name in results, its answers in the order of the questions.
 
     Raises:
-        InputError: a model cannot be loaded or asked; two have the same name; or the numbers of questions and languages
-            differ.
+        InputError: a model cannot be loaded or asked; two share a name; or questions and languages differ in number.
     """
     how = how or Answering()
     named: list[str | None] = (

@@ -54,8 +54,7 @@ def make_card(
         evaluation: evaluation.json; the card shows this model's scores beside those of its first model.
         evaluated_as: the name of this model in `evaluation`; its folder's name or `repo_id` by default.
         license: license of the card; by default the base model's license, if its card names one.
-        base: hub id of the base, if config.json knows it only as a local folder; it is compared with the checkpoint
-            (`base_on_hub`).
+        base: hub id of the base, if config.json knows it only as a local folder (see `base_on_hub`).
         expansion_only: whether the card is for a repository that holds only the added tensors.
 
     Raises:
@@ -185,8 +184,7 @@ def _table(table: tuple[list[str], list[list[str]]], words: int = 1) -> Markup:
 
 
 def _method(config: Any, history: History) -> type[PlanSettings]:
-    """The method whose template and tag the card uses: LayerMoE if expansions differ in method, and for a plan of the
-    user's own."""
+    """The method of the card's template and tag: LayerMoE where expansions differ in it, and for a user's own plan."""
     if config.model_type == "dmoe":
         return METHODS["dmoe"]
     used = {METHODS.get(record.method) for record in history.expansions}

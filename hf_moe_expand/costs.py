@@ -117,8 +117,7 @@ def training_speed(half: bool = False) -> float:
 
 
 def tokens_at_hand(source: LanguageText, tokenizer: Any) -> int | None:
-    """About how many tokens a language's local text has, from the first megabyte of each file; None for text on the hub
-    and for parquet files."""
+    """About how many tokens a language's text has, by each file's first megabyte; None on the hub and for parquet."""
     files = source.files()
     if not files or any(file.suffix not in (".jsonl", ".txt") for file in files):
         return None

@@ -71,8 +71,7 @@ def sharding(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_deepspeed(trainer: Any, config: Any) -> None:
-    """Refuses, before the first step, a DeepSpeed configuration that prevents gathering whole weights, or would round
-    frozen tensors."""
+    """Refuses a DeepSpeed configuration that prevents gathering whole weights, or would round frozen tensors."""
     if not trainer.is_deepspeed_enabled:
         return
     settings = trainer.accelerator.state.deepspeed_plugin.hf_ds_config

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from math import inf
 from typing import Any
 
@@ -13,8 +12,7 @@ from .checkpoint.source import load_base_config, resolve_checkpoint
 from .checkpoint.stored import network_of
 from .costs import activation_bytes, size_of, training_flops, weights_bytes
 from .errors import InputError
-from .inspection import Inspection, inspect_config, separability_line
-from .memory import gigabytes
+from .inspection import Inspection, inspect_config
 from .planning.plan import Plan
 from .settings import LORA_ALPHA, LORA_RANK
 from .stages import stages_for
@@ -72,38 +70,11 @@ class Forecast:
         for name, number in (("tokens", tokens), ("tflops", tflops)):
             if number is not None and not 0 < number < inf:
                 raise InputError(f"{name} is {number:g}: must be above 0, and finite.")
-        lines = [*takewhile(lambda line: not line.startswith("active"), self.model.lines())]
-        if self.separability:
-            lines.insert(2, f"separability        {separability_line(self.separability)}")
-        total = self.model.total
-        lines.append(f"checkpoint          {gigabytes(2 * total)} in bfloat16, {gigabytes(4 * total)} in float32")
-        lines.append(f"active for a token  {self.model.active:,}")
-        lines.append("")
-        hours = " hours" if tokens and tflops else ""
-        lines.append(f"{'stage':<30}{'trains':>16}{'memory':>12}{'activations':>13}{'GFLOP/token':>14}{hours:>10}")
-        for stage in self.stages:
-            on_top = "-" if stage.activations is None else gigabytes(stage.activations)
-            line = f"{stage.name:<30}{stage.trained:>16,}{gigabytes(stage.memory):>12}{on_top:>13}"
-            line += f"{stage.flops / 1e9:>14.2f}"
-            if tokens and tflops:
-                line += f"{stage.flops * tokens / (tflops * 1e12) / 3600:>10,.1f}"
-            lines.append(line)
-        lines.append(f"{'the process itself':<30}{'':>16}{gigabytes(PROCESS):>12}")
-        lines.append("")
-        lines.append(
-            "memory: float32 weights, gradients and AdamW on one device; sharding (FSDP, ZeRO-3) divides it; each "
-            "process takes its own part of the host's memory besides"
-        )
-        lines.append(
-            f"activations: about, with the logits, for {AT_ONCE:,} tokens at once in float32 (8 blocks of 1,024); bf16 "
-            f"and {CHECKPOINTING} make the layers' share smaller, fewer blocks at once all of it"
-        )
-        if hours:
-            lines.append(
-                f"hours: of one device at {tflops:g} TFLOP/s, if the stage trains on {tokens:,.0f} tokens"
-                + ("" if not any(stage.name == "review" for stage in self.stages) else "; a review needs few tokens")
-            )
-        return lines
+        hours = tokens / (tflops * 1e12) / 3600 if tokens and tflops else None  # for an operation of each token
+        return self.model.rendered(
+            "forecast.txt", stages=self.stages, separability=self.separability, hours=hours, tokens=tokens,
+            tflops=tflops, process=PROCESS, at_once=AT_ONCE, checkpointing=CHECKPOINTING,
+        ).splitlines()  # fmt: skip
 
 
 def forecast(
@@ -116,8 +87,7 @@ def forecast(
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
 ) -> Forecast:
-    """Forecasts the costs of `plan` on `base`, with experts of a kind (see `expand_checkpoint`); reads only the base's
-    configuration.
+    """Forecasts the costs of `plan` on `base`, with experts as `expand_checkpoint` makes them; reads config.json alone.
 
     Raises:
         InputError: the base cannot be expanded, or the plan is for another model or grows an expanded one.

@@ -95,8 +95,7 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
         include: further files of the folder to publish, relative to it.
 
     Raises:
-        InputError: the folder holds files that belong to no checkpoint and are not in `include`, or lacks files of
-            `include`.
+        InputError: the folder holds files of no checkpoint that `include` does not name, or lacks files of `include`.
     """
     reader = CheckpointReader(folder)
     names = [file.name for file in reader.files] + ["config.json", *_code(folder)]

@@ -16,8 +16,10 @@ from .costs import idle_in_mixture, size_of
 from .languages import TEMPLATE, in_words
 from .layer_names import counts_in_words
 from .layer_names import in_words as layers_in_words
+from .memory import gigabytes
 from .modeling import count_layers, decoder_ffns, stack_sizes
 from .records import ExpansionRecord, History, StageRecord
+from .rendering import render
 from .scratch import leftovers
 from .stages import training_stages
 from .trainers.freezing import freeze
@@ -86,68 +88,32 @@ class Inspection:
     encoder_layers: int = 0
     unpacked: Sequence[str] = ()
 
-    def _of_gates(self) -> list[str]:
-        """The languages that fitted gates know, and what they let pass."""
-        if self.gate_languages is None:
-            return []
-        home, *new = self.gate_languages
-        codes = ", ".join(code for of_class in new for code in of_class)
-        summary = f"{len(home) - (TEMPLATE in home)} languages stay home, as does what no gate knows; new: {codes}"
-        lines = [f"fitted gates        {summary}"]
-        fitted = next((s for e in self.expansions for s in reversed(e.stages) if s.stage == "gates"), None)
-        if fitted is not None and fitted.settings:
-            shares = {code: of["0"] for code, of in fitted.settings["shares"].items()} | fitted.settings["home"]
-            taken = ", ".join(f"{code} {100 * share:.0f} %" for code, share in shares.items())
-            lines.append(f"  to new experts     {taken} of the tokens")
-        return lines
-
-    @property
-    def _mixtures_in_words(self) -> str:
-        names = layers_in_words(self.mixtures, self.encoder_layers)
-        words = "all layers" if len(self.mixtures) == len(self.layers) else f"layers {names}"
-        left = [layer for layer in self.mixtures if self.layers[layer][0] == 1]
-        if left == list(self.mixtures):
-            return f"{words}, not expanded"
-        return f"{words}; not expanded: {layers_in_words(left, self.encoder_layers)}" if left else words
-
     def lines(self) -> list[str]:
         """The report, line by line."""
-        counts = [experts for experts, _, _ in self.layers]
-        classifiers = [index for index, (_, has_classifier, _) in enumerate(self.layers) if has_classifier]
-        encoder = self.encoder_layers
-        stacks = f"{encoder} encoder and {len(counts) - encoder} decoder" if encoder else len(counts)
-        lines = [
-            f"backbone            {self.backbone}, {stacks} layers",
-            f"experts per layer   {counts_in_words(counts, encoder)} (total {sum(counts)}, top-{self.top_k})",
-            *([f"new experts         {self.experts}"] if self.experts else []),
-            *(f"{f'pack {number}':<20}{pack.line()}" for number, pack in enumerate(self.packs, start=1)),
-            *([f"mixtures before     {self._mixtures_in_words}"] if self.mixtures else []),
-            f"{'gate layers' if self.prefix_gate else 'classifier layers':<20}"
-            f"{layers_in_words(classifiers, encoder) or 'none'}",
-            *([f"prefix gates        {_gate_in_words(self.prefix_gate)}"] if self.prefix_gate else []),
-            *(self._of_gates()),
-            *([f"base's weights      unpacked from GGUF: {', '.join(self.unpacked)}"] if self.unpacked else []),
-            f"parameters          {self.total:,} ({self.total / self.base:.2f} x the base model's {self.base:,})",
-            f"active for a token  {self.active:,}",
-        ]
-        for stage, count in self.trainable.items():
-            lines.append(f"trained in {stage:<14}   {count:,} ({100 * count / self.total:.2f} %)")
-        brought = {code for expansion in self.expansions if expansion.pack for code in expansion.new_languages}
-        for number, expansion in enumerate(self.expansions, start=1):
-            # A pack was made apart: the other packs' languages were none of its old ones.
-            own_old = [code for code in expansion.old_languages if not expansion.pack or code not in brought]
-            old, new = (", ".join(in_words(codes)) or "-" for codes in (own_old, expansion.new_languages))
-            pack = f"pack {expansion.pack}: " if expansion.pack else ""
-            lines.append(
-                f"expansion {number}         {pack}{expansion.method} on {expansion.base_model}: old {old}; new {new}"
-            )
-            if expansion.separability:
-                lines.append(f"  separability by layer {separability_line(expansion.separability)}")
-            own = len(expansion.stages) - (self.after_join if number == len(self.expansions) else 0)
-            lines += [f"  {_in_words(stage)}" for stage in expansion.stages[:own]]
-            if later := expansion.stages[own:]:
-                lines += ["joined model", *(f"  {_in_words(stage)}" for stage in later)]
-        return lines + [f"left over           {sentence}" for sentence in self.leftovers]
+        return self.rendered("inspection.txt").splitlines()
+
+    def rendered(self, template: str, **further: Any) -> str:
+        """A template of this model's facts and of `further` ones."""
+        experts, encoder = [experts for experts, _, _ in self.layers], self.encoder_layers
+        stages = [stage for expansion in self.expansions for stage in reversed(expansion.stages)]
+        fitted = next((stage.settings for stage in stages if stage.stage == "gates"), None) or {}
+        shares = {code: of["0"] for code, of in fitted.get("shares", {}).items()} | fitted.get("home", {})
+        facts = {
+            "model": self, "experts": experts, "counts": counts_in_words(experts, encoder),
+            "stacks": f"{encoder} encoder and {len(experts) - encoder} decoder" if encoder else len(experts),
+            "dense": [layer for layer, count in enumerate(experts) if count == 1],
+            "classifiers": [layer for layer, (_, has_classifier, _) in enumerate(self.layers) if has_classifier],
+            "home": sum(code != TEMPLATE for code in (self.gate_languages or [[]])[0]),
+            "passing": ", ".join(f"{code} {100 * share:.0f} %" for code, share in shares.items()),
+            "brought": {code for record in self.expansions if record.pack for code in record.new_languages},
+            "separability": None, **further,
+        }  # fmt: skip
+        filters = {
+            "layers": lambda layers: layers_in_words(layers, encoder), "stage": _in_words, "count": "{:,}".format,
+            "languages": lambda codes: ", ".join(in_words(codes)), "size": gigabytes,
+            "accuracies": lambda values: " ".join(f"{value:.2f}" for value in values),
+        }  # fmt: skip
+        return render(template, facts, filters)
 
 
 def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) -> Inspection:
@@ -203,19 +169,6 @@ def _packs(config: Any) -> list[InspectedPack]:
         codes = list(dict.fromkeys(code for record in own for code in record.new_languages))
         packs.append(InspectedPack(own[0].pack or "", codes, size, kind.words, own[0].router_scale or 1.0))
     return packs
-
-
-def _gate_in_words(gate: dict[str, Any]) -> str:
-    reach = "for the later layers too" if gate.get("reach") == "later" else "for their own layers"
-    return (
-        f"they judge the text so far, {reach}: decay {gate['decay']:g} a token, evidence of a token at most "
-        f"{gate['bound']:g} nats"
-    )
-
-
-def separability_line(values: Sequence[float]) -> str:
-    """Balanced accuracy of each layer in telling old text from new, layer 0 first."""
-    return " ".join(f"{value:.2f}" for value in values)
 
 
 def _in_words(stage: StageRecord) -> str:

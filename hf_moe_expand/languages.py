@@ -23,8 +23,10 @@ def is_language_code(code: str) -> bool:
         return False
 
 
-def check_language_code(code: str) -> str:
+def check_language_code(code: Any) -> str:
     """Returns the code; refuses what is no language code."""
+    if isinstance(code, bool):  # YAML's `no`
+        raise InputError(f"put language codes in quotes: {str(code).lower()} is no text.")
     if not isinstance(code, str) or not is_language_code(code):
         raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue.")
     return code
@@ -52,11 +54,5 @@ def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
             raise InputError(f"{', '.join(twice)}: given twice among the {kind} languages; name each language once.")
 
 
-def _checked(code: Any) -> str:
-    if isinstance(code, bool):
-        raise InputError(f"put language codes in quotes: {str(code).lower()} is no text.")
-    return check_language_code(code)
-
-
 # The type of a language code in settings classes.
-LanguageCode = Annotated[str, BeforeValidator(_checked)]
+LanguageCode = Annotated[str, BeforeValidator(check_language_code)]

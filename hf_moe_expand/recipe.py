@@ -80,8 +80,7 @@ class _Expansion(Declared):
         return any(stage.key == key for stage, _ in self.stages())
 
     def analyzed_languages(self, old: Iterable[str], further: bool) -> list[str]:
-        """The languages of which the analysis reads text: for the similarity or, in a further expansion, for the
-        nearest experts."""
+        """The languages of the analysis: for the similarity or, in a further expansion, for the nearest experts."""
         if self.needs == "similarity":
             return [*old, *self.new]
         return list(self.new) if further and self.expand.copy_from == "nearest" else []
@@ -176,8 +175,7 @@ class Recipe(Expansion):
         return self.join is not None
 
     def _check_old(self) -> None:
-        """Refuses a recipe that needs text of the base's languages and has none, and self-written text that no step
-        reads."""
+        """Refuses a recipe that needs old text and has none, and self-written text that no step reads."""
         first = self.all_expansions[0]
         if self.self_written is not None and first.family == "dmoe":
             raise InputError(

@@ -21,8 +21,7 @@ def unset_variable(text: str) -> str | None:
 
 
 def filled_in(source: Any, unset_ok: bool = False) -> str:
-    """A path or source with the values of its variables; refuses what is no text and, unless `unset_ok`, variables that
-    are not set."""
+    """A path or source, its variables filled in; refuses what is no text and, unless `unset_ok`, unset variables."""
     if not isinstance(source, str):
         raise InputError(f"{source!r} is not a file, a folder or hub:NAME.")
     if not unset_ok and (unset := unset_variable(source)):

@@ -88,8 +88,7 @@ class ExpansionRecord(_Record):
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         gate_languages: the languages that fitted gates tell apart, by class.
         seed: random seed of routers and random experts.
-        expert_init: how a first expansion's experts started: `copy`, `random` or `branches`; added experts: `neurons`
-            or `random neurons`.
+        expert_init: how new experts started: `copy`, `random`, `branches`; added ones: `neurons`, `random neurons`.
         branches: models that became the experts (Branch-Train-Mix).
         copied_expert: the expert that a DMoE adaptation copied in every layer.
         copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).
@@ -204,8 +203,7 @@ class History:
 
 
 def add_stage(config: Any, record: StageRecord) -> None:
-    """Adds a step to a configuration's history: to the last expansion of an expanded model, to the field `history` of
-    a dense one."""
+    """Adds a step to the last expansion of an expanded model's configuration, or to `history` of a dense one's."""
     history = History.of(config)
     if len(history):
         history.with_stage(record).write(config)

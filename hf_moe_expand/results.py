@@ -145,8 +145,7 @@ class SeparabilityResult(Result):
         token: by layer, accuracy on one token.
         running: for each length n in tokens (text in JSON), by layer, the accuracy of the sum of the log-odds of n
             successive tokens; lengths ascend.
-        by_language: for each language, by layer, the share of its stretches of the longest length that are called
-            right.
+        by_language: for each language, by layer, the share of its longest stretches that are called right.
     """
 
     kind = "a separability analysis"
@@ -289,8 +288,7 @@ class RoutingResult(Result):
         return [language for language, number in self.classes.items() if (number == 0) == old]
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """A table: header, and one row for each layer, with means over the base model's languages (old) and the added
-        ones (new)."""
+        """A table: header, and one row for each layer, with means over the base's languages and the added ones."""
         columns: list[tuple[str, Mapping[str, Sequence[Any]], int]] = [
             ("expert 0", self.expert_0_score, 3),
             ("classifier", self.classifier_accuracy, 3),

@@ -56,8 +56,7 @@ _BOUNDS = {
 
 
 class _Checked(ModelMetaclass):
-    """Lets the constructor of a model take positions, in the order of its fields, and raise InputError, as `read`
-    does."""
+    """Lets a model's constructor take positions, in the order of its fields, and raise InputError, as `read` does."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         names = list(keys_of(cls))

@@ -1,5 +1,4 @@
-"""Text that a base model writes itself: what review reads as old text where none of what the base was trained on is at
-hand."""
+"""Text that a base model writes itself, which review reads as old text where the base's own is not at hand."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,6 @@
 """Losses, freezing and the Trainer subclasses that carry them.
 
-`__init__.pyi` lists the names. They are imported on first use: freezing alone needs no Trainer, whose import takes
-seconds.
+`__init__.pyi` lists the names, which are imported on first use: freezing alone needs no Trainer, which takes seconds.
 """
 
 import lazy_loader

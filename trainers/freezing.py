@@ -20,8 +20,7 @@ class Trained:
 
     Attributes:
         everything: all parameters.
-        experts: `new`, the experts of the last expansion, or of all packs of a joined model; `last`, only the last
-            expert; or `none`.
+        experts: `new`, of the last expansion, or of all packs of a joined model; `last`, the last alone; or `none`.
         routers: routers and the gates of conditional routing.
         classifiers: routing classifiers, but for gates that were fitted.
         gates: those gates too.

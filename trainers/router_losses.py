@@ -35,8 +35,7 @@ class RouterLossMixin(TrainerBase):
     Args:
         router_losses: `L = L_NTP + sum of coef * loss`, such as `[BalanceLoss(0.01), LanguagePriorLoss(0.1)]`. By
             default balance, language-prior and budget loss are logged and none is added.
-        language_classes: the class of each language id: 0 for an old language, 1 for a new one; with the group loss,
-            its language group.
+        language_classes: the class of each language id: 0, old; 1, new; with the group loss, its language group.
 
     Raises:
         InputError: `router_losses` is not a list of losses, or two losses log the same metric.

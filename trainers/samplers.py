@@ -1,5 +1,4 @@
-"""The order of training rows: languages scheduled by a curriculum or weighted by a temperature, or batches of one
-language group each."""
+"""The order of training rows: by a curriculum or a temperature, or in batches of one language group each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

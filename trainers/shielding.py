@@ -30,8 +30,7 @@ def shielded_parameters(model: Any, share: float) -> int:
 
 @torch.no_grad()
 def column_importance(model: Any, batches: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The importance of each layer's columns to a text: the norm of a column, times the norm of its input over all
-    tokens of the text.
+    """The importance of each layer's columns to a text: the norm of a column, times that of its input over all tokens.
 
     Args:
         batches: ids of the text, each `[batch, block]`.

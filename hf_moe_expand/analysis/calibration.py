@@ -77,8 +77,7 @@ def calibrate_join(
         tokens: tokens to read of each language.
 
     Raises:
-        InputError: the model joins no packs; a language is not one of its own, or has too little text; a pack has no
-            text in its languages.
+        InputError: the model joins no packs; a language is not one of its own; one, or a pack, has too little text.
     """
     if not joins_packs(model.config):
         raise InputError("The model joins no language packs, or was grown after the join: it has nothing to calibrate.")
@@ -153,8 +152,7 @@ def _bits(model: Any, streams: Mapping[str, TextStream]) -> dict[str, float]:
 
 
 def check_calibrated(languages: Iterable[str], history: History, tokens: int) -> None:
-    """Refuses text in other languages than those of a joined model's history, packs without any, and too few tokens of
-    each language."""
+    """Refuses text in languages that a joined model's history lacks, packs without any, and too few tokens of one."""
     languages, known = list(languages), history.languages
     new: dict[str, list[str]] = {}
     for record in history.expansions:

@@ -9,7 +9,6 @@ Shape suffixes: B rows of a batch, S tokens of a row, T tokens of a target, h hi
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,14 +59,10 @@ def progress(model: Any, languages: int, tokens: int) -> tqdm:
 @contextmanager
 def ffn_inputs(model: nn.Module, receive: Callable[[int, torch.Tensor], Any]) -> Iterator[None]:
     """Inside, every FFN, expanded or dense, passes its input to `receive(layer, hidden_states)`."""
-
-    def receive_first(layer: int, module: nn.Module, args: tuple) -> Any:
-        return receive(layer, args[0])
-
     with ExitStack() as hooks:
         for layer, ffn in enumerate(decoder_ffns(model)):
             module = model.get_submodule(ffn.place)
-            hooks.enter_context(module.register_forward_pre_hook(partial(receive_first, layer)))
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, args, layer=layer: receive(layer, args[0])))
         yield
 
 

@@ -47,8 +47,7 @@ class ExpertUse:
 
 
 class LargestCorrelation:
-    """Largest correlation over tokens of expert weights in two layers: `max_{i,j} cor(u_ti, u_tj)` (Elbayad et al.
-    Eq. 9)."""
+    """Largest correlation over tokens of expert weights in two layers, `max_{i,j} cor(u_ti, u_tj)` (Elbayad Eq. 9)."""
 
     def __init__(self, num_experts: int, num_next: int) -> None:
         both = num_experts + num_next

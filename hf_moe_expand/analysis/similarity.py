@@ -45,8 +45,7 @@ def measure_similarity(
     block_size: int = 1024,
     batch_size: int = 8,
 ) -> SimilarityResult:
-    """Measures the mean cosine of hidden states between languages, in every layer, at the FFN's input (LayerMoE
-    Eq. 8-9).
+    """Measures the mean cosine of languages' hidden states at the FFN's input of every layer (LayerMoE Eq. 8-9).
 
     Takes one forward pass over `tokens` tokens of each language, padding excluded; the model may be dense or expanded.
     An encoder-decoder's encoder is measured on the language's sentences as sources, its decoder on them as targets.

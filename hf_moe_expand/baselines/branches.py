@@ -30,15 +30,13 @@ def expand_branches(
     Routers are drawn as `expand_checkpoint` draws them and still have to be trained (`train joint`).
 
     Args:
-        branches: dense checkpoints fine-tuned separately from one base, one for each language group of the plan, in
-            that order.
+        branches: dense checkpoints fine-tuned separately from one base, one for each of the plan's groups, in order.
         out: folder to write.
         plan: a dmoe plan.
         seed: random seed of the routers.
 
     Raises:
-        InputError: the plan has no groups, the number of branches is not that of the groups, or the branches differ in
-            shape.
+        InputError: the plan has no groups, or another number of them than of branches; or the branches' shapes differ.
     """
     if not plan.groups:
         raise InputError(f"The plan is a {plan.method} plan; branches become the experts of a dmoe plan's groups.")

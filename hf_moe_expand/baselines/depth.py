@@ -29,8 +29,7 @@ def expand_depth(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> list[int]:
-    """Inserts copied blocks whose output projections (attention and FFN) are zero, so that the model's output does not
-    change.
+    """Inserts copied blocks whose output projections are zero, so that the model's output does not change.
 
     The layers are divided into `blocks` runs, whose lengths differ by at most one layer; each run is followed by a copy
     of its last layer. The result is an ordinary dense checkpoint; the field `new_layers` of its configuration lists the

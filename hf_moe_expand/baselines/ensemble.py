@@ -58,8 +58,7 @@ def evaluate_ensemble(
         top_m: number of models mixed at each target; 1 takes only the best one.
 
     Raises:
-        InputError: `top_m` exceeds the number of models, a model has another tokenizer, or a language has no text to
-            score.
+        InputError: `top_m` exceeds the models' number, a tokenizer differs, or a language has no text to score.
     """
     if not 1 <= top_m <= len(models):
         raise InputError(f"top_m is {top_m}; an ensemble of {len(models)} models mixes 1 to {len(models)} of them.")

@@ -66,11 +66,9 @@ def part_of(name: str) -> str:
 
 
 def compare_checkpoints(before: str | os.PathLike, after: str | os.PathLike) -> Comparison:
-    """Compares two checkpoints tensor by tensor, in pieces. Tensors of different types are identical if their values
-    are equal.
+    """Compares two checkpoints, tensor by tensor and in pieces. Types may differ: equal values are identical.
 
-    If the names in the files differ, tensors are matched by the models' own names (BLOOM's files may lack
-    `transformer.`).
+    If the names in the files differ (BLOOM's may lack `transformer.`), tensors are matched by the models' own names.
     """
     a, b = CheckpointReader(Path(before)), CheckpointReader(Path(after))
     ours, theirs = a.tensors, b.tensors

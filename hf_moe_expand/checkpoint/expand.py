@@ -1,5 +1,4 @@
-"""Expansion: a dense model's FFNs become experts; of a checkpoint, streamed, with one tensor in memory, or of a loaded
-model, in memory."""
+"""Expansion: a dense model's FFNs become experts, those of a checkpoint, streamed, or of a loaded model."""
 
 import copy
 import os
@@ -17,15 +16,7 @@ from transformers import initialization as init
 
 from .. import __version__
 from ..errors import InputError
-from ..modeling import (
-    DMoEConfig,
-    LayerMoEConfig,
-    auto_class,
-    decoder_ffns,
-    language_models,
-    model_class,
-    stack_sizes,
-)
+from ..modeling import DMoEConfig, LayerMoEConfig, auto_class, decoder_ffns, language_models, model_class, stack_sizes
 from ..modeling.expanded_config import ExpandedConfig, ExpertKind
 from ..modeling.prefix_gate import PrefixRule
 from ..planning.plan import Plan
@@ -140,8 +131,7 @@ def expand_model(
     expert_width: int | None = None,
     seed: int = 0,
 ) -> Any:
-    """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`, without
-    files.
+    """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`.
 
     All weights but new experts and routers share the dense model's memory: training one model changes the other. New
     weights are on the device and in the type of the layer's FFN. `save_pretrained`, with the tokenizer saved beside
@@ -402,8 +392,4 @@ def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
 
 def versions() -> dict[str, str]:
     """The versions of the software that writes a checkpoint."""
-    return {
-        "hf_moe_expand": __version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-    }
+    return {"hf_moe_expand": __version__, "transformers": transformers.__version__, "torch": torch.__version__}

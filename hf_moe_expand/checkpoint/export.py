@@ -151,8 +151,7 @@ def export_native(
         The architecture's name.
 
     Raises:
-        InputError: no architecture of transformers computes the same, or an expanded layer lacks the expert; the
-            message says why.
+        InputError: no architecture of transformers computes the same, or an expanded layer lacks the expert.
     """
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)

@@ -256,8 +256,7 @@ def dense_names(target: StoredModel) -> dict[str, str | None]:
 
 
 def _new_rows(base: StoredModel, instruct: StoredModel, keep_tokenizer: bool) -> int:
-    """The number of tokens that only instruct has, after checking that it is a fine-tune of base with all that is taken
-    from it."""
+    """The number of tokens that only instruct has, after checking that it is a fine-tune of base."""
     _check_same_architecture(base, instruct)
     if not keep_tokenizer and not any(any(instruct.folder.glob(pattern)) for pattern in TOKENIZER_FILES[:-1]):
         raise InputError(f"{instruct.folder}: has no tokenizer; pass --keep-tokenizer to keep the model's own.")

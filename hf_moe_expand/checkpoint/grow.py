@@ -81,8 +81,7 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
     """The configuration of the checkpoint that the plan grows, after checking that the plan is for it.
 
     Raises:
-        InputError: the plan is for another model, the model knows a language of the plan already, or the checkpoint is
-            DMoE's.
+        InputError: the plan is for another model, the model knows a language of it, or the checkpoint is DMoE's.
     """
     folder = resolve_checkpoint(model)
     config: Any = load_expanded_config(folder)
@@ -165,8 +164,7 @@ def add_experts(
         model: expanded checkpoint.
         sources: the experts that the new ones copy, by layer.
         record: record of the expansion, for the history; its parameter count is filled in here.
-        copy_router_rows: a new expert gets the router row of the expert that it copies; else a new row, drawn as the
-            router's rows were.
+        copy_router_rows: a new expert gets the router row of the expert that it copies; else a new row is drawn.
         config_changes: further fields of the configuration.
         keep_routers: store the present routers and classifiers beside the weights.
         seed: random seed of the new rows.
@@ -226,7 +224,7 @@ def _grown_tensors(
             if key not in stored or f"{prefix}classifier.bias" in stored:  # a new one, or fitted gates
                 yield zeros(key, stored[f"{prefix}router.weight"].dtype, shape)
             else:
-                yield _resized(stored, key, shape[0], _more_classes)
+                yield _resized(stored, key, shape[0], lambda old, n: torch.cat([old, *[old[-1:]] * (n - len(old))]))
         elif key in stored:
             yield from stored.copies(key)
 
@@ -237,10 +235,6 @@ def _resized(
     """A tensor with another number of rows, which `make` makes of the stored tensor."""
     shape = (rows, *stored[key].shape[1:])
     return made(key, stored[key].dtype, shape, lambda: make(stored.tensor(key), rows))
-
-
-def _more_classes(old: torch.Tensor, classes: int) -> torch.Tensor:
-    return torch.cat([old, old[-1:].expand(classes - len(old), -1)])
 
 
 def _more_experts(

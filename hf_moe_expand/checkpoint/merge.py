@@ -36,8 +36,7 @@ def average_checkpoints(
     Dense models of the expanded models' base count too (MoE-CPT-Avg), as if every expert were the dense FFN. Tensors
     that a dense model lacks, such as routers, are the mean of the expanded models' tensors.
 
-    The mean is computed in float32 and rounded once to the first model's types. Configuration, history and tokenizer
-    are the first model's.
+    The mean is computed in float32 and rounded once. Configuration, history and tokenizer are the first model's.
 
     Args:
         models: two or more checkpoints; if any is expanded, the first must be.
@@ -45,8 +44,7 @@ def average_checkpoints(
         weights: one weight for each model, with the sum 1; equal by default.
 
     Raises:
-        InputError: shapes or settings differ (the message names the tensor or field), the weights do not fit, or a
-            result is not finite.
+        InputError: shapes or settings differ, the weights do not fit, or a result is not finite.
     """
     if len(models) < 2:
         raise InputError("An average needs two or more checkpoints.")

@@ -144,8 +144,7 @@ def packs_inside(stored: StoredModel) -> list[Pack]:
 
 
 def _check_record(pack: Pack, file: Path) -> None:
-    """Refuses a kept pack whose configuration describes other tensors than the joined checkpoint holds, or another
-    computation."""
+    """Refuses a kept pack of other tensors than the joined checkpoint holds, or of another computation."""
     stored = pack.stored
     for name, ours, theirs in differences(stored.config, pack.config, (*_MAY_DIFFER, *_MAY_CHANGE_LATER)):
         raise InputError(
@@ -340,8 +339,7 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
 
 
 def joined_routing(packs: Sequence[Pack]) -> Rows:
-    """The joined routers of all layers that a pack expands and the joined classifiers of those where a pack has one,
-    float32."""
+    """The joined routers of the layers that a pack expands, and the classifiers where one has them, in float32."""
     hidden, rows = packs[0].config.hidden_size, {}
     for place in dict.fromkeys(place for pack in packs for place in pack.routing):
         layer, inner = place

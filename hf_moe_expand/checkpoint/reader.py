@@ -119,8 +119,7 @@ class StoredTensor(Sized):
             yield torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[self.dtype])
 
     def rows(self, rows: Sequence[int]) -> torch.Tensor:
-        """Rows of a floating-point tensor that is stored whole, `[len(rows), h]`, whose last dimension is h; only they
-        are read."""
+        """Rows of a floating-point tensor that is stored whole, `[len(rows), h]`; reads only them."""
         size = self.shape[-1] * ITEM_BITS[self.dtype] // 8
         pieces = (piece for row in rows for piece in self._read(row * size, (row + 1) * size, size))
         return torch.frombuffer(bytearray().join(pieces), dtype=TORCH_DTYPES[self.dtype]).view(len(rows), -1)
@@ -194,8 +193,7 @@ class CheckpointReader:
         raise InputError(f"{self.folder}: no {weights.name} and no {index.name}: not a safetensors checkpoint.{hint}")
 
     def fingerprint(self) -> str:
-        """A hash of config.json and of each tensor's name, type, shape and first elements, which identifies the
-        checkpoint."""
+        """A hash to identify the checkpoint: of config.json and tensors' names, types, shapes and first elements."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())

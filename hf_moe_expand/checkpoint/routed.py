@@ -38,8 +38,7 @@ class StoredFFN:
         name: prefix of the FFN's tensors in the dense model.
         router: the router's weight `[N, h]`; None for a dense layer.
         experts: tensors of each expert, by their names inside the FFN; one expert for a dense layer.
-        at: the expert at each place of the layer, where all layers have as many; None for a place that must never be
-            chosen.
+        at: the expert at each place of the layer, where all layers have as many; None: a place never to be chosen.
     """
 
     name: str
@@ -136,8 +135,7 @@ def needs_bias(config: Any, folder: Any, biased: bool, why: str) -> bool:
 
 
 def stored_ffns(source: StoredModel) -> list[StoredFFN]:
-    """The FFN of each layer. LoRA experts are given as FFNs: expert 0's weights with their updates, added in float32
-    and rounded once."""
+    """The FFN of each layer; LoRA experts' is expert 0's weights with their updates, added in float32, rounded once."""
     ffns = []
     for number, ffn in enumerate(decoder_ffns(source.network)):
         count = source.config.num_experts_per_layer[number]
@@ -194,8 +192,7 @@ def _rows(tensor: OutputTensor) -> torch.Tensor:
 
 
 def turned(tensor: OutputTensor, config: Any) -> OutputTensor:
-    """The rows of a query's or key's projection, or its bias, for rotations of neighbouring elements; any other tensor
-    as it is.
+    """The rows of a query's or key's projection or bias, for rotations of neighbouring elements; else the tensor.
 
     transformers' Llama rotates element i of a head with element i + d / 2 (d is the head's size), llama.cpp's and
     ERNIE 4.5 element 2i with element 2i + 1. The same rotations of rows in the other order give the same scores.

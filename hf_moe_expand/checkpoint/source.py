@@ -138,8 +138,7 @@ def lies_inside(folder: Path, file: Path) -> bool:
 
 
 def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedConfig | None:
-    """The configuration of a dense checkpoint from its folder or the hub's cache, without the network; None if neither
-    has it."""
+    """A dense checkpoint's configuration from its folder or the hub's cache, without the network; None without one."""
     folder = local_checkpoint(name)
     if folder is not None:
         return load_base_config(folder)
@@ -151,8 +150,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint folder; runs none of its code.
 
     Raises:
-        InputError: config.json is broken, contradicts itself, or is of a model type that the installed transformers
-            does not know.
+        InputError: config.json is broken, contradicts itself, or is of a type that the installed transformers lacks.
     """
     fields = read_json(folder / "config.json", "a configuration")
     check_fields(fields, folder)
@@ -213,8 +211,7 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a dense checkpoint that can be expanded.
 
     Raises:
-        InputError: the architecture is not supported or computes its FFN in slices, or the checkpoint is expanded
-            already or quantised.
+        InputError: the architecture is not supported or computes its FFN in slices; or it is expanded, or quantised.
     """
     config = text_config(load_config(folder))
     check_base_config(config, folder)
@@ -222,8 +219,7 @@ def load_base_config(folder: Path) -> PreTrainedConfig:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the text decoder inside a model of several kinds of input; any other configuration as it
-    is."""
+    """The configuration of the text decoder inside a model of several kinds of input, or the configuration itself."""
     if config.is_encoder_decoder:
         return config
     inner = config.get_text_config(decoder=True)
@@ -263,8 +259,7 @@ def check_base_config(config: PreTrainedConfig, name: str | os.PathLike) -> None
 
 
 def grown_from(name: str) -> tuple[list[int], list[str], int]:
-    """Experts of each layer of an expanded checkpoint that can grow, all its languages, and the number of its encoder's
-    layers."""
+    """Of an expanded checkpoint that can grow: experts of each layer, languages, and number of the encoder's layers."""
     config = load_expanded_config(resolve_checkpoint(name, weights=False))
     if config.model_type == "dmoe":
         raise InputError(f"{name}: is a DMoE checkpoint, which does not grow by plans: `train adapt` adds a language.")

@@ -232,8 +232,7 @@ class Place:
     """Where a tensor of a model belongs.
 
     Attributes:
-        dense: its name in the dense model; None for routers, classifiers, gates, the updates of LoRA experts and added
-            experts.
+        dense: its name in the dense model; None for routers, classifiers, gates, updates and added experts.
         shape: its shape.
         layer: number of its expanded layer; -1 outside the expanded layers.
         expert: number of its expert; None outside the experts.

@@ -143,8 +143,7 @@ def _questions(arguments: list[str]) -> dict[str, list[str]]:
 
 
 def _language_groups(models: list[str], languages: list[str], old: list[str], new: list[str]) -> list[list[str]]:
-    """The evaluated languages in groups, the old ones first: as given, else one group for each expansion in the longest
-    history of the models."""
+    """The evaluated languages in groups, the old ones first: as given, else those of the models' longest history."""
     from ..checkpoint.source import load_config, resolve_checkpoint
     from ..languages import check_old_and_new
     from ..records import History

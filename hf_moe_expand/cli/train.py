@@ -101,8 +101,7 @@ def train_dense(
     data: Data,
     config: Config = None,
     only_new_blocks: Annotated[
-        bool,
-        typer.Option("--only-new-blocks", help="Train only the blocks of `expand-depth` (`method: new-blocks`)."),
+        bool, typer.Option("--only-new-blocks", help="Train only the blocks of `expand-depth` (`method: new-blocks`).")
     ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,

@@ -55,10 +55,7 @@ class Curriculum(JsonFile):
 
 
 def count_based(
-    counts: Mapping[str, float],
-    steps: int,
-    thresholds: Sequence[float] = THRESHOLDS,
-    shares: Sequence[float] = SHARES,
+    counts: Mapping[str, float], steps: int, thresholds: Sequence[float] = THRESHOLDS, shares: Sequence[float] = SHARES
 ) -> Curriculum:
     """Groups languages by their amount of text: bin `i` enters at step `U - k_i`, `k_i = shares[i] * U`.
 

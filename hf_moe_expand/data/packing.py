@@ -18,8 +18,7 @@ class PackedText:
     """Blocks for training.
 
     Attributes:
-        dataset: columns `input_ids` and `language_ids`, both `[block_size]`; a block can hold several documents and
-            languages.
+        dataset: columns `input_ids` and `language_ids`, `[block_size]`; a block may mix documents and languages.
         languages: `languages[i]` is the language with id `i`.
         tokens: tokens of each language, end-of-text tokens included.
         documents: documents of each language.
@@ -34,8 +33,7 @@ class PackedText:
 
 
 def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The tokens of each document, with the tokenizer's own special tokens and an end-of-text token, which it must
-    have."""
+    """The tokens of each document, with the tokenizer's special tokens and an end-of-text token, which it must have."""
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("The tokenizer has no end-of-text token, which separates documents: set its eos_token.")

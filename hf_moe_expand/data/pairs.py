@@ -66,8 +66,7 @@ class PairEncoder:
         return f"the model reads {self._reads!r} and writes {self._writes!r}, says its tokenizer"
 
     def check(self, directions: Iterable[Pair]) -> None:
-        """Refuses directions that the model does not translate, and languages for which a tokenizer with language codes
-        has none."""
+        """Refuses directions that the model does not translate, and languages for which its tokenizer lacks a code."""
         for source, target in directions:
             if not self.translates((source, target)):
                 raise InputError(f"{source}-{target} is not a direction of this model: {self.one_way()}.")
@@ -142,8 +141,7 @@ class PairEncoder:
         return {option: self._code_id(direction[1])}
 
     def place_of_code(self, direction: Pair) -> int | None:
-        """The place in the labels of the token that names the target's language: 0, or -1 at the end; None without
-        such a token."""
+        """The place in the labels of the target language's token: 0, or -1 at the end; None without one."""
         if not self.codes or self.of_target:
             return None
         (labels,) = self.targets([""], direction)

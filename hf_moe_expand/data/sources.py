@@ -126,8 +126,7 @@ class LanguageText:
         """The local files of this source; empty for the hub.
 
         Raises:
-            InputError: the file does not exist or is empty, its kind is unknown, or a folder holds no file of a known
-                kind.
+            InputError: the file is missing, empty or of an unknown kind, or a folder holds none of a known kind.
         """
         if self.source.startswith("hub:"):
             return []
@@ -166,8 +165,7 @@ def _generated(rows: Callable[..., Iterator[dict[str, str]]], **arguments: Any) 
 
 
 def read_hub(source: str, language: str, as_pairs: bool = False) -> Iterator[dict[str, str]]:
-    """Streams the documents, or the sentence pairs, of `hub:dataset[:config][:split]`; the split `train[:1000]` stops
-    after 1000 rows."""
+    """Streams the documents or pairs of `hub:dataset[:config][:split]`; the split `train[:1000]` has 1000 rows."""
     name, *rest = source.removeprefix("hub:").split(":", 2)
     config, split = (rest[0] or None) if rest else None, rest[1] if len(rest) > 1 else "train"
     slice_of = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
@@ -245,8 +243,7 @@ def _standard(tag: str) -> str:
 def read_file(
     path: str, language: str, stamp: Any = None, lines: int | None = None, as_pairs: bool = False
 ) -> Iterator[dict[str, str]]:
-    """The documents, or sentence pairs, of a `.jsonl`, `.txt` or `.parquet` file; rows tagged with another language are
-    left out.
+    """The documents or pairs of a `.jsonl`, `.txt` or `.parquet` file, without rows tagged with another language.
 
     Args:
         stamp: tells versions of the file apart.

@@ -74,8 +74,7 @@ def make_base(
 ) -> None:
     """Trains a tokenizer and a model on texts mixed by `shares`, and saves both.
 
-    Like the tokenizers of real bases, the tokenizer has whole words of the languages with large shares, and spells out
-    words of the others.
+    Like real bases' tokenizers, it has whole words of the languages with large shares, and spells out the others'.
 
     Args:
         texts: documents of each language (column `text`).

@@ -51,8 +51,7 @@ class HarnessTasks:
     """Tasks to run on one model after the other. The constructor loads their data, so that missing data shows early.
 
     Args:
-        tasks: names of tasks, groups or tags, or patterns (`belebele_*`), optionally with a number of examples
-            (`arc_hu@25`).
+        tasks: names of tasks, groups or tags, or patterns (`belebele_*`), or with a number of examples (`arc_hu@25`).
         num_fewshot: examples in a prompt, for tasks without a number; by default the task's own.
         limit: maximum of documents for each task.
         include_path: folder with your own tasks, as YAML files of the harness.

@@ -1,5 +1,4 @@
-"""Computes perplexity and bits per byte of a model on each language: of documents or, by an encoder-decoder, of given
-translations."""
+"""Perplexity and bits per byte of a model on each language: of documents, or of the translations of pairs."""
 
 import math
 import os
@@ -250,8 +249,7 @@ def pair_batch(model: Any, inputs: Sequence[list[int]], labels: Sequence[list[in
 def stream_for(
     config: Any, language: str, texts: Mapping[str, Iterable[Any]], tokenizer: Any, max_tokens: int | None
 ) -> TextStream | PairStream:
-    """What a model with this configuration is scored on: `pair_stream`, if it is an encoder-decoder, else
-    `language_stream`."""
+    """What a model of this configuration is scored on: `pair_stream` of an encoder-decoder, else `language_stream`."""
     if config.is_encoder_decoder:
         return pair_stream(language, texts[language], tokenizer, max_tokens, longest_block(config))
     return language_stream(language, texts, tokenizer, max_tokens)

@@ -43,8 +43,7 @@ class Evaluation:
         return sum(values) / len(values) if values else None
 
     def to_json(self, path: str | Path) -> None:
-        """Writes `evaluation.json`: the scores, and means of bits per byte over `old`, `new` and the languages of each
-        of several expansions."""
+        """Writes `evaluation.json`: the scores, and the means of `old`, of `new` and of each expansion's languages."""
         groups = {"old": self.old, "new": self.new, **dict(self.groups())}
         means = {n: {kind: self.mean(n, languages) for kind, languages in groups.items()} for n in self.models}
         equal = {chat.language: chat.equal for chat in self.chats}
@@ -165,7 +164,6 @@ def score_models(
 
 
 def check_decoders(models: Mapping[str, tuple[str, str | None]], what: str) -> None:
-    """Refuses encoder-decoders among the models of `score_models`, before any is scored; `what` as in
-    `check_decoder`."""
+    """Refuses encoder-decoders among the models, before any is scored; `what` as in `check_decoder`."""
     for name, (path, revision) in models.items():
         check_decoder(load_config(resolve_checkpoint(path, revision)), name, what)

@@ -145,8 +145,7 @@ def translation_prompt(pair: Pair, sentence: str, examples: Sequence[Pair] = ())
 def translate(
     model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 8, max_new_tokens: int = 256
 ) -> tuple[list[str], int]:
-    """Greedy continuations of prompts up to a newline or an end of text, and the number of those cut off at
-    `max_new_tokens`.
+    """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off.
 
     The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens.
     """
@@ -241,14 +240,9 @@ def _generated(
 
 
 def evaluate_translation(
-    model: Any,
-    tokenizer: Any,
-    texts: Mapping[str, Sequence[str]],
-    pairs: Sequence[Pair],
-    settings: TranslationSettings,
+    model: Any, tokenizer: Any, texts: Mapping[str, Sequence[str]], pairs: Sequence[Pair], settings: TranslationSettings
 ) -> dict[str, TranslationScore]:
-    """Computes chrF++ of each pair of languages: of a decoder's continuations of prompts, or of an encoder-decoder's
-    translations.
+    """chrF++ of each pair of languages, of a decoder's continuations of prompts or an encoder-decoder's translations.
 
     Args:
         texts: parallel sentences of each language.

@@ -80,8 +80,7 @@ class ValidationCurves:
         Step 0 does not count, since it precedes the training.
 
         Raises:
-            InputError: a trained language was not scored, was scored at no step of the training, or never had a finite
-                loss.
+            InputError: a trained language was scored at no step of the training, or never had a finite loss.
         """
         if missing := [language for language in self.trained if language not in self.loss]:
             raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text for it.")

@@ -35,8 +35,7 @@ def group_languages(
         The groups in the order found, the languages of each in alphabetical order.
 
     Raises:
-        InputError: the matrix does not fit the languages, a language is named twice, or `num_groups` exceeds the number
-            of languages.
+        InputError: the matrix does not fit the languages, one is named twice, or `num_groups` exceeds their number.
     """
     import numpy as np  # --help of `plan` need not wait for it
 

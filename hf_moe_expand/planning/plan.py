@@ -37,8 +37,7 @@ class Plan(JsonFile):
         groups: language groups of a DMoE model: expert `e` of every expanded layer belongs to group `e`.
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
-        encoder_layers: for an encoder-decoder, the number of its encoder's layers, which all lists of layers begin
-            with; 0 for a decoder.
+        encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
 
     Raises:
         InputError: a value has another type, a language code is unknown, or the plan contradicts itself.

@@ -40,8 +40,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
     """The page of a run's folder: evaluation, tasks, recipe, plan, training, routing, frozen tensors, versions. Or of
     what single commands made: checkpoints, in the order of their stages, and a folder with their JSON files.
 
-    The page contains its styles and figures. Local paths are reduced to their last part. The same folder gives the
-    same text.
+    It contains its styles and figures, and of local paths the last part. The same folder gives the same text.
 
     Raises:
         InputError: a folder does not exist or is neither a run's nor a checkpoint, several hold records, a file in one

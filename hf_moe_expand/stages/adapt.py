@@ -59,8 +59,7 @@ class AdaptConfig(TrainingStage):
 class AdaptTrainer(StageTrainer):
     """DMoE's adaptation: trains the newest expert of each layer and its row of the router on one language.
 
-    All other weights stay unchanged, bit for bit: the other rows' gradients are zeroed, and routers have no weight
-    decay.
+    All other weights stay, bit for bit: other rows' gradients are zeroed, and routers have no weight decay.
     """
 
     stage = AdaptConfig
@@ -128,8 +127,7 @@ def adapt_language(
         seed: random seed; by default the configuration's.
 
     Raises:
-        InputError: the checkpoint is not a DMoE checkpoint, has the language already, or takes fewer positions than
-            `config.block_size`.
+        InputError: it is no DMoE checkpoint, has the language already, or takes fewer positions than `block_size`.
     """
     config = config or AdaptConfig()
     seed = config.seed if seed is None else seed

@@ -54,8 +54,7 @@ def check_block_size(block_size: int, longest: int | None, where: str = "block_s
 
 
 def check_mix(config: Any, facts: StageFacts) -> None:
-    """Refuses held-out text that is wrong, and a temperature or a curriculum that contradicts the languages or the
-    training arguments."""
+    """Refuses wrong held-out text, and a temperature or curriculum that contradicts the languages or arguments."""
     validation = getattr(config, "validation", None)
     named_files = [*(validation.texts.values() if validation else ()), getattr(config, "curriculum", None)]
     if facts.offline and (unset := next(filter(None, map(unset_variable, filter(None, named_files))), None)):

@@ -73,8 +73,7 @@ class StageConfig(TrainingArguments):
     seed: int = 0
     use_cpu: bool | None = None  # type: ignore[assignment]  # where no accelerator is available
     distributed_config: dict | str | None = field(
-        default=None,
-        metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"},
+        default=None, metadata={"help": "how transformers itself splits the model over ranks, such as {fsdp_size: 8}"}
     )
     block_size: BlockSize = setting(1024, "tokens in a block")
 
@@ -142,8 +141,7 @@ class StageSettings(Declared):
     )
 
     def config(self, output_dir: Any, seed: int, where: str = "") -> StageConfig:
-        """The stage's configuration; refuses training arguments that are unknown or set by this package, and those that
-        the library refuses."""
+        """The stage's configuration; refuses training arguments that are unknown, set by this package, or wrong."""
         prefix = f"{where}." if where else ""
         training = check_training_arguments(self.training, f"{prefix}training")
         own = {name: getattr(self, name) for name in own_fields(self.config_class)}

@@ -23,13 +23,7 @@ from ..errors import InputError
 from ..models import longest_block
 from ..schema import Count, Declared, Number, Text
 from ..trainers.freezing import EVERYTHING
-from ..trainers.shielding import (
-    column_importance,
-    important_columns,
-    shielded,
-    shielded_layers,
-    shielded_parameters,
-)
+from ..trainers.shielding import column_importance, important_columns, shielded, shielded_layers, shielded_parameters
 from .base import TrainingStage
 from .checks import StageFacts
 from .config import setting

@@ -81,8 +81,7 @@ def _duration(seconds: float) -> str:
 
 
 class SeenText(TrainerCallback, ExportableState):
-    """The blocks and tokens that passed through training so far; kept in the Trainer's state, so that a resumed
-    training counts on.
+    """The blocks and tokens that passed through training, kept in the Trainer's state, so that a resumed one counts on.
 
     Attributes:
         blocks: blocks seen, over all ranks.

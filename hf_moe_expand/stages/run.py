@@ -58,8 +58,7 @@ def train_stage(
         The record that the stage adds to the checkpoint's history.
 
     Raises:
-        InputError: the data does not fit the checkpoint's languages, a setting is wrong, or the disk has too little
-            room.
+        InputError: the data does not fit the languages, a setting is wrong, or the disk has too little room.
         DivergedError: the loss, the gradient or a weight is not finite; it is an InputError, too.
     """
     if not isinstance(config, TrainingStage):
@@ -99,12 +98,7 @@ def train_stage(
         callbacks = config.scoring(work.path, tokenizer, list(data), before)
     split = sharding(config.distributed_config)  # type: ignore[arg-type]
     # Master weights in float32: a step of 5e-5 would round away in bfloat16. Saved in the checkpoint's own type.
-    network = auto_class(before).from_pretrained(
-        folder,
-        dtype=torch.float32,
-        trust_remote_code=False,
-        **split,
-    )
+    network = auto_class(before).from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **split)
     if not split and not config.deepspeed:  # else a rank holds parts alone
         check_finite(network, model)
     with work.begun(config.process_index == 0):  # before the Trainer makes the folder

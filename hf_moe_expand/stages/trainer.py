@@ -37,15 +37,13 @@ class StageTrainer(MaskingMixin, RouterLossMixin, RecordingTrainer):  # type: ig
 
     Args:
         router_losses: losses in place of those of the configuration.
-        language_classes: the class of each language id; by default 0 for a language of the base model, g for a language
-            of expansion g.
+        language_classes: the class of each language id; by default 0 for a base language, g for one of expansion g.
         everything: train all parameters.
         mix: the rows of each language, and its weight and schedule; by default rows are shuffled.
         masking: the masking during training.
 
     Raises:
-        InputError: the data set has other columns, lacks a language or has one that the model does not have; or the
-            loss is not finite.
+        InputError: the data set has other columns or languages, or lacks a language; or the loss is not finite.
     """
 
     stage: ClassVar[type[TrainingStage]]

@@ -1,5 +1,4 @@
-"""The steps before a plan: similarity of languages (LayerMoE), separability of old and new text, deviation of layers
-(DMoE)."""
+"""The steps before a plan: similarity of languages (LayerMoE), separability of old and new, deviation (DMoE)."""
 
 import shutil
 from collections.abc import Sequence

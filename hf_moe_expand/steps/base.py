@@ -103,8 +103,7 @@ class ExpansionRun:
         return self.recipe.revision if self.start == self.recipe.base else None
 
     def texts(self, languages: Iterable[str], config: Any) -> dict[str, Any]:
-        """The documents of each language, shuffled; sentence pairs, if the model of this configuration is an
-        encoder-decoder."""
+        """The documents of each language, shuffled; for an encoder-decoder, its sentence pairs."""
         return texts_for(config, {code: self.sources[code] for code in languages}, self.recipe.seed)
 
     def contents(self, languages: Iterable[str]) -> dict[str, Any]:
@@ -121,8 +120,7 @@ class Step(ABC):
         every_rank: whether all ranks work, and not only the first.
         repeatable: whether it runs again if its inputs changed, since no other step depends on it.
         read_later: whether steps read its output besides the checkpoint before them.
-        stands_for_earlier: whether its output makes the outputs of all steps before it unnecessary; of a JSON file, of
-            the JSON files.
+        stands_for_earlier: whether its output makes those of all steps before it (of a JSON file: JSON) unnecessary.
     """
 
     every_rank: ClassVar[bool] = False

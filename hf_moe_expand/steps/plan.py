@@ -47,7 +47,8 @@ class MakePlan(RunStep):
         expanded = [count for count in grown if count > 1]
         if settings.fixed_counts:
             checks.least = min(expanded)
-        elif not (checks.least and self._leaves_layers()):  # else other layers do not grow
+        elif not (checks.least and (settings.needs_separability or getattr(settings, "only_layers", None))):
+            # Else other layers do not grow.
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
         checks.counts, checks.plan = grown, plan
         classifiers = len(plan.classifier_layers)
@@ -55,11 +56,6 @@ class MakePlan(RunStep):
             f"expansion {self.run.number}: {plan.method}, {plan.total_experts} experts, "
             f"{classifiers} classifier{'' if classifiers == 1 else 's'}"
         )
-
-    def _leaves_layers(self) -> bool:
-        """Whether some layers of a model that grows may get no experts."""
-        planned = self.run.expansion.planned
-        return planned.needs_separability or bool(getattr(planned, "only_layers", None))
 
     def work(self) -> StepResult:
         run, planned = self.run, self.run.expansion.planned

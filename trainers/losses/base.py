@@ -67,8 +67,7 @@ class LossBatch:
         local: counts of this rank's micro-batch.
         micro_batch: counts of the micro-batch over all ranks, at least 1.
         step: counts of the optimizer step over all its micro-batches and ranks, at least 1.
-        selections: for each layer `[N]`, number of counted tokens of the micro-batch, over all ranks, that select each
-            of its routed experts.
+        selections: for each layer `[N]`, number of the micro-batch's tokens, over all ranks, that select each expert.
         sum_over_ranks: sums a tensor over the ranks. Every rank must call it equally often, with equal shapes.
         record: `record(name, numerator, denominator)` adds to a metric, which is logged as the ratio of the sums over
             micro-batches and ranks, unless the denominator is 0. Every rank must record the same names.

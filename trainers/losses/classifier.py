@@ -38,8 +38,7 @@ def classifier_loss(
 
 @dataclass(frozen=True)
 class ClassifierLoss(LayerLoss):
-    """`classifier_loss` over the tokens of known language in the step, in the layers with a classifier (gamma of
-    LayerMoE)."""
+    """`classifier_loss` over the step's tokens of known language, in layers with a classifier (LayerMoE's gamma)."""
 
     name = "classifier"
     metrics = ("classifier_loss", "old_tokens_right", "new_tokens_right")
@@ -60,8 +59,7 @@ class ClassifierLoss(LayerLoss):
 
 
 def record_accuracy(batch: LossBatch, metric: str, logits_TC: torch.Tensor, of_T: torch.Tensor | None = None) -> None:
-    """Records the accuracy: the share of the tokens of known language (of those in `of_T`, bool) whose class has the
-    largest logit."""
+    """Records the share of tokens of known language (of those in `of_T`, bool) whose class has the largest logit."""
     counted_T = batch.tokens.tagged_T if of_T is None else batch.tokens.tagged_T & of_T
     right_T = (logits_TC.argmax(-1) == batch.tokens.class_T) & counted_T
     batch.record(metric, right_T.sum(), counted_T.sum())

@@ -19,8 +19,6 @@ from ...schema import Count, Declared, Flag, Positive, Share, Text, Whole, chang
 from ..layers import check_layer_ranges
 
 Needs = Literal["similarity", "deviation"]
-PrefixReach = Literal["layer", "later"]
-ClassifierChoice = Literal["similarity", "random", "last", "all", "none"]
 
 DEFAULT_METHOD = "layer-moe"
 # The methods by name, in the order in which their classes are defined.
@@ -87,8 +85,7 @@ class Allocation:
 
 
 def check_total(total: int, num_layers: int, minimum: int, others: int = 0) -> None:
-    """Refuses a total that does not give every layer its minimum; `others` are its experts in layers that stay
-    dense."""
+    """Refuses a total below every layer's minimum; `others` are its experts in layers that stay dense."""
     if total < num_layers * minimum + others:
         dense = f", and {others} of dense layers," if others else ""
         raise InputError(
@@ -144,7 +141,7 @@ class PlanSettings(Declared):
     if TYPE_CHECKING:
         method: str
 
-    top_k: Annotated[Count, Field(description="Active experts of a token.")] = 2
+    top_k: Count = Field(2, description="Active experts of a token.")
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -214,35 +211,27 @@ class LayerPlan(PlanSettings):
     card = "layer_moe"
     tag = "layer-moe"
 
-    only_layers: Annotated[
-        _Layers,
-        Field(
-            description="Layers that may get experts, such as 4-11, 0,6-8 or 1-11/2 (every second one), in an "
-            "encoder-decoder encoder.1,decoder.0-5; the others stay dense. All by default."
-        ),
-    ] = None
-    classifier_layers: Annotated[Whole, Field(ge=0, description="Number of layers with a classifier.")] = 0
-    classifier_choice: Annotated[
-        ClassifierChoice,
-        Field(description="Choice of these layers: similarity (needs its analysis), random, last, all or none."),
-    ] = "similarity"
-    classifiers_in: Annotated[
-        _Layers,
-        Field(description="Layers with a classifier, by number, such as 4 or 0,6-8: instead of a count and a choice."),
-    ] = None
-    prefix_gates: Annotated[
-        Flag, Field(description="Classifiers judge the text so far instead of one token: prefix gates.")
-    ] = False
-    prefix_decay: Annotated[
-        Share, Field(description="Factor of a prefix gate's log-odds from token to token.", gt=0)
-    ] = 0.95
-    prefix_bound: Annotated[Positive, Field(description="Most evidence of one token for a prefix gate, in nats.")] = 4.0
-    prefix_reach: Annotated[
-        PrefixReach,
-        Field(
-            description="A prefix gate decides for its own layer (layer), or also for later ones without one (later)."
-        ),
-    ] = "layer"
+    only_layers: _Layers = Field(
+        None,
+        description="Layers that may get experts, such as 4-11, 0,6-8 or 1-11/2 (every second one), in an "
+        "encoder-decoder encoder.1,decoder.0-5; the others stay dense. All by default.",
+    )
+    classifier_layers: Whole = Field(0, ge=0, description="Number of layers with a classifier.")
+    classifier_choice: Literal["similarity", "random", "last", "all", "none"] = Field(
+        "similarity", description="Choice of these layers: similarity (needs its analysis), random, last, all or none."
+    )
+    classifiers_in: _Layers = Field(
+        None, description="Layers with a classifier, by number, such as 4 or 0,6-8: instead of a count and a choice."
+    )
+    prefix_gates: Flag = Field(
+        False, description="Classifiers judge the text so far instead of one token: prefix gates."
+    )
+    prefix_decay: Share = Field(0.95, gt=0, description="Factor of a prefix gate's log-odds from token to token.")
+    prefix_bound: Positive = Field(4.0, description="Most evidence of one token for a prefix gate, in nats.")
+    prefix_reach: Literal["layer", "later"] = Field(
+        "layer",
+        description="A prefix gate decides for its own layer (layer), or also for later ones without one (later).",
+    )
 
     @property
     def needs(self) -> Needs | None:

@@ -33,7 +33,7 @@ class DMoEPlan(PlanSettings):
     grows = False
     makes_groups = True
 
-    method: Annotated[Literal["dmoe"], Field(description="DMoE")]
+    method: Literal["dmoe"] = Field(description="DMoE")
     groups: Annotated[
         Count | list[list[LanguageCode]],
         Field(description="Number of language groups, or the groups themselves: `[[en, de], [fr, es]]`."),
@@ -46,13 +46,12 @@ class DMoEPlan(PlanSettings):
         Option("--random", bool, "Random groups of equal size (ablation).", lambda _: "random"),
         Option("--vectors", Path, "Groups by linguistic vectors (ablation): a .json or .csv file.", str),
     ] = "deviation"
-    ratio: Annotated[
-        Number | None,
-        Field(gt=0, le=1, description=f"Share of layers to expand, those that deviate most (default {DEFAULT_RATIO})."),
-    ] = None
-    threshold: Annotated[
-        Number | None, Field(description="Least deviation of layers to expand, scaled to 0..1, instead of a ratio.")
-    ] = None
+    ratio: Number | None = Field(
+        None, gt=0, le=1, description=f"Share of layers to expand, those that deviate most (default {DEFAULT_RATIO})."
+    )
+    threshold: Number | None = Field(
+        None, description="Least deviation of layers to expand, scaled to 0..1, instead of a ratio."
+    )
 
     def allocate(self, target: Target) -> Allocation:
         deviation = target.deviation

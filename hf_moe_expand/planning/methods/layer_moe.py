@@ -1,7 +1,7 @@
 """LayerMoE: fewer experts in layers where languages are more similar."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -20,10 +20,10 @@ class LayerMoEPlan(LayerPlan):
     analysis = "similarity"
     words = "fewer where the languages' hidden states are more alike"
 
-    method: Annotated[Literal["layer-moe"], Field(description="LayerMoE")] = "layer-moe"
-    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")]
-    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None
-    similarity_floor: Annotated[Positive | None, Field(description="Count smaller similarities as this.")] = None
+    method: Literal["layer-moe"] = Field("layer-moe", description="LayerMoE")
+    total_experts: Count = Field(description="Experts in all layers, each layer's original counted.")
+    minimum: Count | None = Field(None, description="Least experts in a layer: 2, or 1 new one if growing.")
+    similarity_floor: Positive | None = Field(None, description="Count smaller similarities as this.")
 
     def allocate(self, target: Target) -> Allocation:
         similarity = target.similarity.similarity

@@ -1,6 +1,6 @@
 """MoE-LPR: the same number of experts in every layer."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,8 +21,8 @@ class MoELPRPlan(LayerPlan):
     words = "with the same number of experts in every layer"
     fixed_counts = True
 
-    method: Annotated[Literal["moe-lpr"], Field(description="MoE-LPR")]
-    experts: Annotated[Count, Field(description="Experts in each layer, the original counted.")]
+    method: Literal["moe-lpr"] = Field(description="MoE-LPR")
+    experts: Count = Field(description="Experts in each layer, the original counted.")
 
     def allocate(self, target: Target) -> Allocation:
         if self.experts < target.least:

@@ -1,6 +1,6 @@
 """MoLA: more experts in higher layers, by a fixed shape."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -28,11 +28,11 @@ class MoLAPlan(LayerPlan):
     fixed_counts = True
     grows = False
 
-    method: Annotated[Literal["mola"], Field(description="MoLA")]
-    shape: Annotated[
-        Shape,
-        Field(description="`inverted-triangle` (2 4 6 8 by quarters), `triangle`, `hourglass` or `rectangle`."),
-    ] = "inverted-triangle"
+    method: Literal["mola"] = Field(description="MoLA")
+    shape: Shape = Field(
+        "inverted-triangle",
+        description="`inverted-triangle` (2 4 6 8 by quarters), `triangle`, `hourglass` or `rectangle`.",
+    )
 
     def allocate(self, target: Target) -> Allocation:
         layers = target.num_layers

@@ -1,7 +1,7 @@
 """Random counts: LayerMoE's ablation."""
 
 import random
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -18,9 +18,9 @@ class RandomPlan(LayerPlan):
     title = "random counts"
     words = "the total distributed over the layers at random"
 
-    method: Annotated[Literal["random"], Field(description="random counts")]
-    total_experts: Annotated[Count, Field(description="Experts in all layers, each layer's original counted.")]
-    minimum: Annotated[Count | None, Field(description="Least experts in a layer: 2, or 1 new one if growing.")] = None
+    method: Literal["random"] = Field(description="random counts")
+    total_experts: Count = Field(description="Experts in all layers, each layer's original counted.")
+    minimum: Count | None = Field(None, description="Least experts in a layer: 2, or 1 new one if growing.")
 
     def allocate(self, target: Target) -> Allocation:
         least = self.minimum or target.least

@@ -1,7 +1,7 @@
 """LayerMoE's counts in the layers that can tell old text from new; the other layers stay dense."""
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,11 +21,10 @@ class SeparablePlan(LayerMoEPlan):
     needs_separability = True
     words = "in the layers that can tell old text from new, fewer where the languages' hidden states are more alike"
 
-    method: Annotated[Literal["separable"], Field(description="separable layers")]  # type: ignore[assignment]
-    min_separability: Annotated[
-        Number,
-        Field(ge=0.5, le=1, description="Least balanced accuracy, after 32 tokens, of a layer that gets experts."),
-    ] = 0.9
+    method: Literal["separable"] = Field(description="separable layers")  # type: ignore[assignment]
+    min_separability: Number = Field(
+        0.9, ge=0.5, le=1, description="Least balanced accuracy, after 32 tokens, of a layer that gets experts."
+    )
 
     def allocate(self, target: Target) -> Allocation:
         similarity, separability = target.similarity, target.separability
