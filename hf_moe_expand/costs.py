@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,8 +103,9 @@ def size_of(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+@cache
 def training_speed(half: bool = False) -> float:
-    """Operations a second of a training on this machine's device: 40 % of those of a matrix product, which is timed."""
+    """Operations a second of a training on this machine's device: 40 % of those of a matrix product, timed once."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 4096 if device == "cuda" else 768
     matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if half else torch.float32)

@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -55,12 +57,16 @@ def quick_garbage_collection():
 
 @pytest.fixture
 def quick_gates(monkeypatch):
-    """Gates from every fifth of the package's anchor languages and a fit of a few iterations, for what is run from one
-    end to the other."""
-    from hf_moe_expand.analysis import gate_fit, gating
+    """Gates from every tenth of the package's anchor languages, 300 tokens of each and a fit of a few iterations, for
+    what is run from one end to the other."""
+    from hf_moe_expand.analysis import gate_fit, gate_text, gating
 
-    few = lambda **given: dict(list(shipped_anchors(**given).items())[::5])  # noqa: E731
+    few = lambda **given: dict(list(shipped_anchors(**given).items())[::10])  # noqa: E731
+    little = lambda texts, tokenizer, tokens, block: gate_text.gate_examples(  # noqa: E731
+        texts, tokenizer, min(tokens, 300), block
+    )
     monkeypatch.setattr(gating, "shipped_anchors", few)
+    monkeypatch.setattr(gating, "gate_examples", little)
     monkeypatch.setattr(gate_fit, "ITERATIONS", 4)
 
 
@@ -227,6 +233,10 @@ def accelerates_environment(configuration: Path, count: int = 2) -> dict[str, st
     return {name: value for name, value in found.items() if os.environ.get(name) != value}
 
 
+# What ranks import, before they are forked.
+FOR_RANKS = ["ranks", "one_sft_step", "hf_moe_expand.stages.run", *(["deepspeed"] if find_spec("deepspeed") else [])]
+
+
 def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mapping[str, str] = {}) -> None:
     """Runs a script of this folder, or a module, on several ranks, with further variables of the environment.
 
@@ -234,7 +244,9 @@ def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mappin
     """
     from forked_rank import run_rank
 
-    multiprocessing.set_forkserver_preload(["hf_moe_expand.trainers.sft", "hf_moe_expand.stages.run"])
+    if forkserver._forkserver._preload_modules != FOR_RANKS:
+        forkserver._forkserver._stop()  # a benchmark's, with other modules, or none
+    multiprocessing.set_forkserver_preload(FOR_RANKS)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"nprocs": count, "start_method": "forkserver", "join": False}
     started = start_processes(run_rank, (script, arguments, count, store.port, dict(environment)), **options)

@@ -1,5 +1,6 @@
 """The ranks of `conftest.fork_ranks`."""
 
+import gc
 import os
 import runpy
 import sys
@@ -11,6 +12,7 @@ def run_rank(
     rank: int, script: str, arguments: Sequence[str], count: int, port: int, environment: dict[str, str]
 ) -> None:
     """Runs a script of this folder, or a module, as one of `count` ranks, which meet at the store on this port."""
+    gc.freeze()  # what was imported before the fork; accelerate collects garbage after each training
     os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count),

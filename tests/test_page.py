@@ -20,6 +20,7 @@ from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.modeling.prefix_gate import PrefixRule
 from hf_moe_expand.recipe_paths import without_paths
+from hf_moe_expand.report import page as report_page
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 
@@ -71,6 +72,26 @@ class Page(HTMLParser):
     @property
     def sections(self):
         return [attributes["id"] for tag, attributes in self.elements if tag == "section"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drawn():
+    """The charts by their function, description and data: equal ones are drawn once."""
+    charts = {}
+
+    def once(name, draw):
+        def chart(*args, **options):
+            key = name, repr((args, options))
+            if key not in charts:
+                charts[key] = draw(*args, **options)
+            return charts[key]
+
+        return chart
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("allocation_chart", "change_chart", "heat_map", "line_chart"):
+            patch.setattr(report_page, name, once(name, getattr(report_page, name)))
+        yield charts
 
 
 def page_of(run):
@@ -391,11 +412,12 @@ def test_a_record_of_steps_whose_count_is_none_is_refused(run):
         make_page(run)
 
 
-def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path):
+def test_the_same_run_gives_the_same_bytes_wherever_it_lies(run, tmp_path, drawn):
     shutil.copyfile(run / "routing.json", run / "review" / "routing.json")
     first = make_page(run)
     assert "<h3>review</h3>" in first  # where the second routing analysis lies
     other = shutil.copytree(run, tmp_path / "elsewhere" / run.name)
+    drawn.clear()
     assert make_page(other) == first
     assert str(tmp_path) not in first
 

@@ -4,6 +4,7 @@ four seconds to import them.
 `python zygote.py SOCKET NAME...` imports modules and serves requests on a socket that it inherits.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -126,6 +127,8 @@ def _serve(connection: socket.socket, modules: list[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # all that was imported, in the programs too: accelerate collects garbage after each training
     while True:
         request, files = _request(connection)
         if "wait" in request:
