@@ -246,7 +246,9 @@ def fork_ranks(script: str, *arguments: str, count: int = 2, environment: Mappin
 
     if forkserver._forkserver._preload_modules != FOR_RANKS:
         forkserver._forkserver._stop()  # a benchmark's, with other modules, or none
-    multiprocessing.set_forkserver_preload(FOR_RANKS)
+        multiprocessing.set_forkserver_preload(FOR_RANKS)
+        with patch.dict(os.environ, PYTHONPATH=str(HERE)):
+            forkserver.ensure_running()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"nprocs": count, "start_method": "forkserver", "join": False}
     started = start_processes(run_rank, (script, arguments, count, store.port, dict(environment)), **options)
