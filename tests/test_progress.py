@@ -7,11 +7,12 @@ import pytest
 from hf_moe_expand.stages.recording import _duration, _SaysProgress, _shares
 
 
-def said(capsys, seconds, disable_tqdm, begin=0, monkeypatch=None):
-    """The lines of a training of 1,000 steps of 2 blocks of 50 tokens, whose steps take `seconds`."""
+def said(capsys, seconds, disable_tqdm, begin=0, pairs=False):
+    """The lines of a training of 1,000 steps of 2 blocks of 50 tokens, or 2 sentence pairs, whose steps take
+    `seconds`."""
     now = [0.0]
     trainer = SimpleNamespace(
-        get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=False, trained_as="review", packed=None
+        get_total_train_batch_size=lambda args: 2, _is_encoder_decoder=pairs, trained_as="review", packed=None
     )
     callback = _SaysProgress(trainer, lambda: now[0])
     arguments = SimpleNamespace(
@@ -20,7 +21,7 @@ def said(capsys, seconds, disable_tqdm, begin=0, monkeypatch=None):
     state = SimpleNamespace(global_step=begin, max_steps=1000, is_world_process_zero=True)
     callback.on_train_begin(arguments, state, None)
     assert capsys.readouterr().out.splitlines() == [
-        "review: 1,000 steps of 100 tokens, learning rate 0.01 (cosine)",
+        f"review: 1,000 steps of {'2 sentence pairs' if pairs else '100 tokens'}, learning rate 0.01 (cosine)",
         *([f"resumes at step {begin} of 1000"] if begin else []),
     ]
     while state.global_step < 1000:
@@ -49,6 +50,10 @@ def test_beside_a_progress_bar_once(capsys, monkeypatch):
 def test_a_resumed_training_counts_its_own_steps(capsys):
     (line,) = said(capsys, 1.0, False, begin=900)[:1]
     assert line == "step 910 of 1,000, 100 tokens a second, about 2 min left"
+
+
+def test_the_speed_of_a_translation_model_is_that_of_its_sentence_pairs(capsys):
+    assert said(capsys, 0.5, True, pairs=True)[0].startswith("step 20 of 1,000, 4 sentence pairs a second")
 
 
 def test_a_short_training_says_nothing(capsys):

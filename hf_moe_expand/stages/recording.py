@@ -34,12 +34,12 @@ class _SaysProgress(TrainerCallback):
             return
         trainer = self.trainer
         rows, size = trainer.get_total_train_batch_size(args), getattr(args, "block_size", None)
-        self.amount: int = rows * (size or 1)  # of a step
-        self.unit = "tokens" if size else "rows"
-        of = f"{rows:,} sentence pairs" if trainer._is_encoder_decoder else f"{self.amount:,} {self.unit}"
+        pairs = trainer._is_encoder_decoder  # whose lengths differ
+        self.amount: int = rows if pairs else rows * (size or 1)  # of a step
+        self.unit = "sentence pairs" if pairs else "tokens" if size else "rows"
         scheduler = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         rate = f"learning rate {args.learning_rate:g} ({scheduler})"
-        print(f"{trainer.trained_as}: {state.max_steps:,} steps of {of}, {rate}")
+        print(f"{trainer.trained_as}: {state.max_steps:,} steps of {self.amount:,} {self.unit}, {rate}")
         if trainer.packed is not None and getattr(trainer, "mix", None) is None:
             print("\n".join(_shares(trainer.packed.tokens)))
         if state.global_step:
