@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import DATA, byte_tokenizer, invoke, save_dense, write_texts
@@ -29,6 +30,7 @@ from guides import (
     small_file,
     workplace_in,
 )
+from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, hub
 from hf_moe_expand.analysis import gating
@@ -56,7 +58,8 @@ TESTED = {
     ("chat.md", "python"): "test_chat_guide.py::test_the_chat_guide",
     ("added_experts.md", "bash"): "test_docs.py::test_the_guide_to_added_experts",
     ("added_experts.md", "yaml"): "test_docs.py::test_the_guide_to_added_experts",
-    ("choose.md", "yaml"): "test_docs.py::test_the_guide_to_gates",
+    ("choose.md", "bash"): "test_docs.py::test_an_average_with_the_base",
+    ("choose.md", "yaml"): "test_docs.py::test_an_average_with_the_base",
     ("gates.md", "bash"): "test_docs.py::test_the_guide_to_gates",
     ("choose.md", "json"): "test_plan_methods.py::test_the_guides_own_plan_is_a_plan",
     ("delta_moe.md", "bash"): "test_docs.py::test_the_delta_moe_guide",
@@ -385,11 +388,27 @@ def test_the_guide_to_gates(workplace, monkeypatch):
     ((model, out, texts, anchors, settings), _) = fitted[0]
     assert (model, str(out), sorted(texts), anchors) == ("qwen-hu-1", "qwen-hu-2", ["en", "hu"], None)
     assert settings == GateSettings()
-    (recommended,) = blocks("choose.md", "yaml")
+    (recommended,) = (text for text in blocks("choose.md", "yaml") if "gates" in text)
     recipe = "base: Qwen/Qwen2.5-0.5B\noutput: runs/x\nold: {en: en.jsonl}\nnew: {hu: hu.jsonl}\n" + recommended
     Path("recommended.yaml").write_text(recipe)
     stages = [stage.key for stage, _ in Recipe.load("recommended.yaml").stages()]
     assert stages == ["post_pretrain", "gates", "review"]
+
+
+def test_an_average_with_the_base(workplace):
+    workplace("choose.md")
+    run("choose.md")
+    assert [*json.loads(Path("scores.json").read_text("utf-8"))["models"]][1:] == [
+        "tuned",
+        "averaged-0.4",
+        "averaged-0.6",
+    ]
+    tuned, base, mean = (
+        AutoModelForCausalLM.from_pretrained(name).lm_head.weight
+        for name in ("tuned", "Qwen/Qwen2.5-0.5B", "averaged-0.4")
+    )
+    assert torch.allclose(mean, 0.4 * tuned + 0.6 * base)
+    assert not torch.equal(tuned, base)
 
 
 def test_the_guide_to_publishing(workplace):
