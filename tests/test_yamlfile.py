@@ -85,12 +85,12 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
     ids=lambda text: text[:24],
 )
 def test_what_is_wrong_is_one_sentence(tmp_path, text, message):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(InputError, match=rf"^{tmp_path}/a\.yaml: .*{message}") as refused:
         read(tmp_path, text)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_text_in_another_encoding_names_the_line(tmp_path):
