@@ -1,0 +1,129 @@
+"""What `inspect` says of a checkpoint, and of a plan's costs: every line, of facts that are written down here."""
+
+from hf_moe_expand.forecast import Forecast, StageCost
+from hf_moe_expand.inspection import InspectedPack, Inspection
+from hf_moe_expand.records import ExpansionRecord, StageRecord
+
+PLAIN = {
+    "backbone": "qwen2", "top_k": 2, "layers": [(2, False, 5), (1, False, 3), (3, True, 9)], "total": 3000,
+    "active": 2500, "base": 1000, "trainable": {"review": 30},
+}  # fmt: skip
+FIRST = ExpansionRecord(method="moe-lpr", old_languages=["en"], new_languages=["el"], base_model="tiny")
+
+
+def test_a_plain_model():
+    review = StageRecord(stage="review", steps=1200, seed=3, tokens={"en": 9000}, tokens_seen=4000)
+    expansion = FIRST.model_copy(update={"stages": [StageRecord(stage="graft"), review]})
+    assert Inspection(**PLAIN, expansions=[expansion]).lines() == [
+        "backbone            qwen2, 3 layers",
+        "experts per layer   2 1 3 (total 6, top-2)",
+        "classifier layers   2",
+        "parameters          3,000 (3.00 x the base model's 1,000)",
+        "active for a token  2,500",
+        "trained in review           30 (1.00 %)",
+        "expansion 1         moe-lpr on tiny: old en; new el",
+        "  graft",
+        "  review, 1,200 steps, seed 3, 4,000 tokens seen of 9,000 at hand",
+    ]
+
+
+def test_everything_that_there_can_be():
+    shares = {"el": {"0": 0.914, "8": 0.5}, "hu": {"0": 1.0}}
+    before = StageRecord(stage="gates", settings={"shares": {"el": {"0": 0.1}}, "home": {}})
+    fitted = StageRecord(stage="gates", settings={"shares": shares, "home": {"en": 0.004}})
+    parts = {"method": "own", "stages": [StageRecord(stage="review")]}
+    expansions = [
+        ExpansionRecord(old_languages=["en", "hu"], new_languages=["el"], pack="greek", **parts),
+        ExpansionRecord(old_languages=["und", "el", "tr"], new_languages=["hu"], pack="magyar", **parts),
+        ExpansionRecord(
+            method="own", old_languages=["en", "el"], new_languages=["tr"], separability=[0.5, 0.987],
+            stages=[StageRecord(stage="review"), before, fitted],
+        ),
+    ]  # fmt: skip
+    facts = PLAIN | {"layers": [(2, True, 5), (1, False, 3), (3, True, 9)]}
+    model = Inspection(
+        **facts, expansions=expansions, experts="updates of rank 8", mixtures=[1, 2], leftovers=["A folder is left."],
+        after_join=2, encoder_layers=1, unpacked=["Q4_1", "F32"],
+        prefix_gate={"decay": 0.95, "bound": 2.0, "reach": "later"},
+        gate_languages=[["en", "zxx", "de"], ["el"], ["hu"]],
+        packs=[InspectedPack("greek", ["el"], 2, "FFNs", 0.5), InspectedPack("magyar", ["und"], 1, "FFNs")],
+    )  # fmt: skip
+    assert model.lines() == [
+        "backbone            qwen2, 1 encoder and 2 decoder layers",
+        "experts per layer   encoder 2, decoder 1 3 (total 6, top-2)",
+        "new experts         updates of rank 8",
+        "pack 1              greek: el; FFNs, 2 expansions, router x 0.5",
+        "pack 2              magyar: und (undetermined); FFNs",
+        "mixtures before     layers decoder.0, decoder.1; not expanded: decoder.0",
+        "gate layers         encoder.0, decoder.1",
+        "prefix gates        they judge the text so far, for the later layers too: decay 0.95 a token, evidence of a "
+        "token at most 2 nats",
+        "fitted gates        2 languages stay home, as does what no gate knows; new: el, hu",
+        "  to new experts     el 91 %, hu 100 %, en 0 % of the tokens",
+        "base's weights      unpacked from GGUF: Q4_1, F32",
+        "parameters          3,000 (3.00 x the base model's 1,000)",
+        "active for a token  2,500",
+        "trained in review           30 (1.00 %)",
+        "expansion 1         pack greek: own on None: old en; new el",
+        "  review",
+        "expansion 2         pack magyar: own on None: old und (undetermined), tr; new hu",
+        "  review",
+        "expansion 3         own on None: old en, el; new tr",
+        "  separability by layer 0.50 0.99",
+        "  review",
+        "joined model",
+        "  gates",
+        "  gates",
+        "left over           A folder is left.",
+    ]
+
+
+def mixtures_of(*mixtures, gate=None, counts=(1, 1)):
+    layers = [(count, False, 1) for count in counts]
+    facts = {**PLAIN, "layers": layers, "trainable": {}}
+    lines = Inspection(**facts, expansions=[], mixtures=mixtures, prefix_gate=gate).lines()
+    return [
+        line.split(maxsplit=2)[2] for line in lines if line.startswith(("mixtures", "prefix", "classifier", "gate"))
+    ]
+
+
+def test_mixtures_before_and_the_reach_of_gates():
+    assert mixtures_of(0, 1) == ["all layers, not expanded", "none"]
+    assert mixtures_of(0, 1, counts=(2, 2)) == ["all layers", "none"]
+    assert mixtures_of(1, counts=(2, 2)) == ["layers 1", "none"]
+    for reach in ({}, {"reach": "layer"}):
+        said = mixtures_of(gate={"decay": 1.0, "bound": 2.5, **reach})[1]
+        assert said.startswith("they judge the text so far, for their own layers: decay 1 a token")
+
+
+def test_a_forecast():
+    stages = [StageCost("post-pretrain", 2000, 5 * 10**9, 3.6e9, 2 * 10**9), StageCost("review", 30, 10**9, 2e9)]
+    model = Inspection(**PLAIN | {"total": 3 * 10**9}, expansions=[FIRST])
+    costs = Forecast(model, stages, [0.5, 0.75, 1.0])
+    lines = costs.lines()
+    assert lines[:5] == [
+        "backbone            qwen2, 3 layers",
+        "experts per layer   2 1 3 (total 6, top-2)",
+        "separability        0.50 0.75 1.00",
+        "classifier layers   2",
+        "parameters          3,000,000,000 (3000000.00 x the base model's 1,000)",
+    ]
+    assert lines[5:12] == [
+        "checkpoint          6.0 GB in bfloat16, 12.0 GB in float32",
+        "active for a token  2,500",
+        "",
+        "stage                                   trains      memory  activations   GFLOP/token",
+        "post-pretrain                            2,000      5.0 GB       2.0 GB          3.60",
+        "review                                      30      1.0 GB            -          2.00",
+        "the process itself                                  0.6 GB",
+    ]
+    assert [line.partition(":")[0] for line in lines[12:]] == ["", "memory", "activations"]
+    timed = costs.lines(1e9, 100.0)
+    assert timed[8] == lines[8] + "     hours"
+    assert timed[9] == lines[9] + "      10.0"
+    assert timed[-1] == (
+        "hours: of one device at 100 TFLOP/s, if the stage trains on 1,000,000,000 tokens; a review needs few tokens"
+    )
+    assert Forecast(model, stages[:1]).lines(1e9, 100.0)[-1].endswith("on 1,000,000,000 tokens")
+    assert lines[-1].startswith("activations: about, with the logits, for 8,192 tokens at once in float32")
+    assert costs.lines(tflops=100.0) == costs.lines(tokens=1e9) == lines
