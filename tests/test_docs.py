@@ -398,11 +398,9 @@ def test_the_guide_to_gates(workplace, monkeypatch):
 def test_an_average_with_the_base(workplace):
     workplace("choose.md")
     run("choose.md")
-    assert [*json.loads(Path("scores.json").read_text("utf-8"))["models"]][1:] == [
-        "tuned",
-        "averaged-0.4",
-        "averaged-0.6",
-    ]
+    scores = json.loads(Path("scores.json").read_text("utf-8"))
+    assert [*scores["models"]][1:] == ["tuned", "averaged-0.4", "averaged-0.6"]
+    assert (scores["old"], scores["new"]) == (["en", "es"], ["el"])
     tuned, base, mean = (
         AutoModelForCausalLM.from_pretrained(name).lm_head.weight
         for name in ("tuned", "Qwen/Qwen2.5-0.5B", "averaged-0.4")

@@ -147,6 +147,7 @@ def test_a_forked_worker_ends_as_it_would_without_handlers(tmp_path):
 # A verb that prints a line, waits for it to be read, and shows a bar of each library.
 SHOWS_BARS = """
 import sys
+from pathlib import Path
 from hf_moe_expand import cli
 @cli.app.command()
 def bars() -> None:
@@ -158,25 +159,31 @@ def bars() -> None:
     for make in (tqdm, logging.tqdm):
         list(make(range(3), desc="a bar"))
     Dataset.from_dict({"a": [1]}).map(lambda row: row, desc="a bar")
+    import torch
+    from hf_moe_expand.checkpoint.writer import _write_weights, in_memory
+    for what in ("a bar", None):
+        _write_weights(Path.cwd(), [in_memory("tensor", torch.zeros(2))], "model", what, "5GB")
 sys.argv = ["hf-moe-expand", "bars"]
 cli.main()
 """
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_a_log_gets_lines_at_once_and_no_bars(wanted):
+def test_a_log_gets_lines_at_once_and_no_bars(wanted, tmp_path):
     environment = {**os.environ, **({"TQDM_DISABLE": ""} if wanted else {})}
     if not wanted:
         environment.pop("TQDM_DISABLE", None)
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", SHOWS_BARS], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
-    )
+        [sys.executable, "-c", SHOWS_BARS], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment,
+        cwd=tmp_path,
+    )  # fmt: skip
     assert process.stdout
     assert process.stdout.readline() == "a line\n"  # while the verb is still at work
     _, errors = process.communicate("\n", timeout=120)
     assert process.returncode == 0, errors
-    assert errors.count("a bar: 100%") == (3 if wanted else 0), errors
+    assert errors.count("a bar: 100%") == (4 if wanted else 0), errors
+    assert ("tensor" in errors) == wanted
 
 
 def test_bars_are_back_after_the_command(monkeypatch, capsys):

@@ -120,6 +120,7 @@ def test_averages_that_make_no_sense(three, tmp_path):
 
     refused("two or more", three[:1])
     refused("2 checkpoints need 2 weights with the sum 1", three[:2], [0.5])
+    refused(r"weights is \[40, -39\]: .* with the sum 1, none below 0\.", three[:2], [40, -39])
     refused("the sum 1", three[:2], [0.5, 0.6])
     refused("is the input folder", three, out=three[2])
     wide = make(tmp_path / "wide", intermediate_size=64)

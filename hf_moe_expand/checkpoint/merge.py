@@ -41,7 +41,7 @@ def average_checkpoints(
     Args:
         models: two or more checkpoints; if any is expanded, the first must be.
         out: folder to write.
-        weights: one weight for each model, with the sum 1; equal by default.
+        weights: one weight for each model, from 0 to 1 and with the sum 1; equal by default.
 
     Raises:
         InputError: shapes or settings differ, the weights do not fit, or a result is not finite.
@@ -49,8 +49,11 @@ def average_checkpoints(
     if len(models) < 2:
         raise InputError("An average needs two or more checkpoints.")
     weights = [1 / len(models)] * len(models) if weights is None else list(weights)
-    if len(weights) != len(models) or not abs(sum(weights) - 1) <= 1e-6:
-        raise InputError(f"weights is {weights}: {len(models)} checkpoints need {len(models)} weights with the sum 1.")
+    if len(weights) != len(models) or not abs(sum(weights) - 1) <= 1e-6 or min(weights) < 0:
+        count = len(models)
+        raise InputError(
+            f"weights is {weights}: {count} checkpoints need {count} weights with the sum 1, none below 0."
+        )
     stored = [StoredModel(model) for model in models]
     check_output(out, overwrite, *(model.folder for model in stored))
     for model in stored:

@@ -100,7 +100,8 @@ def _write_weights(
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=max_shard_size,
     )
-    with tqdm(total=len(tensors), desc=what, unit="tensor", disable=what is None) as bar:
+    hidden = {"disable": True} if what is None else {}  # `disable=False` would show a bar in logs, too
+    with tqdm(total=len(tensors), desc=what, unit="tensor", **hidden) as bar:
         for filename, names in split.filename_to_tensors.items():
             _write_file(folder / filename, [by_name[name] for name in names], bar)
     if split.is_sharded:

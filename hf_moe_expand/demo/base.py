@@ -74,7 +74,7 @@ def make_base(
 ) -> None:
     """Trains a tokenizer and a model on texts mixed by `shares`, and saves both.
 
-    Like real bases' tokenizers, it has whole words of the languages with large shares, and spells out the others'.
+    Like real bases', the tokenizer has whole words of the languages with large shares, and spells out the others'.
 
     Args:
         texts: documents of each language (column `text`).
