@@ -268,13 +268,14 @@ def test_two_expansions_by_the_rule(recipe, tmp_path):
         validate_recipe(changed(both, expansions=[expansions[0], nearest]))
 
 
-def test_a_growth_by_the_rule_may_leave_out_layers(recipe, tmp_path):
+@pytest.mark.parametrize("keys", [{"method": "separable"}, {"method": "layer-moe", "only_layers": "1"}])
+def test_a_growth_in_some_layers_leaves_out_others(recipe, tmp_path, keys):
     """After it, no layer is certain to have more experts than before, so a third expansion cannot copy them."""
     write_texts(tmp_path / "hu.jsonl", [f"egy egyszerű mondat {i} " * 6 for i in range(9)])
-    plans = [plan_settings("moe-lpr", experts=2), plan_settings("separable", total_experts=3)]
-    keys = {name: getattr(recipe, name) for name in ("analysis", "post_pretrain", "review")}
+    plans = [plan_settings("moe-lpr", experts=2), plan_settings(total_experts=3, **keys)]
+    rest = {name: getattr(recipe, name) for name in ("analysis", "post_pretrain", "review")}
     expansions = [
-        Expansion(new={code: str(tmp_path / f"{code}.jsonl")}, plan=plan, **keys)
+        Expansion(new={code: str(tmp_path / f"{code}.jsonl")}, plan=plan, **rest)
         for code, plan in zip(("el", "tr", "hu"), [*plans, plans[1]], strict=True)
     ]
     for copied, refused in ((1, False), (2, True)):
