@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from study_models import in_float32
 from study_settings import trained_tokens
 from study_tuning import ladder
 from tqdm.auto import tqdm
@@ -115,7 +116,7 @@ def work_by_job(jobs: Sequence[Job]) -> dict[int, Work]:
 
 
 def forecast(jobs: Sequence[Job]) -> list[str]:
-    """One line on the time that the open jobs take here, and one on their disk."""
+    """One line on the time that the open jobs take here, one on their disk, and one where they train in float32."""
     work = work_by_job(jobs)
     if not work:
         return [f"all {len(jobs)} rows are made"]
@@ -124,10 +125,12 @@ def forecast(jobs: Sequence[Job]) -> list[str]:
     total = sum(work.values(), Work())
     needed, free = disk_bytes(jobs), free_bytes(study.out)
     takes = spoken(total.seconds(training, scoring))
+    float32 = ["this processor has no bfloat16: rows train in float32, and the report says so"]
     return [
         f"{len(work)} of {len(jobs)} rows are to be made: about {takes} on this machine, which trains {training:,.0f} "
         f"tokens a second and scores {scoring:,.0f}; longer where a sweep goes on outwards",
         f"disk: at most {needed / 1e9:.1f} GB ({free / 1e9:.1f} GB are free)",
+        *float32 * in_float32(study.settings),
     ]
 
 
@@ -140,7 +143,7 @@ def measure_speed(study: Any) -> tuple[float, float]:
 
     def step(batch: int, block: int, trains: bool) -> None:
         ids = torch.randint(model.config.vocab_size, (batch, block), device=device)
-        bf16 = trains and settings["training"].get("bf16", False)
+        bf16 = trains and settings["training"].get("bf16", False) and not in_float32(settings)
         with torch.set_grad_enabled(trains), torch.autocast(device, torch.bfloat16, enabled=bf16):
             loss = model(input_ids=ids, labels=ids).loss
         if trains:

@@ -45,6 +45,7 @@ from hf_moe_expand.data.packing import encode_documents
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.disk import folder_bytes
 from hf_moe_expand.jsonfile import read_json, write_json, write_text
+from hf_moe_expand.memory import has_bfloat16
 from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.planning.make import make_plan
 from hf_moe_expand.planning.methods import read_plan_settings
@@ -100,12 +101,14 @@ class Made:
         trained: parameters that train in its main stage, or in the largest of several.
         seconds: processor time of all its training steps and expansions.
         losses: training loss of the main stage: tokens, and nats a token.
+        float32: whether it trained in float32 for want of bfloat16.
     """
 
     path: Path
     trained: int
     seconds: float
     losses: list[tuple[int, float]]
+    float32: bool = False
 
 
 class Models:
@@ -227,7 +230,8 @@ class _Row:
             path = self.averaged(path, self.choice.weight)
         facts = [read_json(facts_of(model), "facts") for model in self.taken]
         main = max(facts, key=lambda found: found.get("trained", 0))
-        return Made(path, main["trained"], sum(found["seconds"] for found in facts), main["losses"])
+        seconds = sum(found["seconds"] for found in facts)
+        return Made(path, main["trained"], seconds, main["losses"], in_float32(models.settings))
 
     def dense(self) -> Path:
         models, replay = self.models, self.row.get("replay", 0.0)
@@ -400,6 +404,8 @@ class _Row:
             "max_steps": steps, "learning_rate": rate, "warmup_steps": max(1, steps // 10), **settings["training"],
             **own,
         }  # fmt: skip
+        if in_float32(settings):
+            arguments["bf16"] = False
         about = {"stage": key, "start": start.name, "text": {c: Path(t.source).name for c, t in text.items()}}
 
         def work(out: Path) -> dict[str, Any]:
@@ -416,6 +422,12 @@ class _Row:
     def step(self, name: str, about: Mapping[str, Any], work: Callable[[Path], Mapping[str, Any] | None]) -> Path:
         self.taken.append(self.models.step(name, about, work))
         return self.taken[-1]
+
+
+def in_float32(settings: Mapping[str, Any]) -> bool:
+    """Whether rows train in float32 though the settings ask for bfloat16: this processor takes up to thirty
+    times as long in it."""
+    return settings["training"].get("bf16", False) and not has_bfloat16()
 
 
 def facts_of(model: Path) -> Path:

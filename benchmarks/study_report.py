@@ -45,7 +45,7 @@ def write_report(options: argparse.Namespace) -> None:
     for tokens, rows in results.items():
         longest = tokens == max(results)
         parts += [f"### {tokens:,} tokens"] * (len(lengths) > 1)
-        parts += [quality_table(settings, rows), _of_other_bases(rows)]
+        parts += [quality_table(settings, rows), _of_other_bases(rows), _in_float32(rows)]
         parts += [cost_table(settings, rows, speeds if longest else {})]
     claims, turned = claims_table(settings, results), turned_table(settings, results)
     tables = "\n\n".join(filter(None, [*parts, claims, turned]))
@@ -123,6 +123,12 @@ def _of_other_bases(results: Results) -> str:
         return ""
     whose = "All rows but the base" if len(named) == len(results) - 1 else ", ".join(named)
     return f"{whose}: with seeds of another training of the base, whose own scores their changes are against."
+
+
+def _in_float32(results: Results) -> str:
+    """Says which rows trained in float32 though the settings ask for bfloat16; empty if none."""
+    named = [name for name, found in results.items() if any(one.get("float32") for one in found)]
+    return f"{'; '.join(named)}: trained in float32, on a processor without bfloat16." if named else ""
 
 
 def _right(found: Sequence[Mapping[str, Any]], code: str) -> str:

@@ -257,6 +257,22 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
     assert "512/results/LoRA.0.json: names no settings, as others do" in capsys.readouterr().err
 
 
+def test_without_bfloat16_rows_train_in_float32_and_the_report_says_so(quick_study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("study_models"), "has_bfloat16", lambda: False)
+    asked = {"training": {"bf16": True, "save_strategy": "no"}, "rows": ["base", "full fine-tuning"], "curves": []}
+    quick_study("run", "--seeds", "0", **asked)
+    assert "rows train in float32, and the report says so" in capsys.readouterr().out
+    (facts,) = (tmp_path / "out" / "steps").glob("*.json")
+    assert json.loads(facts.read_text("utf-8"))["about"]["arguments"]["bf16"] is False
+    quick_study("report", **asked)
+    assert "\n\nfull fine-tuning: trained in float32, on a processor without bfloat16.\n\n" in capsys.readouterr().out
+    in_float32 = importlib.import_module("study_models").in_float32
+    monkeypatch.setattr(importlib.import_module("study_models"), "has_bfloat16", lambda: True)
+    assert not in_float32(asked)
+    monkeypatch.setattr(importlib.import_module("study_models"), "has_bfloat16", lambda: False)
+    assert not in_float32({"training": {}})
+
+
 def test_results_of_earlier_versions_are_read_and_not_added_to(quick_study, tmp_path, capsys):
     base = {"scores": {"help": {}, "flores": {}, "pairs": {"en": 0.5}}, "rate": 0.0, "seconds": 0.0, "path": ""}
     sizes = {"trained": 0, "total": 10, "active": 10, "losses": []}
