@@ -104,11 +104,11 @@ def size_of(module: Any) -> int:
 
 
 @cache
-def training_speed(half: bool = False) -> float:
+def training_speed(dtype: torch.dtype = torch.float32) -> float:
     """Operations a second of a training on this machine's device: 40 % of those of a matrix product, timed once."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 4096 if device == "cuda" else 768
-    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if half else torch.float32)
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(3):
         started = time.perf_counter()

@@ -19,7 +19,7 @@ from .data.sources import LanguageText
 from .errors import InputError, errors_at
 from .forecast import PROCESS
 from .languages import UNDETERMINED, check_old_and_new
-from .memory import device_memory
+from .memory import device_memory, has_bfloat16
 from .modeling import count_layers
 from .models import load_tokenizer, longest_block
 from .planning.plan import Plan
@@ -133,7 +133,7 @@ def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], 
     plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new))
     network = network_of(planned_config(dense, plan))
     trained = freeze(network, stage_of("post_pretrain").trains).trainable  # type: ignore[attr-defined]
-    half = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    half = torch.cuda.is_available() and has_bfloat16()
     memory = device_memory()
     if memory is None:
         return {"at_once": 1, "half": half, "checkpointing": None}

@@ -14,6 +14,7 @@ from hf_moe_expand.stages import config
 
 
 def test_a_cpu_has_it_by_its_instructions(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     if torch.backends.mkldnn.is_available():
         assert has_bfloat16() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -21,6 +22,16 @@ def test_a_cpu_has_it_by_its_instructions(monkeypatch):
     assert not has_bfloat16()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert has_bfloat16()
+
+
+def test_a_gpu_has_it_where_it_does_not_emulate_it(monkeypatch):
+    for major, has in ((7, False), (8, True)):
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, major=major: Mock(major=major))
+        assert has_bfloat16() == has
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("able", [True, False])

@@ -26,8 +26,8 @@ from ..trainers.losses import RouterLoss
 from .arguments import PUBLISHED, accepted_arguments, check_training_arguments, refused_by_the_library
 
 NO_BFLOAT16 = (
-    "bf16: this CPU has no instructions for bfloat16, and trains up to thirty times slower with it than in float32: "
-    "leave `bf16: true` out on this machine."
+    "bf16: this machine has no instructions for bfloat16 and emulates it, up to thirty times slower than float32: "
+    "leave `bf16: true` out here, or give `fp16: true` on a GPU."
 )
 BlockSize = Annotated[Whole, Field(ge=2)]
 
@@ -96,7 +96,7 @@ class StageConfig(TrainingArguments):
             super().__post_init__()
             self.get_process_log_level()
         accepted_arguments(self)
-        if self.bf16 and self.use_cpu and not has_bfloat16():
+        if self.bf16 and not has_bfloat16():
             warnings.warn(NO_BFLOAT16, stacklevel=3)
         self._made = {name: getattr(self, name) for name in _argument_names()}
 

@@ -106,11 +106,12 @@ class TrainStep(StageStep):
     def _estimate(self, checks: Checks) -> None:
         """Says the memory, steps and hours of the stage, and the tokens of each language; estimates."""
         training, config = self.settings.training, self._costs(checks)
-        half = bool(training.get("bf16") or training.get("fp16"))
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = next((mixed[name] for name in mixed if training.get(name)), torch.float32)
         at_once = config.per_device_train_batch_size * config.block_size
         trained = freeze(checks.network, config.trained()[1]).trainable
         fixed = weights_bytes(size_of(checks.network), trained)
-        moving = activation_bytes(checks.network, at_once, half, bool(training.get(CHECKPOINTING)))
+        moving = activation_bytes(checks.network, at_once, dtype != torch.float32, bool(training.get(CHECKPOINTING)))
         here = device_memory()
         if not training.get("distributed_config") and not training.get("deepspeed"):
             room = f" of {gigabytes(here)} here" if here else ""
@@ -124,9 +125,9 @@ class TrainStep(StageStep):
                     f"{CHECKPOINTING}"
                 )
             checks.lines.append(line)
-        self._estimate_time(checks, config, half)
+        self._estimate_time(checks, config, dtype)
 
-    def _estimate_time(self, checks: Checks, config: Any, half: bool) -> None:
+    def _estimate_time(self, checks: Checks, config: Any, dtype: torch.dtype) -> None:
         of_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.block_size
         tokens: dict[str, int | None] = {}
         if not checks.offline:
@@ -146,7 +147,7 @@ class TrainStep(StageStep):
         if wanted:
             words.append(f"about {max(wanted // of_step, 1):,} steps of {of_step:,} tokens on one device")
             flops = training_flops(checks.network, self.stage.one_expert_runs)
-            hours = wanted * flops / training_speed(half) / 3600
+            hours = wanted * flops / training_speed(dtype) / 3600
             words.append(f"very roughly {hours:,.1f} hours here" if hours >= 0.1 else "minutes here")
         if known:
             by_language = ", ".join(f"{code} {count:,}" for code, count in tokens.items() if count is not None)
