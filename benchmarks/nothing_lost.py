@@ -146,7 +146,7 @@ class Study:
         for name in self.settings["reviews"]:
             yield name, [self.scores(self.review(name, seed)) for seed in seeds]
         last = list(self.settings["reviews"])[-1]
-        yield f"{last}, and the user's word", [self.scores(self.review(last, seed), word=True) for seed in seeds]
+        yield f"{last}, and a language hint", [self.scores(self.review(last, seed), word=True) for seed in seeds]
 
     def render(self, rows: Mapping[str, list[Scores]]) -> str:
         """Bits per byte against the base (old languages, in %) and as they are (new ones): mean and spread of seeds."""
