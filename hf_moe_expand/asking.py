@@ -86,10 +86,6 @@ class Asked:
             messages: the conversation so far, each with `role` and `content`; the last one is the user's.
             language: code of the conversation's language, where the user names it; a dense model pays it no heed.
             streamer: gets the tokens as they come (`transformers.TextStreamer`).
-
-        Raises:
-            InputError: the tokenizer has no chat template or refuses the messages, the model does not know the
-                language, or the conversation is too long for the model.
         """
         self.check_template()
         system = [{"role": "system", "content": how.system}] if how.system is not None else []
@@ -154,9 +150,6 @@ def ask(
 
     Returns:
         By each model's name in results, its answers in the order of the questions.
-
-    Raises:
-        InputError: a model cannot be loaded or asked; two share a name; or questions and languages differ in number.
     """
     how = how or Answering()
     named: list[str | None] = (

@@ -36,8 +36,7 @@ def saved_at_once(config: Any) -> int:
     """The most training checkpoints that lie on the disk at once, by a stage's configuration.
 
     The Trainer removes an old checkpoint after it saved a new one, so one more than `save_total_limit` can be there.
-    Where the number of steps is unknown before the text is read, they are assumed to be enough for that.
-    """
+    Where the number of steps is unknown before the text is read, they are assumed to be enough for that."""
     strategy, limit = str(getattr(config.save_strategy, "value", config.save_strategy)), config.save_total_limit
     most = limit + 1 if limit and limit > 0 else None
     saves = None
@@ -70,11 +69,7 @@ def peak(steps: Sequence[StepOutput]) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes of the disk on which `path` is, or will be.
-
-    Raises:
-        InputError: the disk cannot be read.
-    """
+    """Free bytes of the disk on which `path` is, or will be."""
     try:
         place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         return shutil.disk_usage(place).free
@@ -94,9 +89,6 @@ def check_room(path: Path, needed: int, purpose: str) -> None:
         path: where the work writes.
         needed: bytes that it needs there.
         purpose: what needs them, for the message.
-
-    Raises:
-        InputError: the disk has fewer bytes free.
     """
     if needed > (free := free_bytes(path)):
         raise InputError(

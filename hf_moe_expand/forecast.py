@@ -63,9 +63,6 @@ class Forecast:
         Args:
             tokens: tokens to train on; with `tflops`, the device's speed in practice in 10^12 operations a second, the
                 report gives hours of one device.
-
-        Raises:
-            InputError: a number is not above 0, or not finite.
         """
         for name, number in (("tokens", tokens), ("tflops", tflops)):
             if number is not None and not 0 < number < inf:
@@ -87,11 +84,7 @@ def forecast(
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
 ) -> Forecast:
-    """Forecasts the costs of `plan` on `base`, with experts as `expand_checkpoint` makes them; reads config.json alone.
-
-    Raises:
-        InputError: the base cannot be expanded, or the plan is for another model or grows an expanded one.
-    """
+    """Forecasts the costs of `plan` on `base`, with experts as `expand_checkpoint` makes them; reads config.json alone."""
     if plan.grows_from:
         raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan for a forecast.")
     dense = load_base_config(resolve_checkpoint(base, revision, weights=False))

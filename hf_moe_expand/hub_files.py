@@ -93,9 +93,6 @@ def published_files(folder: Path, include: Sequence[str] = ()) -> dict[str, Path
 
     Args:
         include: further files of the folder to publish, relative to it.
-
-    Raises:
-        InputError: the folder holds files of no checkpoint that `include` does not name, or lacks files of `include`.
     """
     reader = CheckpointReader(folder)
     names = [file.name for file in reader.files] + ["config.json", *_code(folder)]
@@ -145,11 +142,7 @@ def _code(folder: Path) -> list[str]:
 
 
 def refuse_private(files: dict[str, Path | bytes]) -> None:
-    """Checks every file to be published.
-
-    Raises:
-        InputError: a file holds an access token or a path of this machine; the message names file and finding.
-    """
+    """Checks every file to be published."""
     for name, content in files.items():
         if name.endswith(".safetensors") and isinstance(content, Path):
             with safe_open(content, "pt") as weights:
@@ -205,11 +198,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def check_loads_alone(folder: Path) -> None:
     """Loads the checkpoint with transformers alone, offline, and runs one token through it. Runs only this package's
-    code, and without access tokens.
-
-    Raises:
-        InputError: see `check_code`; or the checkpoint does not load (the message gives the reason).
-    """
+    code, and without access tokens."""
     check_code(folder)
     with tempfile.TemporaryDirectory() as empty:
         environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
@@ -232,11 +221,7 @@ def check_loads_alone(folder: Path) -> None:
 
 
 def check_code(folder: Path) -> None:
-    """Checks that a checkpoint folder holds and names only this package's code, byte for byte.
-
-    Raises:
-        InputError: a file differs; the message names it, and says how to rewrite the checkpoint.
-    """
+    """Checks that a checkpoint folder holds and names only this package's code, byte for byte."""
     again = (
         "Write it again with this package's code: python -c \"from hf_moe_expand.models import load_for_inference; "
         f"load_for_inference('{folder}')[0].save_pretrained('{folder}')\"."
@@ -261,12 +246,7 @@ def check_code(folder: Path) -> None:
 def base_on_hub(config: Any, hub_id: str, token: str | None = None) -> BaseModel:
     """The base that the hub has under `hub_id`, with its present commit, after comparing its configuration with that of
     the expanded model. Without a connection, or without access to a gated model, nothing is compared and the commit
-    stays unknown.
-
-    Raises:
-        InputError: `hub_id` is a local folder or no model of the hub, or a model from which this one cannot have been
-            expanded; the message names the first field that differs.
-    """
+    stays unknown."""
     where = f"--base {hub_id}"
     if Path(hub_id).is_dir():
         raise InputError(f"{where}: is a local folder; give the base model's hub id, which others need.")

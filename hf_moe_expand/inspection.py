@@ -117,11 +117,7 @@ class Inspection:
 
 
 def inspect_checkpoint(model: str | os.PathLike, revision: str | None = None) -> Inspection:
-    """Inspects a folder or hub id.
-
-    Raises:
-        InputError: it is not an expanded checkpoint; names what interrupted commands left where it would be.
-    """
+    """Inspects a folder or hub id."""
     check_expanded(model, revision)
     folder = resolve_checkpoint(model, revision, weights=False)
     config = load_expanded_config(folder)

@@ -9,11 +9,7 @@ from .scratch import new_file
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes a JSON file, whole or not at all.
-
-    Raises:
-        InputError: the file cannot be written there, or a number is NaN or infinite, which JSON does not have.
-    """
+    """Writes a JSON file, whole or not at all."""
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -31,11 +27,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def read_json(path: str | Path, what: str) -> dict:
     """Reads an object, more strictly than Python's reader: a duplicate key, NaN and infinite numbers, half of a
-    surrogate pair, deep nesting and integers of thousands of digits are errors.
-
-    Raises:
-        InputError: the file does not exist or does not hold a JSON object; the message calls it `what`.
-    """
+    surrogate pair, deep nesting and integers of thousands of digits are errors."""
     try:
         value = parse_json(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -50,11 +42,7 @@ def read_json(path: str | Path, what: str) -> dict:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text, as strictly as `read_json`.
-
-    Raises:
-        ValueError: the text is not JSON; the message, without a full stop, says why.
-    """
+    """The value of a JSON text, as strictly as `read_json`."""
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
         if "\\ud" in text or "\\uD" in text:

@@ -39,11 +39,7 @@ def in_words(codes: Iterable[str]) -> list[str]:
 
 def check_old_and_new(old: Iterable[str], new: Iterable[str]) -> None:
     """Checks the languages of one expansion: each code, and the codes against each other. Plans, recipes, analyses and
-    expansions all check their languages here.
-
-    Raises:
-        InputError: a code is not a language code, or a language is given twice or both as old and as new.
-    """
+    expansions all check their languages here."""
     old, new = list(old), list(new)
     for code in (*old, *new):
         check_language_code(code)

@@ -85,9 +85,6 @@ def new_recipe(
     Args:
         old, new, test: the source of each language's text, as in a recipe. Without `old`, the base writes old text.
         output: folder of the run; by default `runs/`, the base's name and the new languages.
-
-    Raises:
-        InputError: the base cannot be expanded or is an encoder-decoder, or a text is missing or empty.
     """
     if not new:
         raise InputError("No new language is given: name its text with --new LANGUAGE=FILE.")

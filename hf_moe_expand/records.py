@@ -132,11 +132,7 @@ class History:
 
     @classmethod
     def of(cls, config: Any) -> "History":
-        """The history in a configuration, or in config.json's mapping.
-
-        Raises:
-            InputError: the history is malformed; the message names the entry.
-        """
+        """The history in a configuration, or in config.json's mapping."""
         value = config.get("expansions") if isinstance(config, Mapping) else getattr(config, "expansions", None)
         if value is not None and not isinstance(value, list):
             raise InputError(f"config.json: expansions: a list is needed, found {type(value).__name__}.")

@@ -28,11 +28,7 @@ class JsonFile(Declared):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads the file.
-
-        Raises:
-            InputError: the file is missing, is of another kind, or contradicts itself; the message names the key.
-        """
+        """Reads the file."""
         return read(cls, read_json(path, cls.kind), str(path))
 
 
@@ -69,11 +65,7 @@ class Result(JsonFile):
 
     @classmethod
     def from_json(cls, path: str | Path) -> Self:
-        """Reads the file.
-
-        Raises:
-            InputError: the file is missing or is not such an analysis; the message names the wrong key.
-        """
+        """Reads the file."""
         return read(cls, read_json(path, cls.kind), f"{path}: not {cls.kind}")
 
 

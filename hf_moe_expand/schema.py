@@ -85,10 +85,6 @@ def read(cls: type[T], mapping: Any, where: str = "", context: Mapping[str, Any]
     Args:
         where: prefix of the keys in messages: a file, or a key of the mapping's parent.
         context: what the validators of types may ask for.
-
-    Raises:
-        InputError: a key is unknown (the message suggests the nearest known one) or missing, a value has another type
-            or is out of range, or the class's own check fails. Records keep unknown keys.
     """
     if not isinstance(mapping, Mapping):
         raise InputError(f"{_place(where)}must hold `key: value` lines, found {_found(mapping)}.")

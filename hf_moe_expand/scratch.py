@@ -29,11 +29,7 @@ _DAY = 24 * 60 * 60
 
 
 def named(path: Path) -> Path:
-    """`path`; the absolute path where its last part is no name (`.`, `..`).
-
-    Raises:
-        InputError: it is the root, which has no name.
-    """
+    """`path`; the absolute path where its last part is no name (`.`, `..`)."""
     if path.name in ("", ".."):
         path = Path(os.path.abspath(path))
     if not path.name:
@@ -72,11 +68,7 @@ def training_of(out: Path) -> Path:
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yields a file beside `path` to write, which is renamed to `path` on success and removed on failure. What killed
-    processes left there is removed first.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    processes left there is removed first."""
     partial = beside(path, "partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,11 +102,7 @@ def leftovers(out: Path) -> list[str]:
 
 
 def work_folder(path: str | os.PathLike) -> Path:
-    """A folder for work in progress, with a marker file: a new one, or one that carries the marker already.
-
-    Raises:
-        InputError: `path` exists and is not a work folder, or the folder cannot be made.
-    """
+    """A folder for work in progress, with a marker file: a new one, or one that carries the marker already."""
     path = Path(path)
     try:
         if not os.path.lexists(path):
@@ -142,11 +130,7 @@ def _make_whole(path: Path) -> None:
 
 
 def remove_work_folder(path: str | os.PathLike) -> None:
-    """Removes a work folder, if it exists.
-
-    Raises:
-        InputError: the folder has no marker, so it is not a work folder.
-    """
+    """Removes a work folder, if it exists."""
     path = Path(path)
     if not os.path.lexists(path):
         return
@@ -173,9 +157,6 @@ def scratch_folder(path: Path, makes: bool) -> Iterator[Path]:
 
     Args:
         makes: whether this process, of several ranks, creates and removes the folder.
-
-    Raises:
-        InputError: `path` exists and is not a work folder.
     """
     if makes:
         remove_work_folder(path)
@@ -242,22 +223,14 @@ class FolderLock:
         self._lock = FileLock(self._file, timeout=0)
 
     def acquire(self) -> None:
-        """Takes the lock of an existing folder.
-
-        Raises:
-            InputError: another process holds it; the message names the process.
-        """
+        """Takes the lock of an existing folder."""
         self._take()
         # The content is for people: a process that waits never empties the file.
         with suppress(OSError):
             self._file.write_text(f"{os.getpid()} {gethostname()} {' '.join(sys.argv)}\n", encoding="utf-8")
 
     def refuse_if_held(self) -> None:
-        """Refuses a folder in which another process works; needs no folder.
-
-        Raises:
-            InputError: see `acquire`.
-        """
+        """Refuses a folder in which another process works; needs no folder."""
         if self._file.is_file():
             self._take()
             self._lock.release()
@@ -270,11 +243,7 @@ class FolderLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, this process alone works in the folder, which is made if it is missing.
-
-        Raises:
-            InputError: see `acquire`; or the folder cannot be made.
-        """
+        """Inside, this process alone works in the folder, which is made if it is missing."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.acquire()

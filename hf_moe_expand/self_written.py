@@ -41,11 +41,7 @@ class SelfWrittenText(LanguageText):
 
 
 def writer_of(text: LanguageText) -> str | None:
-    """The model that wrote all of a local text, as each row says; None for text from elsewhere.
-
-    Raises:
-        InputError: see `LanguageText.files`.
-    """
+    """The model that wrote all of a local text, as each row says; None for text from elsewhere."""
     writers: set[str] = set()
     for path in text.files():
         if path.suffix != ".jsonl":
@@ -70,9 +66,6 @@ def write_texts(
 
     Returns:
         The number of documents and of words.
-
-    Raises:
-        InputError: see `write_documents` and `load_for_inference`.
     """
     network, tokenizer = load_for_inference(model, revision)
     check_decoder(network.config, model, "texts that the base writes itself")
@@ -93,9 +86,6 @@ def check_positions(chosen: SampleSettings, config: Any, tokenizer: Any = None) 
     Args:
         config: the model's configuration.
         tokenizer: without one, a prompt counts as one token.
-
-    Raises:
-        InputError: they are too long.
     """
     positions = longest_block(config)
     longest = 1 if tokenizer is None else max(len(_ids(prompt, tokenizer)) for prompt in chosen.prompts or [""])
@@ -110,12 +100,7 @@ def write_documents(model: Any, tokenizer: Any, chosen: SampleSettings) -> Itera
     """Yields documents that the model writes: `text`, and the `prompt` that it begins with ("" for none).
 
     Tokens are drawn from the model's own distribution, with temperature and top-p. Of an expanded model, expert 0
-    alone writes: that is the base. A document without a word is drawn anew.
-
-    Raises:
-        InputError: the documents are longer than the model's positions, the model writes no words, or it is an expanded
-            model whose base was trained.
-    """
+    alone writes: that is the base. A document without a word is drawn anew."""
     if isinstance(model.config, ExpandedConfig) and (stage := History.of(model.config).trained_base):
         raise InputError(f"Expert 0 of this model is not the base any more, since `{stage}` trained it: give the base.")
     check_positions(chosen, model.config, tokenizer)

@@ -49,11 +49,7 @@ def _yaml() -> YAML:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """A YAML mapping, loaded safely.
-
-    Raises:
-        InputError: the file cannot be read, is not YAML or too large (the message gives the line), or holds no mapping.
-    """
+    """A YAML mapping, loaded safely."""
     return parse_mapping(read_text(path), path)
 
 
@@ -67,11 +63,7 @@ def parse_mapping(text: str, where: str | Path) -> dict[str, Any]:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a YAML file.
-
-    Raises:
-        InputError: the file cannot be read, or is not UTF-8 (with the line).
-    """
+    """The text of a YAML file."""
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -84,11 +76,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_yaml(text: str, where: str | Path) -> Any:
-    """The value of a YAML text; messages call it `where`.
-
-    Raises:
-        InputError: the text is not YAML or too large; the message gives the line.
-    """
+    """The value of a YAML text; messages call it `where`."""
     try:
         value = _yaml().load(text)
         _measure(value, {})

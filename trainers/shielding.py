@@ -62,11 +62,7 @@ def important_columns(importance: Mapping[str, torch.Tensor], share: float) -> d
 def shielded(model: Any, columns: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Gives the columns no gradient, and proves at the end that they did not move.
 
-    A weight without a gradient still moves if it decays, or if an optimizer mixes the columns of a matrix.
-
-    Raises:
-        RuntimeError: a column moved; the message names its layer.
-    """
+    A weight without a gradient still moves if it decays, or if an optimizer mixes the columns of a matrix."""
     layers = shielded_layers(model)
     before = {name: _digest(layers[name], frozen) for name, frozen in columns.items()}
     with ExitStack() as hooks:

@@ -80,9 +80,6 @@ def measure_fertility(
 
     Args:
         characters: characters to read of each language, in whole documents.
-
-    Raises:
-        InputError: a language has no text, or `characters` is below 1.
     """
     if characters < 1:
         raise InputError(f"characters is {characters}: must be at least 1.")

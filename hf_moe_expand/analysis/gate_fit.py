@@ -113,9 +113,6 @@ def fit_rows(
         classes: the class of each language; 0 for anchors too.
         anchors: the languages that are left out of the fit in turn.
         rule: None fits gates that judge single tokens.
-
-    Raises:
-        InputError: no bias keeps the promise and lets new text pass.
     """
     model.eval()
     config = model.config.get_text_config(decoder=True)

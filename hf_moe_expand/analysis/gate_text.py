@@ -37,11 +37,7 @@ def gate_examples(
 
     All languages are shown in the same forms, so that no gate learns a form in place of a language: half of the tokens
     in single lines, half in texts of `block` tokens, which are lines one after the other. Where the tokenizer has a
-    chat template, every second one stands in it, as a user's message.
-
-    Raises:
-        InputError: a language has fewer than `LEAST` tokens.
-    """
+    chat template, every second one stands in it, as a user's message."""
     examples: dict[str, list[Example]] = {}
     for code, documents in texts.items():
         lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]

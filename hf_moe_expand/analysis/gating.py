@@ -85,9 +85,6 @@ def check_languages(
 
     Args:
         classes: the class of each of the model's languages.
-
-    Raises:
-        InputError: text in a language that the model lacks, none in a new one, or an anchor language that is new.
     """
     texts = list(texts)
     if unknown := [code for code in texts if code not in classes]:

@@ -94,8 +94,7 @@ def document_blocks(
 ) -> list[list[list[int]]]:
     """The blocks of `token_blocks`, document by document; documents without tokens are left out.
 
-    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token.
-    """
+    Where the tokenizer begins texts with a begin-of-text token, so does every block, in place of its first token."""
     documents: list[list[list[int]]] = []
     begin, left = begin_token(tokenizer), tokens
     first = [] if begin is None else [begin]
@@ -128,12 +127,7 @@ def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBat
 def side_batches(
     language: str, pairs: Iterable[SentencePair], tokenizer: Any, tokens: int, batch_size: int, model: Any
 ) -> list[TextBatch]:
-    """Batches with exactly `tokens` tokens of the language on each side: sentences from it, and translations into it.
-
-    Raises:
-        InputError: a side has fewer tokens, the model reads the language and does not write it or the other way round,
-            or the tokenizer has no code for a language.
-    """
+    """Batches with exactly `tokens` tokens of the language on each side: sentences from it, and translations into it."""
     encoder, all_pairs = PairEncoder(tokenizer), list(pairs)
     translatable = [pair for pair in all_pairs if encoder.translates(pair.direction)]
     batches: list[TextBatch] = []

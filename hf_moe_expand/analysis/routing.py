@@ -248,9 +248,6 @@ def nearest_experts(
     Args:
         model: an expanded `...ForCausalLM`.
         texts: documents of each language; `tokens` tokens of each are measured.
-
-    Raises:
-        InputError: see `measure_routing`.
     """
     routing = measure_routing(
         model, tokenizer, texts, tokens=tokens, block_size=block_size, batch_size=batch_size, new=list(texts)

@@ -24,9 +24,6 @@ def shipped_anchors(leave_out: Collection[str] = ()) -> dict[str, list[str]]:
 
     Returns:
         Some two dozen sentences for each language.
-
-    Raises:
-        InputError: `leave_out` has a code that is not a language code.
     """
     unwanted = [check_language_code(code) for code in leave_out]
     texts = {

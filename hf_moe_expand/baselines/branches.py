@@ -34,9 +34,6 @@ def expand_branches(
         out: folder to write.
         plan: a dmoe plan.
         seed: random seed of the routers.
-
-    Raises:
-        InputError: the plan has no groups, or another number of them than of branches; or the branches' shapes differ.
     """
     if not plan.groups:
         raise InputError(f"The plan is a {plan.method} plan; branches become the experts of a dmoe plan's groups.")

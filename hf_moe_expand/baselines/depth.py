@@ -42,10 +42,6 @@ def expand_depth(
 
     Returns:
         The new layers' numbers.
-
-    Raises:
-        InputError: the architecture's blocks have other output projections or do more than attention and an FFN, or
-            `blocks` exceeds the number of layers.
     """
     folder = resolve_checkpoint(base)
     check_output(out, overwrite, folder)

@@ -149,9 +149,6 @@ def export_native(
 
     Returns:
         The architecture's name.
-
-    Raises:
-        InputError: no architecture of transformers computes the same, or an expanded layer lacks the expert.
     """
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)

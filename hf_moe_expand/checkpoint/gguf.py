@@ -50,10 +50,6 @@ def checkpoint_from_gguf(file: str | os.PathLike, out: str | os.PathLike, overwr
 
     Returns:
         The number of parameters.
-
-    Raises:
-        InputError: the file does not exist, is not GGUF or of an architecture that transformers does not read from
-            GGUF; the package `gguf` is not installed; or `out` cannot be written (see `new_folder`).
     """
     file = Path(file)
     if not file.is_file():

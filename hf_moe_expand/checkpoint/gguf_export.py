@@ -111,10 +111,6 @@ def export_gguf(
 
     Returns:
         The architecture's name in llama.cpp.
-
-    Raises:
-        InputError: no architecture of llama.cpp computes the same, or a GGUF file cannot hold the tokenizer; the
-            message says why. Or `out` exists or cannot be written, or the disk has too little room.
     """
     import_extra("gguf", "gguf")
     if kind is not None and kind not in FILE_TYPES:

@@ -78,11 +78,7 @@ def grow_checkpoint(
 
 
 def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
-    """The configuration of the checkpoint that the plan grows, after checking that the plan is for it.
-
-    Raises:
-        InputError: the plan is for another model, the model knows a language of it, or the checkpoint is DMoE's.
-    """
+    """The configuration of the checkpoint that the plan grows, after checking that the plan is for it."""
     folder = resolve_checkpoint(model)
     config: Any = load_expanded_config(folder)
     plan.checked()
@@ -168,9 +164,6 @@ def add_experts(
         config_changes: further fields of the configuration.
         keep_routers: store the present routers and classifiers beside the weights.
         seed: random seed of the new rows.
-
-    Raises:
-        InputError: `model` is not an expanded checkpoint, a layer is not expanded, or it lacks the expert to copy.
     """
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)

@@ -106,12 +106,7 @@ def check_ungated(packs: Sequence[Pack]) -> None:
 
 
 def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overwrite: bool) -> list[Pack]:
-    """The packs in the checkpoints, in order.
-
-    Raises:
-        InputError: a checkpoint is not an expanded one of LayerMoE, or a joined one that was trained afterwards; there
-            are fewer than two; or `out` is one of them.
-    """
+    """The packs in the checkpoints, in order."""
     if len(packs) < 2:
         raise InputError("A join needs two or more packs.")
     loaded: list[Pack] = []

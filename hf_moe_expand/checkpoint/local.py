@@ -18,11 +18,7 @@ EXPANDED = ("layer_moe", "dmoe")
 
 
 def local_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Path | None:
-    """The folder of a checkpoint on this machine; None for a hub id.
-
-    Raises:
-        InputError: `name` is neither a checkpoint folder nor a hub id; or a part of the checkpoint is no file.
-    """
+    """The folder of a checkpoint on this machine; None for a hub id."""
     if not str(name):
         raise InputError("The name of a model is empty: give a folder or hub id.")
     folder = Path(name)

@@ -42,9 +42,6 @@ def average_checkpoints(
         models: two or more checkpoints; if any is expanded, the first must be.
         out: folder to write.
         weights: one weight for each model, from 0 to 1 and with the sum 1; equal by default.
-
-    Raises:
-        InputError: shapes or settings differ, the weights do not fit, or a result is not finite.
     """
     if len(models) < 2:
         raise InputError("An average needs two or more checkpoints.")

@@ -85,10 +85,6 @@ def resolve_checkpoint(name: str | os.PathLike, revision: str | None = None, wei
 
     Args:
         weights: False leaves the weights on the hub.
-
-    Raises:
-        InputError: `name` is neither a checkpoint folder nor a model that the hub gives, or the hub cannot be reached
-            and its cache does not have the model.
     """
     folder = local_checkpoint(name, revision)
     if folder is not None:
@@ -147,11 +143,7 @@ def base_config_at_hand(name: str, revision: str | None = None) -> PreTrainedCon
 
 
 def load_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder; runs none of its code.
-
-    Raises:
-        InputError: config.json is broken, contradicts itself, or is of a type that the installed transformers lacks.
-    """
+    """The configuration of a checkpoint folder; runs none of its code."""
     fields = read_json(folder / "config.json", "a configuration")
     check_fields(fields, folder)
     model_type = fields.get("model_type")
@@ -171,11 +163,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
 
 
 def load_tokenizer(folder: os.PathLike, name: str | os.PathLike) -> Any:
-    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`.
-
-    Raises:
-        InputError: the folder has no tokenizer that loads.
-    """
+    """The tokenizer in a checkpoint's folder; messages call the checkpoint `name`."""
     reason = ""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -208,11 +196,7 @@ def load_expanded_config(folder: Path) -> Any:
 
 
 def load_base_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a dense checkpoint that can be expanded.
-
-    Raises:
-        InputError: the architecture is not supported or computes its FFN in slices; or it is expanded, or quantised.
-    """
+    """The configuration of a dense checkpoint that can be expanded."""
     config = text_config(load_config(folder))
     check_base_config(config, folder)
     return config

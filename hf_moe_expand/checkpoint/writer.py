@@ -198,8 +198,7 @@ def _keep_tokenizer_class(source: Path, target: Path) -> None:
 
     For some model types the library overrules the class in this file (it loads every tokenizer of a Qwen2 model as
     `Qwen2Tokenizer`, which cuts words in its own way). It does not know the model types of expanded models, so that
-    their text would be cut in another way than the base's.
-    """
+    their text would be cut in another way than the base's."""
     file = target / "tokenizer_config.json"
     if not file.is_file():
         return
@@ -223,12 +222,7 @@ def _plain(name: str) -> str:
 
 def check_output(out: str | os.PathLike, overwrite: bool, *inputs: str | os.PathLike) -> Path:
     """Checks that `out` may become an output folder. First removes what dead processes left beside it, and
-    restores `out` if one died while replacing it.
-
-    Raises:
-        InputError: `out` exists (without `overwrite`), is one of the inputs, holds one or lies in one, cannot be
-            written, or is a folder with other files than a checkpoint's (the message names the first one).
-    """
+    restores `out` if one died while replacing it."""
     try:
         out = named(Path(out))
         remove_leftovers(out)
@@ -295,11 +289,7 @@ def foreign_file(folder: Path) -> str | None:
 @contextmanager
 def new_folder(out: str | os.PathLike, overwrite: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
     """Yields a folder beside `out` to write into, which is renamed to `out` on success and removed on failure. Folders
-    that killed processes left beside `out` are removed first.
-
-    Raises:
-        InputError: see `check_output`; or the disk has too little room (the message gives the needed bytes).
-    """
+    that killed processes left beside `out` are removed first."""
     out = check_output(out, overwrite)
     partial, replaced = beside(out, "partial"), beside(out, "replaced")
     try:

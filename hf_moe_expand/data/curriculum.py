@@ -66,9 +66,6 @@ def count_based(
         steps: U, the training steps.
         thresholds: minimum of examples for each bin but the last, from large to small.
         shares: share of the training steps for each bin, from large to small; one more than thresholds.
-
-    Raises:
-        InputError: the numbers do not fit together.
     """
     if len(shares) != len(thresholds) + 1:
         raise InputError(
@@ -107,9 +104,6 @@ def step_based(
         merge_first: number of first bins to merge into one, with the characteristic step of the first; the paper
             merges 3 of 5.
         new_steps: steps of the next training, if not U; all steps are scaled to it.
-
-    Raises:
-        InputError: a number is out of range.
     """
     if not best_steps:
         raise InputError("No language has a best step.")

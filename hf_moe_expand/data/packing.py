@@ -183,9 +183,6 @@ def review_documents(
         available: available documents of each language.
         old_documents: `n`; by default the largest number for which every language has enough documents.
         fewer_documents: take this largest number, too, where a language has too few documents for `old_documents`.
-
-    Raises:
-        InputError: a language has fewer documents than `old_documents` needs, or than one old document needs.
     """
     most = min([available[code] for code in old] + [int(available[code] / new_per_old) for code in new])
     taken = max(most, 1) if old_documents is None else old_documents

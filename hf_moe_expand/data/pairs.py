@@ -75,11 +75,7 @@ class PairEncoder:
                 self._name(source)
 
     def encode(self, rows: Sequence[SentencePair]) -> tuple[list[list[int]], list[list[int]]]:
-        """The encoder's tokens of each row, and the labels.
-
-        Raises:
-            InputError: see `check`.
-        """
+        """The encoder's tokens of each row, and the labels."""
         inputs: list[list[int]] = [[] for _ in rows]
         labels: list[list[int]] = [[] for _ in rows]
         places: dict[Pair, list[int]] = {}

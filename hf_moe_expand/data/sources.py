@@ -328,11 +328,7 @@ def check_languages(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def language_name(code: str) -> str:
-    """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified).
-
-    Raises:
-        InputError: no language has this code, or the package of language names is not installed.
-    """
+    """English name of a language: `el` is Greek, `zho_Hans` Chinese (Simplified)."""
     import_extra("language_data")
     if not is_language_code(code):
         raise InputError(f"{code!r} is not a language code of ISO 639, such as el or yue, so a prompt cannot name it.")

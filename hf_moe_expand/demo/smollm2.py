@@ -37,9 +37,6 @@ def download(folder: Path, *wheels: str, instead: str = INSTEAD) -> list[Path]:
     Args:
         wheels: package and version of each, `NAME==VERSION`.
         instead: sentence for the error's end: what to do without the wheels.
-
-    Raises:
-        InputError: pip is not installed or does not find a wheel.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=1"]
     command += ["--disable-pip-version-check", "--quiet", f"--dest={folder}", *wheels]

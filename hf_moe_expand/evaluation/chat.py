@@ -69,9 +69,6 @@ def check_chat(
         base, result: folders or hub ids of decoders.
         language: code of the questions' language.
         revision: revision of the base.
-
-    Raises:
-        InputError: there is no question, a model cannot be loaded, or its template refuses a message.
     """
     if not questions:
         raise InputError(f"questions: there is no question in {language!r}: give some lines.")

@@ -69,8 +69,7 @@ class TextStream:
     def windows(self, block_size: int, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Batches of inputs and targets `[batch, block_size]`; -100 where a target is not scored.
 
-        Windows overlap by one token, so that each token is a target once.
-        """
+        Windows overlap by one token, so that each token is a target once."""
         windows = self._windows(block_size)
         while batch := list(islice(windows, batch_size)):
             inputs, targets = zip(*batch, strict=True)
@@ -105,9 +104,6 @@ def text_stream(
 
     Args:
         name: name of the text in this line.
-
-    Raises:
-        InputError: the tokenizer has neither a begin-of-text nor an end-of-text token.
     """
     begin = begin_token(tokenizer)
     separator = tokenizer.eos_token_id if begin is None else begin
@@ -256,11 +252,7 @@ def stream_for(
 
 
 def score_stream(model: Any, stream: TextStream | PairStream, block_size: int, batch_size: int) -> LanguageScore:
-    """The score of a model on a text, in windows of `block_size` tokens, or fewer if it takes fewer.
-
-    Raises:
-        InputError: the model computes NaN or infinite values.
-    """
+    """The score of a model on a text, in windows of `block_size` tokens, or fewer if it takes fewer."""
     if isinstance(stream, PairStream):
         nats = sum(_pair_nats(model, stream, batch_size))
     else:

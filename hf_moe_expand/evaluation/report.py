@@ -53,11 +53,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "Evaluation":
-        """Reads `evaluation.json`.
-
-        Raises:
-            InputError: the file is missing or is no evaluation; the message names the key that is wrong.
-        """
+        """Reads `evaluation.json`."""
         value = read_json(path, "an evaluation")
         if missing := sorted({"old", "new", "models"} - set(value)):
             raise InputError(f"{path}: not an evaluation: {', '.join(missing)} is missing.")
@@ -140,9 +136,6 @@ def score_models(
         sources: held-out text of each language.
         languages: the old languages, then the languages of each expansion.
         tasks: `HarnessTasks` to run as well.
-
-    Raises:
-        InputError: a model cannot be loaded, a text does not fit its kind, or there are tasks for an encoder-decoder.
     """
     if tasks is not None:
         check_decoders(models, "tasks of lm-evaluation-harness")

@@ -69,20 +69,12 @@ class TranslationScores:
 
 
 def chrf_plus_plus() -> Any:
-    """sacrebleu's chrF++ (Popović, 2017): n-grams of up to six characters and two words.
-
-    Raises:
-        InputError: sacrebleu is not installed.
-    """
+    """sacrebleu's chrF++ (Popović, 2017): n-grams of up to six characters and two words."""
     return import_extra("sacrebleu.metrics").CHRF(word_order=2)
 
 
 def load_parallel(sources: Mapping[str, LanguageText]) -> dict[str, list[str]]:
-    """Parallel text: sentence `i` is the same in each language. White space in a sentence counts as one space.
-
-    Raises:
-        InputError: a source has no text, a line is empty or in another language, or two sources differ in length.
-    """
+    """Parallel text: sentence `i` is the same in each language. White space in a sentence counts as one space."""
     texts = {code: [" ".join(text.split()) for text in source.load()["text"]] for code, source in sources.items()}
     for code, source in sources.items():
         lines = sum(_lines(file) for file in source.files() if file.suffix != ".parquet")
@@ -112,11 +104,7 @@ def _lines(file: Path) -> int:
 
 
 def parse_pairs(arguments: Sequence[str], languages: Sequence[str]) -> list[Pair]:
-    """Parses pairs such as `en-el`; by default, the first language to and from each other language.
-
-    Raises:
-        InputError: fewer than two languages are given, or a pair is not of two of them or is given twice.
-    """
+    """Parses pairs such as `en-el`; by default, the first language to and from each other language."""
     if len(languages) < 2:
         raise InputError("Translation needs text in at least two languages.")
     known = {pair_name((a, b)): (a, b) for a in languages for b in languages if a != b}
@@ -147,8 +135,7 @@ def translate(
 ) -> tuple[list[str], int]:
     """Greedy continuations of prompts up to a newline or an end of text, and how many `max_new_tokens` cut off.
 
-    The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens.
-    """
+    The checkpoint's own generation settings (such as a repetition penalty) are ignored, except for its end tokens."""
     encoded = [tokenizer(prompt).input_ids for prompt in prompts]
     positions, longest = longest_block(model.config), max(map(len, encoded), default=0)
     if positions is not None and longest + max_new_tokens > positions:
@@ -179,8 +166,7 @@ def translate_pairs(
     """An encoder-decoder's translations, and the number of those cut off at `max_new_tokens`. The first token names the
     target's language, where the tokenizer has codes.
 
-    Of the checkpoint's own generation settings, only its special tokens count.
-    """
+    Of the checkpoint's own generation settings, only its special tokens count."""
     if not sentences:
         return [], 0
     _check_directions(model, tokenizer, {direction: sentences}, max_new_tokens)
@@ -246,10 +232,6 @@ def evaluate_translation(
 
     Args:
         texts: parallel sentences of each language.
-
-    Raises:
-        InputError: a number is not for this kind of model, no sentence is left to score, a language has no name or no
-            code, or a prompt is too long.
     """
     sentences, shots, limit, beams = len(next(iter(texts.values()))), settings.shots, settings.limit, settings.beams
     sizes = (settings.batch_size, settings.max_new_tokens)

@@ -42,11 +42,7 @@ class ValidationCurves:
 
     @classmethod
     def load(cls, path: str | Path) -> "ValidationCurves":
-        """Reads the file, or the file in a stage's output folder.
-
-        Raises:
-            InputError: the file is missing or is not the validation of a stage.
-        """
+        """Reads the file, or the file in a stage's output folder."""
         path = Path(path)
         path = path / VALIDATION if path.is_dir() else path
         curves = read(cls, read_json(path, "the validation of a training stage"), str(path))
@@ -77,11 +73,7 @@ class ValidationCurves:
     def best_steps(self) -> dict[str, int]:
         """The step with the lowest loss of each trained language, the last of several (Elbayad et al., Algorithm 1).
 
-        Step 0 does not count, since it precedes the training.
-
-        Raises:
-            InputError: a trained language was scored at no step of the training, or never had a finite loss.
-        """
+        Step 0 does not count, since it precedes the training."""
         if missing := [language for language in self.trained if language not in self.loss]:
             raise InputError(f"{', '.join(missing)} trained, but was not scored: give validation text for it.")
         best = {}

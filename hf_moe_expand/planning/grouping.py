@@ -60,11 +60,7 @@ def group_languages(
 
 
 def random_groups(languages: Sequence[str], num_groups: int, seed: int = 0) -> list[list[str]]:
-    """Balanced groups at random (DMoE's ablation), with the sizes of `group_languages`.
-
-    Raises:
-        InputError: a language is named twice, or `num_groups` exceeds the number of languages.
-    """
+    """Balanced groups at random (DMoE's ablation), with the sizes of `group_languages`."""
     _check_number(languages, num_groups)
     shuffled = sorted(languages)
     random.Random(seed).shuffle(shuffled)
@@ -76,10 +72,6 @@ def vector_similarity(path: str | Path, languages: Sequence[str]) -> list[list[f
 
     Args:
         path: `.json` (`{"el": [0.1, ...]}`) or `.csv` (`el,0.1,...`; a first line without numbers is a header).
-
-    Raises:
-        InputError: the file cannot be read, lacks a language, or holds vectors of several lengths, a value that is not
-            a number, or a vector of zeros.
     """
     import numpy as np
 

@@ -60,9 +60,6 @@ def layers_in(text: str, num_layers: int, key: str = "only_layers", encoder_laye
     Args:
         num_layers: number of all layers.
         encoder_layers: number of the encoder's among them; 0 for a decoder.
-
-    Raises:
-        InputError: a range runs backwards, or the model has no such layer.
     """
     layers: set[int] = set()
     for part in check_layer_ranges(text).split(","):
@@ -97,9 +94,6 @@ def classifier_layers(
         count: number of layers, for the first three choices; 0 turns them off.
         expanded: the layers that have a router.
         new_old: S_new&old of each layer, for `similarity`.
-
-    Raises:
-        InputError: more layers are asked for than are expanded, or an analysis is missing.
     """
     if choice == "all":
         return sorted(expanded)

@@ -33,10 +33,6 @@ def make_plan(
         seed: random seed of all choices.
         grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
         separability: this analysis, for a method that needs it besides.
-
-    Raises:
-        InputError: the analysis that the method needs is missing or belongs to another model, the method cannot grow a
-            model, a number is out of range, or the languages contradict each other.
     """
     if grows_from and not settings.grows:
         growing = ", ".join(name for name, other in METHODS.items() if other.grows)

@@ -40,12 +40,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
     """The page of a run's folder: evaluation, tasks, recipe, plan, training, routing, frozen tensors, versions. Or of
     what single commands made: checkpoints, in the order of their stages, and a folder with their JSON files.
 
-    It contains its styles and figures, and of local paths the last part. The same folder gives the same text.
-
-    Raises:
-        InputError: a folder does not exist or is neither a run's nor a checkpoint, several hold records, a file in one
-            is broken, or the recipe holds an access token.
-    """
+    It contains its styles and figures, and of local paths the last part. The same folder gives the same text."""
     root, *checkpoints = records_and_checkpoints([run, *others])
     numbered = sorted((p for p in root.iterdir() if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
     parts = [Part(int(folder.name), folder) for folder in numbered] or [Part(0, root)]

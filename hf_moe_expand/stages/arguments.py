@@ -99,12 +99,7 @@ def refused_by_the_library(where: str) -> Iterator[None]:
 
 
 def accepted_arguments(arguments: TrainingArguments) -> None:
-    """Refuses arguments that the library would refuse or misread only later, while it trains.
-
-    Raises:
-        InputError: the library of a `report_to` or of the optimizer is not installed, a number is out of range, or the
-            optimizer or the schedule of the learning rate does not take its arguments.
-    """
+    """Refuses arguments that the library would refuse or misread only later, while it trains."""
     with refused_by_the_library("training"):
         for integration in get_reporting_integration_callbacks(arguments.report_to):
             integration()  # raises if its library is not installed

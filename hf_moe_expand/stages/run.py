@@ -146,9 +146,6 @@ def check_frozen(before: str | os.PathLike, after: str | os.PathLike, stage: str
 
     Args:
         stage: the stage's name in the history.
-
-    Raises:
-        RuntimeError: a frozen tensor or row of a router changed, or a tensor appeared or disappeared.
     """
     before = resolve_checkpoint(before)
     config = load_expanded_config(before)

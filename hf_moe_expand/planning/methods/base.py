@@ -251,12 +251,7 @@ def plan_settings(method: str = DEFAULT_METHOD, **keys: Any) -> PlanSettings:
 
 
 def read_plan_settings(mapping: Any) -> PlanSettings:
-    """The settings of the method that the mapping names; settings are returned unchanged.
-
-    Raises:
-        InputError: the method is unknown, a key is missing or belongs to another method, or a value has another type or
-            is out of range.
-    """
+    """The settings of the method that the mapping names; settings are returned unchanged."""
     if isinstance(mapping, PlanSettings):
         return mapping
     if not isinstance(mapping, Mapping):
