@@ -127,7 +127,7 @@ def padded_batches(blocks: Sequence[list[int]], batch_size: int) -> list[TextBat
 def side_batches(
     language: str, pairs: Iterable[SentencePair], tokenizer: Any, tokens: int, batch_size: int, model: Any
 ) -> list[TextBatch]:
-    """Batches with exactly `tokens` tokens of the language on each side: sentences from it, and translations into it."""
+    """Batches with `tokens` tokens of the language on each side: sentences from it, and translations into it."""
     encoder, all_pairs = PairEncoder(tokenizer), list(pairs)
     translatable = [pair for pair in all_pairs if encoder.translates(pair.direction)]
     batches: list[TextBatch] = []
