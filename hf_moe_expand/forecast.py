@@ -84,7 +84,7 @@ def forecast(
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
 ) -> Forecast:
-    """Forecasts the costs of `plan` on `base`, with experts as `expand_checkpoint` makes them, from config.json alone."""
+    """The costs of `plan` on `base`, with experts as `expand_checkpoint` makes them, from config.json alone."""
     if plan.grows_from:
         raise InputError("The plan grows an expanded checkpoint; give a dense base and its first plan for a forecast.")
     dense = load_base_config(resolve_checkpoint(base, revision, weights=False))

@@ -47,7 +47,6 @@ def test_the_guides_files_make_a_method_and_a_stage(place):
     assert len(named) == 2
     for name, text in named.items():
         (package.parent / name).write_text(text, "utf-8")
-    changed(package / "planning/methods/__init__.py", "random_counts, dmoe", "random_counts, dmoe, ends")
     changed(
         package / "stages/__init__.py",
         'RECIPE_STAGES = ("post_pretrain"',

@@ -238,7 +238,7 @@ def nearest_experts(
     tokenizer: Any,
     texts: Mapping[str, Iterable[Any]],
     *,
-    tokens: int = 20_000,
+    tokens: int = 100_000,
     block_size: int = 1024,
     batch_size: int = 8,
 ) -> dict[int, int]:

@@ -46,7 +46,7 @@ def expand(
 
 
 @opt.app.command()
-@opt.with_settings(tokens=20_000)
+@opt.with_settings()
 def grow(
     model: opt.Model,
     out: opt.OutFolder,

@@ -1,7 +1,8 @@
-"""The methods that make a plan, one file each. A new method is a new file, imported here."""
+"""The methods that make a plan, one file each. A new method is a new file."""
 
-# The order of `--help`.
-from . import layer_moe, moe_lpr, separable, mola, random_counts, dmoe  # noqa: F401  isort: skip
+from importlib import import_module
+from pkgutil import iter_modules
+
 from .base import DEFAULT_METHOD as DEFAULT_METHOD
 from .base import METHODS as METHODS
 from .base import Allocation as Allocation
@@ -13,3 +14,6 @@ from .base import Target as Target
 from .base import method_title as method_title
 from .base import plan_settings as plan_settings
 from .base import read_plan_settings as read_plan_settings
+
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
