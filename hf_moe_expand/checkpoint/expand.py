@@ -223,16 +223,6 @@ def check_dense_plan(
     if plan.grows_from:
         raise InputError("The plan was made to grow an expanded checkpoint (--from): use `grow`.")
     check_layers(plan, dense_config, name)
-    if plan.groups and dense_config.is_encoder_decoder:
-        raise InputError(
-            f"{name}: is an encoder-decoder, which DMoE does not expand: each of its experts learns the text of one "
-            "language group, but a pair of sentences has two languages. Use another method, such as `plan layer-moe`."
-        )
-    if plan.prefix_gate and dense_config.is_encoder_decoder:
-        raise InputError(
-            f"{name}: is an encoder-decoder, which has no prefix gates: they judge a text from its first token on, but "
-            "an encoder reads the whole sentence at once. Make the plan without them."
-        )
     if conditional_routing and plan.groups:
         raise InputError(
             "conditional_routing shares expert 0 among all tokens, but a dmoe plan gives it to a group: leave it out."

@@ -49,11 +49,6 @@ def make_plan(
             f"The analysis has {similarity.encoder_layers} layers of an encoder, but the model has {encoder_layers}."
         )
     by_layer = settings if isinstance(settings, LayerPlan) else LayerPlan.model_construct()
-    if encoder_layers and by_layer.prefix_gates:
-        raise InputError(
-            "prefix_gates: prefix gates judge a text from its first token on, but an encoder reads the whole sentence "
-            "at once: leave them out for an encoder-decoder."
-        )
     layers = _layers(by_layer.only_layers, num_layers, grows_from, encoder_layers)
     made = settings.allocate_in(layers, Target(num_layers, seed, grows_from, analyses))
     counts = made.counts

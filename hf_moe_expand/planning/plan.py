@@ -79,6 +79,16 @@ class Plan(JsonFile):
                 f"encoder_layers is {self.encoder_layers}: must be at least 0 and below {len(counts)}, the number of "
                 "all layers."
             )
+        if self.encoder_layers and self.prefix_gate:
+            raise InputError(
+                "prefix gates judge a text from its first token on, but an encoder reads the whole sentence at once: "
+                "leave prefix_gates out for an encoder-decoder."
+            )
+        if self.encoder_layers and self.groups:
+            raise InputError(
+                "groups: DMoE does not expand an encoder-decoder: each of its experts learns the text of one language "
+                "group, but a pair of sentences has two languages. Use another method, such as `plan layer-moe`."
+            )
         if len(set(self.classifier_layers)) < len(self.classifier_layers):
             raise InputError("classifier_layers names a layer twice; name each layer once.")
         if self.prefix_gate and not self.classifier_layers and not self.groups:
