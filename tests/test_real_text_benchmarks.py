@@ -142,8 +142,8 @@ def test_nothing_lost(tiny_study, tmp_path):
     table = tiny_study("nothing_lost", *options, self_written=written, tuning_documents=4)
     found = rows(table)
     reviews = list(yaml.safe_load((BENCHMARKS / "studies" / "nothing_lost.yaml").read_text())["reviews"])
-    assert list(found) == ["base", "stage 1", *reviews, f"{reviews[-1]}, and the user's word"]
-    word = found[f"{reviews[-1]}, and the user's word"]
+    assert list(found) == ["base", "stage 1", *reviews, f"{reviews[-1]}, and a language hint"]
+    word = found[f"{reviews[-1]}, and a language hint"]
     assert [word[0], word[1], word[3], word[4]] == ["+0.00 %"] * 4  # the base's own output
     assert word[2] != found["base"][2]
     assert len({tuple(values) for values in found.values()}) >= 5
