@@ -1,4 +1,4 @@
-"""The user's word: `languages` in `forward`, `generate` and pipelines."""
+"""Language hints: `languages` in `forward`, `generate` and pipelines."""
 
 import pickle
 import re
