@@ -126,8 +126,11 @@ def _of_other_bases(results: Results) -> str:
 
 
 def _in_float32(results: Results) -> str:
-    """Says which rows trained in float32 though the settings ask for bfloat16; empty if none."""
-    named = [name for name, found in results.items() if any(one.get("float32") for one in found)]
+    """Says which rows trained in float32 though the settings ask for bfloat16, with which seeds; empty if none."""
+    named = []
+    for name, found in results.items():
+        if seeds := [str(one["seed"]) for one in found if one.get("float32")]:
+            named.append(name if len(seeds) == len(found) else f"{name} (seed {', '.join(seeds)})")
     return f"{'; '.join(named)}: trained in float32, on a processor without bfloat16." if named else ""
 
 

@@ -266,6 +266,10 @@ def test_without_bfloat16_rows_train_in_float32_and_the_report_says_so(quick_stu
     assert json.loads(facts.read_text("utf-8"))["about"]["arguments"]["bf16"] is False
     quick_study("report", **asked)
     assert "\n\nfull fine-tuning: trained in float32, on a processor without bfloat16.\n\n" in capsys.readouterr().out
+    told = importlib.import_module("study_report")._in_float32
+    rows = {"a": [{"seed": 0, "float32": False}, {"seed": 1, "float32": True}], "b": [{"seed": 0}]}
+    assert told(rows) == "a (seed 1): trained in float32, on a processor without bfloat16."
+    assert told({"b": rows["b"]}) == ""
     in_float32 = importlib.import_module("study_models").in_float32
     monkeypatch.setattr(importlib.import_module("study_models"), "has_bfloat16", lambda: True)
     assert not in_float32(asked)
