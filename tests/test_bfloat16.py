@@ -5,12 +5,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
+from conftest import invoke, save_dense, tiny_config, write_texts
 from datasets import Dataset
 
-from hf_moe_expand import PostPretrainConfig
+from hf_moe_expand import PostPretrainConfig, recommended
 from hf_moe_expand.demo import base
 from hf_moe_expand.memory import has_bfloat16
 from hf_moe_expand.stages import config
+from hf_moe_expand.steps import stage
 
 
 def test_a_cpu_has_it_by_its_instructions(monkeypatch):
@@ -29,6 +32,7 @@ def test_a_gpu_has_it_where_it_does_not_emulate_it(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)  # by emulation
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, major=major: Mock(major=major))
         assert has_bfloat16() == has
         monkeypatch.undo()
@@ -44,12 +48,41 @@ def test_a_small_base_takes_it_where_the_device_has_it(able, monkeypatch, tmp_pa
     assert [arguments.bf16 for arguments in taken] == [able]
 
 
-def test_a_stage_on_a_cpu_without_it_warns(monkeypatch, tmp_path):
+def test_a_stage_on_a_machine_without_it_warns(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "has_bfloat16", lambda: False)
     with pytest.warns(UserWarning, match="no instructions for bfloat16.*leave `bf16: true` out"):
         PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # by emulation
+    with pytest.warns(UserWarning, match="or give `fp16: true` on a GPU"):
+        PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PostPretrainConfig(str(tmp_path), use_cpu=True)
         monkeypatch.setattr(config, "has_bfloat16", lambda: True)
         PostPretrainConfig(str(tmp_path), bf16=True, use_cpu=True)
+
+
+def test_a_new_recipe_leaves_it_out_on_a_gpu_that_emulates_it(monkeypatch):
+    dense = tiny_config("qwen2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(recommended, "device_memory", lambda: None)
+    for able in (True, False):
+        monkeypatch.setattr(recommended, "has_bfloat16", lambda able=able: able)
+        assert recommended._on_this_device(dense, {"en": "en.jsonl"}, {"el": "el.jsonl"}, 1)["half"] == able
+
+
+@pytest.mark.parametrize(("training", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), (None, "float32")])
+def test_the_forecast_times_the_type_that_trains(training, dtype, monkeypatch, tmp_path):
+    timed = []
+    monkeypatch.setattr(stage, "training_speed", lambda dtype: timed.append(dtype) or 1e9)
+    save_dense(tmp_path / "base")
+    write_texts(tmp_path / "el.jsonl", ["a few words of some text"] * 40)
+    settings = {"max_steps": 1, **({training: True} if training else {})}
+    recipe = {
+        "base": str(tmp_path / "base"), "output": str(tmp_path / "run"), "new": {"el": str(tmp_path / "el.jsonl")},
+        "plan": {"method": "moe-lpr", "experts": 2}, "review": None,
+        "post_pretrain": {"block_size": 16, "training": settings},
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    invoke("validate", tmp_path / "recipe.yaml")
+    assert timed == [getattr(torch, dtype)]

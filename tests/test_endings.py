@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 from conftest import start_python
@@ -13,6 +14,7 @@ from tqdm.auto import tqdm
 
 from hf_moe_expand import cli
 from hf_moe_expand.cli import orderly_stops
+from hf_moe_expand.errors import InputError
 
 # A verb that writes a folder until something stops it.
 # It undoes the SIG_IGN that `nohup` and `&` hand down, as in a terminal.
@@ -91,6 +93,21 @@ def test_where_the_folder_is_read_only_the_traceback_goes_elsewhere(tmp_path, mo
     assert code == 70
     (file,) = (tmp_path / "temporary").iterdir()
     assert str(file) in said
+
+
+def test_a_warning_is_one_line_without_a_place_in_the_code(monkeypatch, capsys):
+    def warn():
+        warnings.warn("two\nlines", stacklevel=1)
+        raise InputError("stop")
+
+    usual = warnings.formatwarning
+    monkeypatch.setattr(cli, "app", warn)
+    # pytest keeps warnings for itself.
+    monkeypatch.setattr(warnings, "showwarning", lambda *of: sys.stderr.write(warnings.formatwarning(*of[:4])))
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == "warning: two lines\nerror: stop\n"
+    assert warnings.formatwarning is usual
 
 
 def test_debugging_shows_the_error_itself(monkeypatch):

@@ -1,6 +1,7 @@
 """Lifelong expansion: what an earlier expansion made stays, byte for byte; and the way back."""
 
 import copy
+import inspect
 import json
 import re
 import shutil
@@ -25,6 +26,7 @@ from hf_moe_expand.analysis.routing import nearest_experts
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
 from hf_moe_expand.checkpoint.grow import KEPT_ROUTERS
 from hf_moe_expand.checkpoint.reader import CheckpointReader
+from hf_moe_expand.cli import surgery
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.modeling.routing import experts_allowed, experts_of_classes, select_experts, token_classes
@@ -34,6 +36,7 @@ from hf_moe_expand.planning.methods import plan_settings
 from hf_moe_expand.records import History
 from hf_moe_expand.results import SimilarityResult
 from hf_moe_expand.schema import changed
+from hf_moe_expand.settings import AnalysisSettings
 from hf_moe_expand.stages.run import check_frozen
 
 FIRST = Plan("layer-moe", [3, 2, 2], [1, 2], old=["en"], new=["el"])
@@ -353,3 +356,11 @@ def test_grow_says_what_became_of_the_classifiers(first, tmp_path):
         "classifiers of layers 2: kept, with a class for the new languages (3 classes)",
         "classifiers of layers 0: added, with weights of zero (3 classes)",
     ]
+
+
+def test_the_nearest_expert_reads_as_much_from_python_the_command_line_and_a_recipe():
+    of_python = inspect.signature(nearest_experts).parameters
+    of_recipes = AnalysisSettings().model_dump()
+    assert {name: of_python[name].default for name in of_recipes} == of_recipes
+    of_command = inspect.signature(surgery.grow).parameters
+    assert {name: of_command[name].default for name in of_recipes} == of_recipes

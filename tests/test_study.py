@@ -260,7 +260,17 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
 def test_without_bfloat16_rows_train_in_float32_and_the_report_says_so(quick_study, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.import_module("study_models"), "has_bfloat16", lambda: False)
     asked = {"training": {"bf16": True, "save_strategy": "no"}, "rows": ["base", "full fine-tuning"], "curves": []}
+    autocast, enabled = torch.autocast, []
+
+    def watched(*arguments, **options):
+        enabled.append(options.get("enabled", True))
+        return autocast(*arguments, **options)
+
+    forecast = importlib.import_module("study_forecast")
+    monkeypatch.setattr(forecast, "torch", SimpleNamespace(**{**vars(torch), "autocast": watched}))
     quick_study("run", "--seeds", "0", **asked)
+    assert enabled
+    assert not any(enabled)  # the forecast measures what trains
     assert "rows train in float32, and the report says so" in capsys.readouterr().out
     (facts,) = (tmp_path / "out" / "steps").glob("*.json")
     assert json.loads(facts.read_text("utf-8"))["about"]["arguments"]["bf16"] is False

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partialmethod
 from pathlib import Path
 from types import FrameType
@@ -36,7 +37,7 @@ def main() -> None:
     """Entry point. Errors are printed in one line, without a traceback (HF_MOE_EXPAND_DEBUG=1 shows it). The exit code
     is 2 after wrong input, 130 after Ctrl-C (143 after SIGTERM, 129 after SIGHUP), 70 after an unexpected error."""
     debug = bool(os.environ.get("HF_MOE_EXPAND_DEBUG"))
-    with _lines_for_logs(), orderly_stops() as came:
+    with _lines_for_logs(), nullcontext() if debug else _warnings_in_one_line(), orderly_stops() as came:
         try:
             app()
         except InputError as error:
@@ -76,6 +77,17 @@ def _lines_for_logs() -> Iterator[None]:
     finally:
         tqdm.__init__ = with_bars  # type: ignore[method-assign]
         os.environ.pop("TQDM_DISABLE", None)
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Inside, a warning is printed as an error is, without a place in the code."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _leave_ranks() -> None:
