@@ -35,7 +35,7 @@ from hf_moe_expand.models import load_for_inference
 from hf_moe_expand.pipeline import run_recipe
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.schema import changed
-from hf_moe_expand.stages.graft import GraftSettings
+from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 
 # A third of the base's learning rate: a dense model has no frozen weights that keep its languages.

@@ -53,7 +53,7 @@ from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.results import DeviationResult, SimilarityResult
 from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.config import StageConfig
-from hf_moe_expand.stages.dense import ShieldSettings
+from hf_moe_expand.stages.kinds.dense import ShieldSettings
 from hf_moe_expand.trainers.shielding import shielded_parameters
 
 CONFIGS: dict[str, type[StageConfig]] = {

@@ -35,7 +35,7 @@ from .hub_files import (
 from .jsonfile import read_json
 from .modeling import MODEL_CLASSES
 from .recipe_paths import without_paths
-from .stages import RECIPE_STAGES, stage_of
+from .stages import recipe_stages
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _evaluation(
 def _name_in_run(folder: Path, run: Path) -> str:
     """The name of a run's checkpoint in the run's evaluation: that of its stage or, in a run with several expansions,
     of the expansion whose last checkpoint it is."""
-    participles = {key: stage_of(key).participle for key in RECIPE_STAGES}
+    participles = {key: stage.participle for key, stage in recipe_stages().items()}
     if folder.parent == run:
         return participles.get(folder.name, folder.name)
     last = [stage for stage in participles if (folder.parent / stage).is_dir()][-1:]

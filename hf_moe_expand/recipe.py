@@ -22,7 +22,7 @@ from .settings import (
     JoinSettings,
     SelfWrittenSettings,
 )
-from .stages import RECIPE_STAGES, stage_of, stages_for
+from .stages import recipe_stages, stages_for
 from .stages.base import Stage
 from .yamlfile import parse_mapping, read_text
 
@@ -34,7 +34,7 @@ _NOT_WITH_JOIN = (
     "expand",
     "analysis",
     "deviation",
-    *(key for key in RECIPE_STAGES if key != "review"),
+    *(key for key in recipe_stages() if key != "review"),
 )
 
 
@@ -71,7 +71,7 @@ class _Expansion(Declared):
 
     def stages(self) -> list[tuple[type[Stage], Any]]:
         """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
-        keys = self.model_fields_set if self.joins else RECIPE_STAGES
+        keys = self.model_fields_set if self.joins else recipe_stages()
         stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
         return [(stage, settings) for stage, settings in stages if settings is not None]
 
@@ -89,7 +89,7 @@ class _Expansion(Declared):
 def _stage_keys() -> dict[str, Any]:
     """The fields of a recipe for its stages, by key."""
     keys: dict[str, Any] = {}
-    for stage in map(stage_of, RECIPE_STAGES):
+    for stage in recipe_stages().values():
         settings: Any = stage.settings_class()
         hint = settings | None if stage.optional else settings
         default = settings() if stage.runs_unasked else None

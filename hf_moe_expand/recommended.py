@@ -26,7 +26,7 @@ from .planning.plan import Plan
 from .recipe import Recipe
 from .recipe_paths import filled_in
 from .rendering import render
-from .stages import stage_of
+from .stages import all_stages
 from .trainers.freezing import freeze
 from .trainers.router_losses import CHECKPOINTING
 from .yamlfile import parse_yaml
@@ -129,7 +129,7 @@ def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], 
     """What fits this machine: blocks at a time, mixed precision, and gradient checkpointing by its name, if needed."""
     plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new))
     network = network_of(planned_config(dense, plan))
-    trained = freeze(network, stage_of("post_pretrain").trains).trainable  # type: ignore[attr-defined]
+    trained = freeze(network, all_stages()["post_pretrain"].trains).trainable  # type: ignore[attr-defined]
     half = torch.cuda.is_available() and has_bfloat16()
     memory = device_memory()
     if memory is None:

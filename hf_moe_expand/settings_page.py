@@ -10,19 +10,20 @@ from .planning.methods import DEFAULT_METHOD, METHODS, LayerPlan
 from .recipe import Expansion, Recipe
 from .rendering import render
 from .schema import settings_in
-from .stages import OTHER_STAGES, RECIPE_STAGES, stage_of
+from .stages import all_stages
 
 
 def settings_page() -> str:
     """The whole page, in Markdown."""
+    commands = [key for key, stage in all_stages().items() if not stage.place]
     steps = [key for key in Expansion.model_fields if key != "new"]
-    stages = [stage_of(key).settings_class() for key in (*RECIPE_STAGES, *OTHER_STAGES)]
+    stages = [stage.settings_class() for stage in all_stages().values()]
     inside = [item for settings in stages for item in _fields(settings).items()]
     inner = {name: cls for name, field in inside for cls in settings_in(field.annotation)}
     facts = {
         "recipe": {name: field for name, field in Recipe.model_fields.items() if name not in steps},
         "sections": [
-            *map(_section, (*steps, "join", "self_written", "evaluation", *OTHER_STAGES)),
+            *map(_section, (*steps, "join", "self_written", "evaluation", *commands)),
             *((f"`{name}`", [cls.__doc__], _fields(cls)) for name, cls in inner.items()),
         ],
         "methods": METHODS,
@@ -35,22 +36,23 @@ def _section(key: str) -> tuple[str, list[str | None], Mapping[str, FieldInfo]]:
     """A section's title, paragraphs and fields: of a stage, or of another key of a recipe."""
     if key == "plan":
         return f"`{key}`", [], LayerPlan.all_keys()
-    if key not in (*RECIPE_STAGES, *OTHER_STAGES):
+    if key not in all_stages():
         (cls,) = settings_in(Recipe.model_fields[key].annotation)
         return f"`{key}`", [cls.__doc__], _fields(cls)
-    stage, settings = stage_of(key), stage_of(key).settings_class()
+    stage = all_stages()[key]
+    settings: Any = stage.settings_class()
     when = ""
-    if key in RECIPE_STAGES and not stage.runs_unasked:
+    if stage.place and not stage.runs_unasked:
         when = " It runs where a recipe has the key."
     elif stage.optional:
         when = f" `{key}: null` leaves it out."
-    title = f"`{key}`" if key in RECIPE_STAGES else f"A file of `train {stage.name}`"
+    title = f"`{key}`" if stage.place else f"A file of `train {stage.name}`"
     return title, [_first(_docstring(key)) + when, settings.__doc__], _fields(settings)
 
 
 def stage_help(key: str) -> str:
     """The `--help` text of a stage that trains: its file's docstring, and the keys of its configuration."""
-    fields = _fields(stage_of(key).settings_class())
+    fields = _fields(all_stages()[key].settings_class())
     keys = [name for name in fields if name != "training"]
     width = max(map(len, keys))
     lines = [f"  {name.ljust(width)}  {_help(fields[name])}" for name in keys]
@@ -65,7 +67,7 @@ def _help(field: FieldInfo) -> str:
 
 def _docstring(key: str) -> str:
     """The docstring of a stage's file."""
-    return inspect.getdoc(inspect.getmodule(stage_of(key))) or ""
+    return inspect.getdoc(inspect.getmodule(all_stages()[key])) or ""
 
 
 def _fields(cls: Any) -> Mapping[str, FieldInfo]:

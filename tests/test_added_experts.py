@@ -30,7 +30,7 @@ from hf_moe_expand import (
 )
 from hf_moe_expand.checkpoint.new_experts import neurons_of
 from hf_moe_expand.modeling.experts import AddedExpert
-from hf_moe_expand.stages.dense import LoraSettings
+from hf_moe_expand.stages.kinds.dense import LoraSettings
 from hf_moe_expand.stages.run import check_frozen
 
 BASES = ("qwen2", "bloom", *MIXTURES)

@@ -18,9 +18,9 @@ from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.scratch import work_folder
-from hf_moe_expand.stages import dense
 from hf_moe_expand.stages.config import settings_of
-from hf_moe_expand.stages.dense import LoraSettings, check_old_blocks
+from hf_moe_expand.stages.kinds import dense
+from hf_moe_expand.stages.kinds.dense import LoraSettings, check_old_blocks
 from hf_moe_expand.stages.recording import RecordingTrainer
 
 TRAINING = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "disable_tqdm": True, "max_steps": 3}

@@ -35,7 +35,7 @@ from hf_moe_expand.report.page import make_page
 from hf_moe_expand.schema import changed
 from hf_moe_expand.settings import AnalysisSettings, DeviationSettings, EvaluationSettings, ExpandSettings
 from hf_moe_expand.stages.config import settings_of
-from hf_moe_expand.stages.graft import GraftSettings
+from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.stages.trainer import StageTrainer
 from hf_moe_expand.steps import stage as stage_steps

@@ -9,7 +9,7 @@ from hf_moe_expand.planning.methods import plan_settings, read_plan_settings
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.schema import changed, read
 from hf_moe_expand.stages.config import settings_of
-from hf_moe_expand.stages.graft import GraftSettings
+from hf_moe_expand.stages.kinds.graft import GraftSettings
 from hf_moe_expand.trainers.router_losses import CHECKPOINTING
 from hf_moe_expand.yamlfile import read_yaml
 

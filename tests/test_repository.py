@@ -10,7 +10,7 @@ from conftest import invoke
 from hf_moe_expand.planning.methods import METHODS
 from hf_moe_expand.recipe import Recipe
 from hf_moe_expand.settings_page import settings_page
-from hf_moe_expand.stages import OTHER_STAGES, RECIPE_STAGES, stage_of
+from hf_moe_expand.stages import all_stages, recipe_stages
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -84,10 +84,9 @@ def test_the_page_of_settings_has_every_key_with_its_description():
         title = part.partition("\n")[0].replace("`", "")
         sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
         assert all(sections[title].values()), title
-    stages = {key: set(stage_of(key).settings_class().__pydantic_fields__) for key in (*RECIPE_STAGES, *OTHER_STAGES)}
-    wanted = {key: stages[key] for key in RECIPE_STAGES} | {
-        f"A file of train {key}": stages[key] for key in OTHER_STAGES
-    }
+    stages = {key: set(stage.settings_class().__pydantic_fields__) for key, stage in all_stages().items()}
+    assert list(stages) == ["post_pretrain", "group", "joint", "graft", "gates", "review", "adapt", "dense"]
+    wanted = {key if key in recipe_stages() else f"A file of train {key}": stages[key] for key in stages}
     wanted["plan"] = {key for method in METHODS.values() for key in method.all_keys()}
     wanted["masking"] = {"expert_output", "final_output", "conditional_routing", "gating_dropout"}
     assert {title: set(sections[title]) for title in wanted} == wanted

@@ -10,7 +10,7 @@ from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.data.packing import pack_texts
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.stages import dense
+from hf_moe_expand.stages.kinds import dense
 from hf_moe_expand.trainers.shielding import (
     column_importance,
     important_columns,

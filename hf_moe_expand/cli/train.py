@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .. import stages
 from ..errors import InputError
 from ..settings import EvaluationSettings
+from ..stages import kinds, stage_keys
 from .common import check_checkpoints, evaluate_models, text_sources
 from .options import Config, Data, Model, OutFolder, Overwrite, Seed, Validation, train_app
 
@@ -28,7 +28,7 @@ class _StageVerb(TyperCommand):
 
 
 def _add_verb(key: str, work: Callable[..., None]) -> None:
-    file = Path(stages.__path__[0]) / f"{key}.py"
+    file = Path(kinds.__path__[0]) / f"{key}.py"
     train_app.command(key.replace("_", "-"), cls=_StageVerb, help="", short_help=pydoc.synopsis(str(file)))(work)
 
 
@@ -76,7 +76,7 @@ def train_adapt(
     overwrite: Overwrite = False,
 ) -> None:
     check_checkpoints(model, expanded=True)
-    from ..stages.adapt import adapt_language
+    from ..stages.kinds.adapt import adapt_language
 
     settings = _settings("adapt", config)
     (source,) = text_sources([data]).values()
@@ -114,7 +114,7 @@ def train_dense(
         if "method" in settings.model_fields_set and settings.method != "new-blocks":
             raise InputError(f"{config}: method is {settings.method!r}, but --only-new-blocks was given; drop one.")
         settings = changed(settings, method="new-blocks")
-    from ..stages.dense import check_old_blocks
+    from ..stages.kinds.dense import check_old_blocks
     from ..stages.run import train_stage
 
     record = train_stage(model, out, text_sources(data), settings.config(out, seed), overwrite=overwrite)
@@ -128,18 +128,17 @@ def train_dense(
 def _settings(key: str, config: Path | None) -> Any:
     """The settings of a stage from its file; the defaults without a file."""
     from ..schema import read
-    from ..stages import stage_of
+    from ..stages import all_stages
     from ..yamlfile import read_yaml
 
-    return read(stage_of(key).settings_class(), {} if config is None else read_yaml(config), str(config or ""))
+    return read(all_stages()[key].settings_class(), {} if config is None else read_yaml(config), str(config or ""))
 
 
 def _is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-for _key in stages.RECIPE_STAGES:
+_SPECIAL = {"adapt": train_adapt, "dense": train_dense}
+for _key in stage_keys():
     if _key not in ("graft", "gates"):  # which do not train, and are verbs of their own
-        _add_verb(_key, _verb(_key))
-_add_verb("adapt", train_adapt)
-_add_verb("dense", train_dense)
+        _add_verb(_key, _SPECIAL.get(_key) or _verb(_key))

@@ -10,7 +10,7 @@ from ..jsonfile import read_json
 from ..planning.plan import Plan
 from ..records import History, StageRecord
 from ..run_record import run_folder
-from ..stages import OTHER_STAGES, RECIPE_STAGES, stage_of, stages_for
+from ..stages import all_stages, stages_for
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Part:
 
     def title_of(self, stage: str) -> str:
         """The heading of a stage, by the name of its folder."""
-        name = stage_of(stage).title
+        name = all_stages()[stage].title
         return f"{self.title}: {name[0].lower()}{name[1:]}" if self.number else name
 
 
@@ -67,7 +67,7 @@ class Loose(Part):
     def title_of(self, stage: str) -> str:
         record = last_stage(Path(stage))
         name = "expanded" if record is None else record.stage
-        titles = {known.name: known.title for known in map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))}
+        titles = {known.name: known.title for known in all_stages().values()}
         return f"{titles.get(name, name)}: {Path(stage).name}"
 
 

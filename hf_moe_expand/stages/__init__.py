@@ -1,40 +1,51 @@
-"""The stages of a recipe, one file each.
+"""The stages of training.
 
-A stage is a class: its fields are its settings, whose types name its losses, and it says what trains, which languages
-it reads, and what to check before anything runs. Its Trainer stands below it. A new stage is a new file and its name in
-one of the tuples below. This module imports them when they are asked for, since transformers' Trainer takes seconds.
+A stage is a class in a file of `kinds`: its fields are its settings, whose types name its losses, and it says where it
+stands in a recipe, what trains, which languages it reads, and what to check before anything runs. Its Trainer stands
+below it. This module imports them when they are asked for, since transformers' Trainer takes seconds.
 """
 
 from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
+
+from . import kinds
 
 if TYPE_CHECKING:
     from ..trainers.freezing import Trained
     from .base import Stage, TrainingStage
 
-# The stages of a recipe, in the order in which they run; each recipe runs those of its kind of model.
-RECIPE_STAGES = ("post_pretrain", "group", "joint", "graft", "gates", "review")
-# Those that are commands alone.
-OTHER_STAGES = ("adapt", "dense")
 
-
-def stage_of(key: str) -> "type[Stage]":
-    """The stage with this key, such as `post_pretrain`."""
-    from .base import Stage
-
-    import_module(f"{__name__}.{key}")
-    return Stage.by_key[key]
+def stage_keys() -> list[str]:
+    """The keys of all stages, such as `post_pretrain`, from A to Z; imports none."""
+    return [file.name for file in iter_modules(kinds.__path__)]
 
 
 @cache
-def stages_for(family: str) -> "tuple[type[Stage], ...]":
+def all_stages() -> "dict[str, type[Stage]]":
+    """Every stage by its key: those of a recipe in the order in which they run, then those that are commands alone."""
+    from .base import Stage
+
+    for key in stage_keys():
+        import_module(f"{kinds.__name__}.{key}")
+    stages = sorted((Stage.by_key[key] for key in stage_keys()), key=lambda stage: (not stage.place, stage.place))
+    return {stage.key: stage for stage in stages}
+
+
+@cache
+def recipe_stages() -> "dict[str, type[Stage]]":
+    """The stages that a recipe may have, by key, in the order in which they run."""
+    return {key: stage for key, stage in all_stages().items() if stage.place}
+
+
+def stages_for(family: str) -> "list[type[Stage]]":
     """The stages that a recipe may have, in order.
 
     Args:
         family: `layer_moe` or `dmoe`, the model type of the recipe's plan.
     """
-    return tuple(stage for stage in map(stage_of, RECIPE_STAGES) if family in stage.families)
+    return [stage for stage in recipe_stages().values() if family in stage.families]
 
 
 @cache
@@ -42,8 +53,7 @@ def training_stages() -> "tuple[type[TrainingStage], ...]":
     """Every stage that trains an expanded model."""
     from .base import TrainingStage
 
-    stages = map(stage_of, (*RECIPE_STAGES, *OTHER_STAGES))
-    return tuple(stage for stage in stages if issubclass(stage, TrainingStage) and stage.families)
+    return tuple(stage for stage in all_stages().values() if issubclass(stage, TrainingStage) and stage.families)
 
 
 def trained_parts(stage: str) -> "Trained | None":

@@ -30,6 +30,7 @@ class Stage:
         name: its verb under `train`, and its name in a history.
         title: its heading on a run's page.
         participle: the name in an evaluation of the model after the stage.
+        place: where it stands in a recipe, whose stages run from the lowest to the highest; 0 for a command alone.
         families: model types for which it exists.
         runs_unasked: whether it runs, with default settings, if a recipe does not name it.
         optional: whether a recipe may turn it off with `null`.
@@ -41,6 +42,7 @@ class Stage:
     name: ClassVar[str]
     title: ClassVar[str]
     participle: ClassVar[str]
+    place: ClassVar[int] = 0
     families: ClassVar[tuple[str, ...]] = ("layer_moe",)
     runs_unasked: ClassVar[bool] = True
     optional: ClassVar[bool] = False

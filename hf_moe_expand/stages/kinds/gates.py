@@ -6,8 +6,8 @@ Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el
 from collections.abc import Iterable
 from typing import Any
 
-from ..settings import GateSettings
-from .base import Stage
+from ...settings import GateSettings
+from ..base import Stage
 
 
 class FitGates(Stage):
@@ -17,6 +17,7 @@ class FitGates(Stage):
     name = "gates"
     title = "Gates"
     participle = "gated"
+    place = 50
     runs_unasked = False
     optional = True
     settings = GateSettings

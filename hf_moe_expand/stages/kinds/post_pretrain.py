@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ..errors import InputError
-from ..schema import Coefficient, Flag, Share
-from ..trainers.freezing import EVERYTHING, Trained
-from ..trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
-from ..trainers.masking import Masking
-from .checks import StageFacts
-from .config import ValidationSettings, setting
-from .mixing import MixedConfig
-from .trainer import StageTrainer
+from ...errors import InputError
+from ...schema import Coefficient, Flag, Share
+from ...trainers.freezing import EVERYTHING, Trained
+from ...trainers.losses import BalanceLoss, GateBudgetLoss, LanguagePriorLoss, LocalizedBalanceLoss
+from ...trainers.masking import Masking
+from ..checks import StageFacts
+from ..config import ValidationSettings, setting
+from ..mixing import MixedConfig
+from ..trainer import StageTrainer
 
 
 @dataclass
@@ -26,6 +26,7 @@ class PostPretrainConfig(MixedConfig):
     name = "post-pretrain"
     title = "Post-pretraining"
     participle = "post-pretrained"
+    place = 10
     trains = Trained(experts="new")
 
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.01, "weight of the load-balancing loss")

@@ -6,13 +6,13 @@ Example: hf-moe-expand train joint qwen-dmoe-1 qwen-dmoe-2 --data el=el.jsonl --
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ..schema import Coefficient
-from ..trainers.freezing import EVERYTHING
-from ..trainers.losses import BalanceLoss
-from ..trainers.masking import Masking
-from .config import BlockSize, ValidationSettings, setting
-from .mixing import MixedConfig
-from .trainer import StageTrainer
+from ...schema import Coefficient
+from ...trainers.freezing import EVERYTHING
+from ...trainers.losses import BalanceLoss
+from ...trainers.masking import Masking
+from ..config import BlockSize, ValidationSettings, setting
+from ..mixing import MixedConfig
+from ..trainer import StageTrainer
 
 
 @dataclass
@@ -23,6 +23,7 @@ class JointConfig(MixedConfig):
     name = "joint"
     title = "Joint training"
     participle = "trained jointly"
+    place = 30
     families = ("dmoe",)
     optional = True
     trains = EVERYTHING

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 
 from datasets import Dataset
 
-from ..data.packing import NEW_PER_OLD, review_documents
-from ..errors import InputError
-from ..records import History
-from ..schema import Coefficient, Count, Flag, Positive
-from ..trainers.freezing import Trained
-from ..trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
-from .base import TrainingStage, languages_of
-from .checks import StageFacts
-from .config import BlockSize, ValidationSettings, setting
-from .trainer import StageTrainer
+from ...data.packing import NEW_PER_OLD, review_documents
+from ...errors import InputError
+from ...records import History
+from ...schema import Coefficient, Count, Flag, Positive
+from ...trainers.freezing import Trained
+from ...trainers.losses import BalanceLoss, ClassifierLoss, DistillationLoss, LanguagePriorLoss
+from ..base import TrainingStage, languages_of
+from ..checks import StageFacts
+from ..config import BlockSize, ValidationSettings, setting
+from ..trainer import StageTrainer
 
 
 @dataclass
@@ -30,6 +30,7 @@ class ReviewConfig(TrainingStage):
     name = "review"
     title = "Review"
     participle = "reviewed"
+    place = 60
     trains = Trained(classifiers=True)
     optional = True
 

@@ -15,19 +15,19 @@ from peft import LoraConfig, get_peft_model
 from pydantic import Field
 from transformers import AutoModelForCausalLM, set_seed
 
-from ..checkpoint.compare import compare_checkpoints
-from ..checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
-from ..checkpoint.stored import layer_list, network_of
-from ..data.packing import PackedText, collate_without_languages, pack_texts
-from ..errors import InputError
-from ..models import longest_block
-from ..schema import Count, Declared, Number, Text
-from ..trainers.freezing import EVERYTHING
-from ..trainers.shielding import column_importance, important_columns, shielded, shielded_layers, shielded_parameters
-from .base import TrainingStage
-from .checks import StageFacts
-from .config import setting
-from .recording import RecordingTrainer
+from ...checkpoint.compare import compare_checkpoints
+from ...checkpoint.source import TOKENIZER_FILES, load_base_config, resolve_checkpoint
+from ...checkpoint.stored import layer_list, network_of
+from ...data.packing import PackedText, collate_without_languages, pack_texts
+from ...errors import InputError
+from ...models import longest_block
+from ...schema import Count, Declared, Number, Text
+from ...trainers.freezing import EVERYTHING
+from ...trainers.shielding import column_importance, important_columns, shielded, shielded_layers, shielded_parameters
+from ..base import TrainingStage
+from ..checks import StageFacts
+from ..config import setting
+from ..recording import RecordingTrainer
 
 
 class LoraSettings(Declared):

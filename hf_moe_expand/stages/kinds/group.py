@@ -10,15 +10,15 @@ from typing import Annotated, Any
 import torch
 from torch.utils.data import Sampler
 
-from ..errors import InputError
-from ..schema import Coefficient
-from ..trainers.freezing import EVERYTHING
-from ..trainers.losses import BalanceLoss, GroupLoss
-from ..trainers.samplers import GroupedSampler
-from .checks import StageFacts
-from .config import BlockSize, ValidationSettings, setting
-from .mixing import MixedConfig
-from .trainer import StageTrainer
+from ...errors import InputError
+from ...schema import Coefficient
+from ...trainers.freezing import EVERYTHING
+from ...trainers.losses import BalanceLoss, GroupLoss
+from ...trainers.samplers import GroupedSampler
+from ..checks import StageFacts
+from ..config import BlockSize, ValidationSettings, setting
+from ..mixing import MixedConfig
+from ..trainer import StageTrainer
 
 
 @dataclass
@@ -29,6 +29,7 @@ class GroupConfig(MixedConfig):
     name = "group"
     title = "Group training"
     participle = "group-trained"
+    place = 20
     families = ("dmoe",)
     trains = EVERYTHING
     one_expert_runs = True

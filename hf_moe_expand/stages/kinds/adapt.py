@@ -12,26 +12,26 @@ from accelerate.utils import broadcast_object_list
 from pydantic import Field
 from tqdm.auto import tqdm
 
-from ..checkpoint.expand import versions
-from ..checkpoint.grow import add_experts
-from ..checkpoint.source import load_expanded_config, resolve_checkpoint
-from ..checkpoint.stored import built_whole
-from ..checkpoint.writer import check_output
-from ..data.sources import LanguageText
-from ..distributed import launched
-from ..errors import InputError, named_as
-from ..evaluation.perplexity import evaluate_model
-from ..languages import check_language_code
-from ..models import load_for_inference, longest_block
-from ..records import ExpansionRecord, History, StageRecord
-from ..schema import Count, Whole
-from ..scratch import beside, scratch_folder
-from ..trainers.freezing import Trained
-from .base import TrainingStage
-from .checks import check_block_size
-from .config import BlockSize, setting
-from .run import check_frozen, train_stage
-from .trainer import StageTrainer
+from ...checkpoint.expand import versions
+from ...checkpoint.grow import add_experts
+from ...checkpoint.source import load_expanded_config, resolve_checkpoint
+from ...checkpoint.stored import built_whole
+from ...checkpoint.writer import check_output
+from ...data.sources import LanguageText
+from ...distributed import launched
+from ...errors import InputError, named_as
+from ...evaluation.perplexity import evaluate_model
+from ...languages import check_language_code
+from ...models import load_for_inference, longest_block
+from ...records import ExpansionRecord, History, StageRecord
+from ...schema import Count, Whole
+from ...scratch import beside, scratch_folder
+from ...trainers.freezing import Trained
+from ..base import TrainingStage
+from ..checks import check_block_size
+from ..config import BlockSize, setting
+from ..run import check_frozen, train_stage
+from ..trainer import StageTrainer
 
 
 @dataclass

@@ -3,8 +3,8 @@
 Example: hf-moe-expand graft qwen-el-1 qwen-el-chat --base Qwen/Qwen2.5-0.5B --instruct Qwen/Qwen2.5-0.5B-Instruct
 """
 
-from ..settings import GraftSettings
-from .base import Stage
+from ...settings import GraftSettings
+from ..base import Stage
 
 
 class Graft(Stage):
@@ -14,6 +14,7 @@ class Graft(Stage):
     name = "graft"
     title = "Graft"
     participle = "grafted"
+    place = 40
     families = ("layer_moe", "dmoe")
     runs_unasked = False
     optional = True
