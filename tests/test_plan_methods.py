@@ -282,7 +282,7 @@ def test_wrong_languages_pass_no_door(tmp_path, name, wrong):
         Plan.load(tmp_path / "plan.json")
     plan.old[:], plan.new[:] = old, new  # lists change, however frozen the plan
     with pytest.raises(InputError, match=message):
-        check_dense_plan(plan, tiny_config("qwen2"), "base", False)
+        check_dense_plan(plan, tiny_config("qwen2"), "base")
 
 
 def test_every_method_plans_through_the_same_door():

@@ -187,7 +187,7 @@ def test_the_mixin_on_a_plain_trainer_and_its_evaluation(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match=r"Reentrant gradient checkpointing .*use_reentrant"):
+    with pytest.raises(ValueError, match=r"reentrant gradient checkpointing .*use_reentrant"):
         plain_trainer(tmp_path, model(), **checkpointed(reentrant=True))
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         plain_trainer(tmp_path, model(), label_smoothing_factor=0.1)

@@ -291,7 +291,7 @@ def test_refusals_say_what_to_set(tmp_path, expanded):
         build_trainer([{"input_ids": [1, 2], "language_ids": [0, 2]}], language_classes=[0, 1])
     with pytest.raises(ValueError, match="need language_classes"):
         build_trainer([{"input_ids": [1, 2], "language_ids": [0, 1]}])
-    with pytest.raises(ValueError, match="Reentrant gradient checkpointing"):
+    with pytest.raises(ValueError, match="reentrant gradient checkpointing"):
         trainer(tmp_path, **checkpointed(reentrant=True), prior=0.1)
     with pytest.raises(InputError, match="group loss needs the group of each code of the column `language`: pass"):
         MoESFTTrainer(

@@ -19,6 +19,10 @@ from .routing_capture import FirstPass, Metrics, judged_by_text, record_routing,
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in CHECKPOINTING_NAMES if name in TrainingArguments.__dataclass_fields__)
+NOT_REENTRANT = (
+    "reentrant gradient checkpointing silently drops the gradient of the router losses; set use_reentrant to false, "
+    "which is the default."
+)
 
 
 class RouterLossMixin(TrainerBase):
@@ -78,10 +82,7 @@ class RouterLossMixin(TrainerBase):
         training = self.args
         options = getattr(training, f"{CHECKPOINTING}_kwargs") or {}
         if getattr(training, CHECKPOINTING) and options.get("use_reentrant"):
-            raise ValueError(
-                "Reentrant gradient checkpointing silently drops the gradient of the router losses: set "
-                f'{CHECKPOINTING}_kwargs={{"use_reentrant": False}}.'
-            )
+            raise ValueError(f"{CHECKPOINTING}_kwargs: {NOT_REENTRANT}")
         wrong = [loss for loss in self._active_losses() if not loss.for_encoder_decoders]
         if wrong and self._is_encoder_decoder:
             raise ValueError(
@@ -195,10 +196,7 @@ class RouterLossMixin(TrainerBase):
             for parameter in ffn.router.parameters()
         )
         if routers_train and not any(layer.router_logits.requires_grad for layer in routing):
-            raise ValueError(
-                "The router logits carry no gradient although the routers train. Reentrant gradient checkpointing does "
-                f'this: set {CHECKPOINTING}_kwargs={{"use_reentrant": False}}.'
-            )
+            raise ValueError(f"The router logits carry no gradient although the routers train: {NOT_REENTRANT}")
 
     def _step_scale(self, model: Any, num_items_in_batch: Any) -> float | None:
         """The factor from this rank's share of a step's mean to the trainer's expected loss; None in evaluation."""

@@ -43,7 +43,7 @@ def expand_branches(
     first = models[0]
     check_output(out, overwrite, *(model.folder for model in models))
     check_same_shape(models)
-    check_dense_plan(plan, first.config, first.folder, conditional_routing=False)
+    check_dense_plan(plan, first.config, first.folder)
     config: Any = planned_config(first.config, plan)
     weights = [1 / len(models)] * len(models)
 

@@ -100,7 +100,7 @@ def expand_checkpoint(
     check_output(out, overwrite, folder)
     dense_config = load_base_config(folder)
     check_architecture(dense_config, base)
-    check_dense_plan(plan, dense_config, base, conditional_routing)
+    check_dense_plan(plan, dense_config, base)
     dense = StoredModel(folder, dense_config)
     kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
@@ -165,7 +165,7 @@ def expand_model(
     else:
         wanted = None
     name, revision = base_of(dense)
-    check_dense_plan(plan, dense.config, name, conditional_routing)
+    check_dense_plan(plan, dense.config, name)
     kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
     if wanted is not None:
@@ -215,18 +215,12 @@ def _stacks(encoder: int, layers: int) -> str:
     return f"{encoder} layers of an encoder and {layers - encoder} of a decoder" if encoder else "a decoder"
 
 
-def check_dense_plan(
-    plan: Plan, dense_config: PreTrainedConfig, name: str | os.PathLike, conditional_routing: bool
-) -> None:
+def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.PathLike) -> None:
     """Refuses a plan that does not expand this dense model; messages call the model `name`."""
     plan.checked()
     if plan.grows_from:
         raise InputError("The plan was made to grow an expanded checkpoint (--from): use `grow`.")
     check_layers(plan, dense_config, name)
-    if conditional_routing and plan.groups:
-        raise InputError(
-            "conditional_routing shares expert 0 among all tokens, but a dmoe plan gives it to a group: leave it out."
-        )
 
 
 def planned_config(
@@ -236,17 +230,20 @@ def planned_config(
     further ones of `ExpandedConfig`."""
     config_class = DMoEConfig if plan.groups else LayerMoEConfig
     kind = kind or ExpertKind()
-    return config_class.from_dense(
-        dense_config,
-        num_experts_per_layer=plan.experts_per_layer,
-        classifier_layers=plan.classifier_layers,
-        router_top_k=plan.top_k,
-        prefix_gate=plan.prefix_rule,
-        expert_kind=kind.name,
-        **dict(zip(kind.names, kind.settings or [], strict=True)),
-        **({"language_groups": plan.groups} if plan.groups else {}),
-        **fields,
-    )
+    try:
+        return config_class.from_dense(
+            dense_config,
+            num_experts_per_layer=plan.experts_per_layer,
+            classifier_layers=plan.classifier_layers,
+            router_top_k=plan.top_k,
+            prefix_gate=plan.prefix_rule,
+            expert_kind=kind.name,
+            **dict(zip(kind.names, kind.settings or [], strict=True)),
+            **({"language_groups": plan.groups} if plan.groups else {}),
+            **fields,
+        )
+    except ValueError as error:  # of code that checkpoints carry, which has no InputError
+        raise InputError(str(error)) from None
 
 
 def expanded_tensors(

@@ -19,7 +19,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from ..distributed import SHARDING, check_sharding
 from ..errors import InputError
 from ..schema import Flag, Number, Whole, read, unknown_key
-from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES
+from ..trainers.router_losses import CHECKPOINTING, CHECKPOINTING_NAMES, NOT_REENTRANT
 
 _CHECKPOINTING = re.compile(f"^({'|'.join(CHECKPOINTING_NAMES)})(?=$|_kwargs$)")
 # Set by this package: paths, seeds and arguments on which the losses rely.
@@ -59,13 +59,10 @@ def check_training_arguments(training: Mapping[str, Any], where: str) -> dict[st
         if key not in [*known, SHARDING]:
             raise InputError(f"{where}: {unknown_key(key, known)}")
     check_sharding(training, where)
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+    for name in (f"{name}_kwargs" for name in CHECKPOINTING_NAMES):
         options = training.get(name)
         if isinstance(options, Mapping) and options.get("use_reentrant"):
-            raise InputError(
-                f"{where}: reentrant gradient checkpointing silently drops the gradient of the router losses; set "
-                f"{name}: {{use_reentrant: false}}."
-            )
+            raise InputError(f"{where}.{name}: {NOT_REENTRANT}")
     numbers = {name: value for name, value in arguments.items() if name in _numbers().model_fields}
     checked = read(_numbers(), numbers, where).model_dump(exclude_unset=True)
     # Copies, since the library adds keys to mappings. The keys of scoring can only turn it off, and are dropped.

@@ -56,9 +56,10 @@ class Expand(RunStep):
         settings = self.run.recipe.all_expansions[0].expand  # further expansions keep the first one's kind of experts
         with errors_at("expand"):
             if not plan.grows_from:
-                check_dense_plan(plan, dense, self.run.start, settings.conditional_routing)
+                check_dense_plan(plan, dense, self.run.start)
             kind = chosen_kind(network_of(dense), plan, **settings.model_dump(include=_KIND))
-        return network_of(planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing))
+            config = planned_config(dense, plan, kind, conditional_routing=settings.conditional_routing)
+        return network_of(config)
 
     def work(self) -> StepResult:
         run, settings = self.run, self.run.expansion.expand
