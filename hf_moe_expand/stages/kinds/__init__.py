@@ -1,1 +1,1 @@
-"""The stages, one file each. A new stage is a new file, with its place in a recipe."""
+"""The stages, one file each, named as its key. A new stage is a new file, which says its place in a recipe."""
