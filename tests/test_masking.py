@@ -407,7 +407,7 @@ def test_gates_need_experts_and_masks_need_gates(tmp_path):
         )  # fmt: skip
     base = save_dense(tmp_path / "base")
     plan = Plan("dmoe", [2, 1, 1], groups=[["el"], ["hu"]])
-    with pytest.raises(InputError, match="dmoe plan"):
+    with pytest.raises(InputError, match="in DMoE belongs to a group: leave it out"):
         expand_checkpoint(base, tmp_path / "out", plan, conditional_routing=True)
     expand_checkpoint(base, tmp_path / "out", Plan("moe-lpr", [2] * 3, new=["el"]))
     texts = write_texts(tmp_path / "el.jsonl", ["καλημέρα κόσμε " * 20])
