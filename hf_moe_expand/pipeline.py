@@ -31,12 +31,12 @@ from .steps.expand import Expand
 from .steps.gates import GatesStep
 from .steps.join import JoinPacks
 from .steps.plan import MakePlan
-from .steps.stage import GraftStep, StageStep, TrainStep
+from .steps.stage import AverageStep, GraftStep, StageStep, TrainStep
 from .steps.write import WriteOldText
 
 _WRITTEN = "checkpoints, with those that a stage keeps while it trains"
 # The steps of the stages that do not train.
-_KINDS: dict[str, type[StageStep]] = {"graft": GraftStep, "gates": GatesStep}
+_KINDS: dict[str, type[StageStep]] = {"graft": GraftStep, "gates": GatesStep, "average": AverageStep}
 
 
 def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:

@@ -4,14 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import byte_tokenizer, tiny_dense
+from conftest import byte_tokenizer, invoke, tiny_dense
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import DMoEForCausalLM, Plan, expand_checkpoint
 from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint import reader
 from hf_moe_expand.checkpoint.compare import compare_checkpoints
-from hf_moe_expand.checkpoint.merge import average_checkpoints, merge_delta
+from hf_moe_expand.checkpoint.grow import grow_checkpoint, shrink_checkpoint
+from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts, merge_delta
 from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.inspection import inspect_checkpoint
@@ -106,10 +107,110 @@ def test_an_average_of_expanded_models_with_a_dense_one(tmp_path, backbone):
     assert compare_checkpoints(tmp_path / "one", tmp_path / "same").same
 
 
+def after_training(folder, out):
+    """The model of `folder` with other routers and new experts, as after stage 1."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "router" in name or (".experts." in name and ".experts.0." not in name):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(out)
+    byte_tokenizer().save_pretrained(out)
+    return out
+
+
+def update_of(expert):
+    """The weights that a LoRA expert adds, or those of an added expert's last matrix."""
+    return {
+        name: module.lora_B.weight @ module.lora_A.weight
+        for name, module in expert.named_modules()
+        if hasattr(module, "lora_B")
+    } or {"down_proj": expert.down_proj.weight}
+
+
+@pytest.mark.parametrize("backbone", ["qwen2", "gpt2"])
+def test_new_experts_are_averaged_with_the_ffns_that_they_copied(tmp_path, backbone):
+    """Of two expansions, the second one's experts alone, with the experts from which they were copied."""
+    base = make(tmp_path / "base", 0, backbone)
+    expand_checkpoint(base, tmp_path / "new", UNIFORM)
+    trained = after_training(tmp_path / "new", tmp_path / "trained")
+    average_experts(trained, tmp_path / "averaged", 0.6)
+    average_checkpoints([trained, base], tmp_path / "with base", [0.6, 0.4])
+    found, with_base = tensors(tmp_path / "averaged"), tensors(tmp_path / "with base")
+    for name, value in found.items():  # the mean with the base, which all the other tensors are already
+        torch.testing.assert_close(value, with_base[name], rtol=0, atol=1e-7)
+    assert str(tmp_path) not in (tmp_path / "averaged" / "config.json").read_text()
+
+    plan = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    grow_checkpoint(tmp_path / "averaged", tmp_path / "grown", plan, copy_from={1: 1})
+    second = after_training(tmp_path / "grown", tmp_path / "second")
+    average_experts(second, tmp_path / "out", 0.25)
+    before, found = tensors(second), tensors(tmp_path / "out")
+    moved = set()
+    for name, value in found.items():
+        if ".experts.2." not in name:
+            assert torch.equal(value, before[name]), name
+            continue
+        layer, origin = next((n, 1 if n == 1 else 0) for n in range(3) if f".{n}." in name.partition(".experts")[0])
+        start = before[name.replace(".experts.2.", f".experts.{origin}.")].double()
+        torch.testing.assert_close(value.double(), 0.25 * before[name].double() + 0.75 * start, rtol=0, atol=1e-7)
+        moved.add((layer, name.rpartition(".experts.2.")[2]))
+    assert len(moved) >= 3 * 2  # layers, matrices
+    history = json.loads((tmp_path / "out" / "config.json").read_text())["expansions"]
+    assert [[stage["stage"] for stage in one["stages"]] for one in history] == [["average-experts"]] * 2
+    assert history[1]["stages"][0]["settings"] == {"weight": 0.25}
+    # The base is still inside, so the further expansion can be left out again.
+    shrink_checkpoint(tmp_path / "out", tmp_path / "shrunk", 1)
+    shrunk = tensors(tmp_path / "shrunk")
+    assert all(torch.equal(shrunk[name], before[name]) for name in shrunk if "router" not in name)
+    # Weight 1 leaves the model as it is, and weight 0 the experts as they began.
+    average_experts(trained, tmp_path / "all", 1.0)
+    average_experts(trained, tmp_path / "none", 0.0)
+    for name, value in tensors(trained).items():
+        assert torch.equal(tensors(tmp_path / "all")[name], value), name
+        if "router" not in name:
+            assert torch.equal(tensors(tmp_path / "none")[name], tensors(tmp_path / "new")[name]), name
+
+
+def test_updates_of_lora_and_added_experts_shrink(tmp_path):
+    make(tmp_path / "base")
+    for kind in ({"expert_kind": "lora", "lora_rank": 2}, {"expert_kind": "added", "expert_width": 8}):
+        expand_checkpoint(tmp_path / "base", tmp_path / "new", UNIFORM, overwrite=True, **kind)
+        trained = after_training(tmp_path / "new", tmp_path / "trained")
+        average_experts(trained, tmp_path / "out", 0.5, overwrite=True)
+        models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (trained, tmp_path / "out")]
+        for before, after in zip(*(model.expanded_ffns().values() for model in models), strict=True):
+            whole, half = update_of(before.experts[1]), update_of(after.experts[1])
+            assert all(update.abs().max() > 0.01 for update in whole.values())
+            torch.testing.assert_close(half, {name: 0.5 * update for name, update in whole.items()})
+
+
 def test_weight_one_gives_that_model_back(three, tmp_path):
     average_checkpoints(three[:2], tmp_path / "out", [0.0, 1.0])
     second, found = tensors(three[1]), tensors(tmp_path / "out")
     assert all(torch.equal(found[name], value) for name, value in second.items())
+
+
+def test_experts_that_no_average_fits(three, tmp_path):
+    def refused(message, model, weight=0.5):
+        with pytest.raises(InputError, match=message):
+            average_experts(model, tmp_path / "out", weight)
+        assert not (tmp_path / "out").exists()
+
+    refused("is a dense model: give a second checkpoint", three[0])
+    expand_checkpoint(three[0], tmp_path / "groups", GROUPS)
+    refused("is a DMoE checkpoint, whose experts all train: give a second", tmp_path / "groups")
+    expand_checkpoint(three[0], tmp_path / "random", UNIFORM, expert_init="random")
+    refused("began as random, not as copies of an FFN", tmp_path / "random")
+    expand_checkpoint(three[0], tmp_path / "lora", UNIFORM, expert_kind="lora", lora_rank=2)
+    further = Plan("moe-lpr", [3, 3, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
+    grow_checkpoint(tmp_path / "lora", tmp_path / "grown", further, copy_from={0: 1})
+    refused("copied other experts than expert 0", tmp_path / "grown")
+    for weight in (1.6, -0.1, float("nan")):
+        refused(rf"weight is {weight}: must be from 0 to 1\.", tmp_path / "lora", weight)
+    with pytest.raises(InputError, match="--weight: the experts of one checkpoint have one weight; give it once"):
+        invoke("merge", "average", tmp_path / "lora", "--weight", 0.5, "--weight", 0.5, "--out", tmp_path / "out")
 
 
 def test_averages_that_make_no_sense(three, tmp_path):

@@ -85,7 +85,7 @@ def test_the_page_of_settings_has_every_key_with_its_description():
         sections[title] = dict(re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", part, re.MULTILINE))
         assert all(sections[title].values()), title
     stages = {key: set(stage.settings_class().__pydantic_fields__) for key, stage in all_stages().items()}
-    assert list(stages) == ["post_pretrain", "group", "joint", "graft", "gates", "review", "adapt", "dense"]
+    assert list(stages) == ["post_pretrain", "group", "joint", "graft", "gates", "review", "average", "adapt", "dense"]
     wanted = {key if key in recipe_stages() else f"A file of train {key}": stages[key] for key in stages}
     wanted["plan"] = {key for method in METHODS.values() for key in method.all_keys()}
     wanted["masking"] = {"expert_output", "final_output", "conditional_routing", "gating_dropout"}

@@ -5,15 +5,17 @@ import os
 from itertools import pairwise
 
 import pytest
+import torch
 from conftest import save_dense, write_texts
 
 from hf_moe_expand import PostPretrainConfig, ReviewConfig, run_recipe, validate_recipe
+from hf_moe_expand.checkpoint.reader import CheckpointReader
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.pipeline import steps_of
 from hf_moe_expand.planning.methods import plan_settings
-from hf_moe_expand.recipe import Recipe
+from hf_moe_expand.recipe import Expansion, Recipe
 from hf_moe_expand.schema import changed
-from hf_moe_expand.settings import EvaluationSettings
+from hf_moe_expand.settings import AverageSettings, EvaluationSettings, ExpandSettings
 from hf_moe_expand.stages.config import settings_of
 from hf_moe_expand.stages.run import check_frozen
 from hf_moe_expand.steps.analyze import AnalyzeSimilarity
@@ -138,3 +140,35 @@ def test_models_that_are_gone_are_named_in_their_order(recipe, tmp_path):
     models = {"base": recipe.base, **{name: str(tmp_path / name) for name in gone}, "reviewed": recipe.base}
     step = Evaluate(recipe, models)
     assert f"2 models ({', '.join(gone)}: no longer kept)" in step.work().summary
+
+
+def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):
+    recipe = changed(recipe, average=AverageSettings(weight=0.25), test={})
+    said = []
+    assert validate_recipe(recipe)
+    final = run_recipe(recipe, said.append)
+    assert (final.name, said[-2][:16]) == ("average", "[5/5] average: 0")
+    before, after = CheckpointReader(final.parent / "review"), CheckpointReader(final)
+    new = [name for name in after.tensors if ".experts.1." in name]
+    assert len(new) == 3 * 3  # layers, matrices
+    for name in after.tensors:
+        value = before.tensor(name)
+        if name in new:
+            start = before.tensor(name.replace(".experts.1.", ".experts.0."))
+            assert not torch.equal(start, value), name
+            value = 0.25 * value + 0.75 * start
+        torch.testing.assert_close(after.tensor(name), value, rtol=0, atol=1e-7 if name in new else 0)
+    assert repeated(recipe) == []
+
+
+def test_an_average_that_cannot_be_is_refused_before_anything_runs(recipe):
+    for expand, message in (
+        ({"expert_init": "random"}, "average: .* expand.expert_init is 'random': leave `average` out, or take 'copy'"),
+        ({"copy_from": 1, "expert_kind": "lora"}, "average: expand.copy_from is 1, and LoRA and added experts are"),
+    ):
+        stages = {"post_pretrain": recipe.post_pretrain, "review": recipe.review}
+        first = Expansion(new=recipe.new, plan=recipe.plan, expand=ExpandSettings(expert_kind="lora"), **stages)
+        own = {"expand": ExpandSettings(**expand), "average": AverageSettings()}
+        second = Expansion(new={"tr": recipe.new["el"]}, plan=plan_settings("moe-lpr", experts=1), **own, **stages)
+        with pytest.raises(InputError, match=message):
+            validate_recipe(changed(recipe, expansions=[first, second], new={}))

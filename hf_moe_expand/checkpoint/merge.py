@@ -1,15 +1,18 @@
-"""Averages checkpoints, and adds a fine-tune's delta to a dense one: DeltaMoE's comparisons; streamed."""
+"""Averages checkpoints, or a model's new experts with the FFNs that they copied; adds a fine-tune's delta to a dense
+model. Streamed."""
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..errors import InputError
-from ..modeling import ExpandedConfig
+from ..modeling import ExpandedConfig, LayerMoEConfig
+from ..modeling.configuration_layer_moe import joins_packs
 from ..modeling.expanded_config import DECODER_LAYERS
-from ..records import StageRecord, add_stage
+from ..records import History, StageRecord, add_stage
 from .graft import COMPUTATION, GraftReport, add_delta, check_grew_from, dense_names
 from .source import COMPANIONS
 from .stored import StoredModel, computed
@@ -21,6 +24,8 @@ _SAME = (
     "num_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages", "router_top_k", "language_groups",
     "new_layers",
 )  # fmt: skip
+# The last matrices of LoRA experts and of added ones, which start at zero: expert 0 is as if theirs were zero.
+_UPDATES = ("lora_B.weight", "down_proj.weight")
 
 
 def average_checkpoints(
@@ -47,10 +52,8 @@ def average_checkpoints(
         raise InputError("An average needs two or more checkpoints.")
     weights = [1 / len(models)] * len(models) if weights is None else list(weights)
     if len(weights) != len(models) or not abs(sum(weights) - 1) <= 1e-6 or min(weights) < 0:
-        count = len(models)
-        raise InputError(
-            f"weights is {weights}: {count} checkpoints need {count} weights with the sum 1, none below 0."
-        )
+        count, given = len(models), [round(one, 6) for one in weights]
+        raise InputError(f"weights is {given}: {count} checkpoints need {count} weights with the sum 1, none below 0.")
     stored = [StoredModel(model) for model in models]
     check_output(out, overwrite, *(model.folder for model in stored))
     for model in stored:
@@ -118,6 +121,77 @@ def averaged(
         return middle + sum(weight * (piece - middle) for weight, piece in zip(weights, pieces, strict=True))
 
     return computed(models[0][key], sources, mean, name)
+
+
+def average_experts(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    weight: float,
+    *,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a model whose new experts are `weight * expert + (1 - weight) * FFN`, the FFN from which each was copied.
+
+    The new experts are those of the last expansion, or of all packs of a joined model. The update of a LoRA expert and
+    the output of an added one are multiplied by `weight`. All other tensors stay byte for byte.
+
+    Args:
+        model: a LayerMoE checkpoint.
+        out: folder to write.
+        weight: from 0 (the experts as they began) to 1 (as they are).
+
+    Raises:
+        InputError: the model is no LayerMoE checkpoint, its new experts are no copies, or `weight` is out of range.
+    """
+    if not 0 <= weight <= 1:
+        raise InputError(f"weight is {weight}: must be from 0 to 1.")
+    stored = StoredModel(model)
+    check_output(out, overwrite, stored.folder)
+    origins = _origins(stored)
+    tensors = []
+    for key in stored.tensors:
+        place = stored.places[key]
+        origin = origins.get((place.layer, place.expert))
+        if origin is None:
+            tensors += stored.copies(key)
+        elif place.dense is not None:
+            beginning = key.removesuffix(place.inner) + f"experts.{origin}." + place.inner.split(".", 2)[2]
+            mean = partial(torch.lerp, weight=weight)
+            tensors.append(computed(stored[key], [stored[beginning], stored[key]], mean))
+        elif place.inner.endswith(_UPDATES):
+            tensors.append(computed(stored[key], [stored[key]], lambda update: weight * update))
+        else:
+            tensors.append(stored.copied(key))
+    add_stage(stored.config, StageRecord(stage="average-experts", settings={"weight": weight}))
+    return write_checkpoint(
+        out, stored.config, tensors, [(stored.folder, COMPANIONS)], "average", max_shard_size, overwrite
+    )
+
+
+def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
+    """The expert that each new expert copied, by layer and expert."""
+    config = stored.config
+    if not isinstance(config, LayerMoEConfig):
+        what = "a DMoE checkpoint, whose experts all train" if isinstance(config, ExpandedConfig) else "a dense model"
+        raise InputError(f"{stored.folder}: is {what}: give a second checkpoint to average it with.")
+    history, joined = History.of(config), joins_packs(config)
+    records = history.expansions if joined else [history.last]
+    if made := next((one.expert_init for one in records if one.expert_init in ("random", "branches")), None):
+        raise InputError(
+            f"{stored.folder}: its new experts began as {made}, not as copies of an FFN, with which they could be "
+            "averaged."
+        )
+    copied = {int(layer): expert for one in records for layer, expert in (one.copied_experts or {}).items() if expert}
+    if copied and (joined or config.has_kind("lora") or config.has_kind("added")):
+        raise InputError(
+            f"{stored.folder}: a further expansion copied other experts than expert 0 (copy_from), and of "
+            f"{'packs' if joined else 'LoRA and added experts'} these cannot be told apart any more."
+        )
+    ffns = stored.network.expanded_ffns()
+    first = {layer: 1 if joined else ffn.experts_of_class[-2] for layer, ffn in ffns.items()}
+    counts = {layer: len(ffn.experts) for layer, ffn in ffns.items()}
+    return {(layer, expert): copied.get(layer, 0) for layer in ffns for expert in range(first[layer], counts[layer])}
 
 
 def check_same_shape(models: Sequence[StoredModel]) -> None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -243,28 +243,44 @@ opt.merge_app.command("delta", help=MERGE_DELTA)(_delta_verb(dense=True))
 @opt.merge_app.command("average")
 def merge_average(
     models: Annotated[
-        list[str], typer.Argument(help="Two or more checkpoints; dense ones may follow an expanded first one.")
+        list[str],
+        typer.Argument(
+            help="Two or more checkpoints; dense ones may follow an expanded first one. Or an expanded one alone."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
     weight: Annotated[
         list[float] | None,
-        typer.Option(help="Weight of the first of two checkpoints, or one for each, with the sum 1; equal by default."),
+        typer.Option(
+            help="Weight of the first of two checkpoints, or of the new experts, or one for each checkpoint, with the "
+            "sum 1; equal by default."
+        ),
     ] = None,
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Average checkpoints (Dense-FT-Avg); a dense one joins the average of each expert (MoE-CPT-Avg).
 
-    Configuration and tokenizer are those of the first checkpoint.
+    Of an expanded checkpoint alone, average each expert of its last expansion with the FFN from which it was copied;
+    all else stays byte for byte. Configuration and tokenizer are those of the first checkpoint.
+
+    Example: hf-moe-expand merge average qwen-el-2 --weight 0.6 --out qwen-el
 
     Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
     """
     check_checkpoints(*models)
-    from ..checkpoint.merge import average_checkpoints
+    from ..checkpoint.merge import average_checkpoints, average_experts
 
-    if weight and len(weight) == 1 and len(models) == 2:
-        weight = [weight[0], 1 - weight[0]]
-    average_checkpoints(models, out, weight or None, max_shard_size=max_shard_size, overwrite=overwrite)
+    written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
+    if len(models) == 1:
+        own, *more = weight or [0.5]
+        if more:
+            raise InputError("--weight: the experts of one checkpoint have one weight; give it once.")
+        average_experts(models[0], out, own, **written)
+    else:
+        if weight and len(weight) == 1 and len(models) == 2:
+            weight = [weight[0], 1 - weight[0]]
+        average_checkpoints(models, out, weight or None, **written)
     print(f"wrote {out}")
 
 

@@ -140,5 +140,5 @@ def _is_first_rank() -> bool:
 
 _SPECIAL: dict[str, Callable[..., None]] = {"adapt": train_adapt, "dense": train_dense}
 for _key in stage_keys():
-    if _key not in ("graft", "gates"):  # which do not train, and are verbs of their own
+    if _key not in ("graft", "gates", "average"):  # which do not train, and are verbs of their own
         _add_verb(_key, _SPECIAL.get(_key) or _verb(_key))

@@ -1,4 +1,4 @@
-"""The steps that work on an expanded checkpoint: a training stage, or a graft."""
+"""The steps that work on an expanded checkpoint: a training stage, a graft, or an average of experts."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -9,6 +9,7 @@ import torch
 from accelerate import PartialState
 
 from ..checkpoint.graft import check_fine_tune, graft_delta
+from ..checkpoint.merge import average_experts
 from ..checkpoint.source import load_config
 from ..costs import activation_bytes, size_of, tokens_at_hand, training_flops, training_speed, weights_bytes
 from ..data.packing import NEW_PER_OLD, review_documents
@@ -230,6 +231,29 @@ class GraftStep(StageStep):
             max_shard_size=self.run.expansion.expand.max_shard_size, overwrite=True,
         )  # fmt: skip
         return StepResult(f"base and instruct have a cosine of {report.instruct_cosine:.4f}")
+
+
+class AverageStep(StageStep):
+    """A step that averages new experts with the FFNs that they copied."""
+
+    def check(self, checks: Checks) -> None:
+        expand = self.run.expansion.expand
+        if expand.expert_init == "random" and expand.expert_kind == "ffn":
+            raise InputError(
+                "average: averages experts with the FFNs that they copied, but expand.expert_init is 'random': leave "
+                "`average` out, or take 'copy'."
+            )
+        if self.run.number > 1 and expand.copy_from != 0 and expand.expert_kind != "ffn":
+            raise InputError(
+                f"average: expand.copy_from is {expand.copy_from!r}, but LoRA and added experts are averaged with "
+                "expert 0 alone: leave `average` or `copy_from` out."
+            )
+        super().check(checks)
+
+    def work(self) -> StepResult:
+        weight, size = self.settings.weight, self.run.expansion.expand.max_shard_size
+        average_experts(self.before, self.output, weight, max_shard_size=size, overwrite=True)
+        return StepResult(f"{weight:g} of each new expert, {1 - weight:g} of the FFN that it copied")
 
 
 def _count(source: LanguageText, most: int) -> int:
