@@ -109,7 +109,7 @@ class GateSettings(Declared):
 class AverageSettings(Declared):
     """`weight * expert + (1 - weight) * FFN`, of each new expert and the FFN from which it was copied."""
 
-    weight: float = Field(0.6, ge=0, le=1, description="the new expert's weight in the mean")
+    weight: float = Field(0.8, ge=0, le=1, description="the new expert's weight in the mean")
 
 
 class EvaluationSettings(Declared):

@@ -9,7 +9,7 @@ import typer
 
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
-from ..settings import AnalysisSettings, ExpandSettings, GraftSettings
+from ..settings import AnalysisSettings, AverageSettings, ExpandSettings, GraftSettings
 from . import options as opt
 from .common import check_checkpoints, print_table, text_sources
 
@@ -252,8 +252,8 @@ def merge_average(
     weight: Annotated[
         list[float] | None,
         typer.Option(
-            help="Weight of the first of two checkpoints, or of the new experts, or one for each checkpoint, with the "
-            "sum 1; equal by default."
+            help="Weight of the first of two checkpoints, or one for each, with the sum 1; equal by default. Of one "
+            f"checkpoint, weight of its new experts; {AverageSettings().weight} by default."
         ),
     ] = None,
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
@@ -264,7 +264,7 @@ def merge_average(
     Of an expanded checkpoint alone, average each expert of its last expansion with the FFN from which it was copied;
     all else stays byte for byte. Configuration and tokenizer are those of the first checkpoint.
 
-    Example: hf-moe-expand merge average qwen-el-2 --weight 0.6 --out qwen-el
+    Example: hf-moe-expand merge average qwen-el-2 --weight 0.8 --out qwen-el
 
     Example: hf-moe-expand merge average qwen-chat-ft Qwen/Qwen2.5-0.5B-Instruct --weight 0.5 --out qwen-average
     """
@@ -273,7 +273,7 @@ def merge_average(
 
     written: dict[str, Any] = {"max_shard_size": max_shard_size, "overwrite": overwrite}
     if len(models) == 1:
-        own, *more = weight or [0.5]
+        own, *more = weight or [AverageSettings().weight]
         if more:
             raise InputError("--weight: the experts of one checkpoint have one weight; give it once.")
         average_experts(models[0], out, own, **written)

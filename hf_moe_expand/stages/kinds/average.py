@@ -1,6 +1,6 @@
 """Averages each new expert with the FFN from which it was copied, without training.
 
-Example: hf-moe-expand merge average qwen-el-2 --weight 0.6 --out qwen-el
+Example: hf-moe-expand merge average qwen-el-2 --weight 0.8 --out qwen-el
 """
 
 from ...settings import AverageSettings
