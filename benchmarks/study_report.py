@@ -152,8 +152,10 @@ def cost_table(settings: Mapping[str, Any], results: Results, speeds: Mapping[st
         millions = [f"{first[key] / 1e6:.2f}" for key in ("trained", "total", "active")]
         seconds = f"{mean(one['seconds'] for one in found):.0f}"
         speed = [f"{speeds[name]:.0f}" if name in speeds else ""] if speeds else []
-        ends = {key: at_an_end(settings["rows"][name], settings, key, first.get(key)) for key in shown}
-        chosen = [f"{first[key]:g}" + " (end)" * ends[key] if first.get(key) else "" for key in shown]
+        chosen = [
+            (f"{first[key]:g}" + " (end)" * at_an_end(settings, key, first[key])) if first.get(key) else ""
+            for key in shown
+        ]
         rows.append([str(number), name, *millions, *chosen, seconds, *speed, str(len(found))])
     measured = ["tokens/s"] if speeds else []
     head = ["", "", "trained, M", "total, M", "active, M", *(tuned[key] for key in shown), "CPU s", *measured, "seeds"]

@@ -100,12 +100,7 @@ def sweep(ladder: Sequence[Any], score: Callable[[Any], float]) -> Any:
             return ladder[first + best]
 
 
-def at_an_end(row: Mapping[str, Any], settings: Mapping[str, Any], key: str, chosen: float | None) -> bool:
-    """Whether a row's rate is an end of its ladder, so that a further one may be better.
-
-    Args:
-        key: a field of `Choice`.
-    """
-    of = {"rate": "rates", "review_rate": "review_rates"}.get(key)
-    steps = ladder(row, settings, of) if of else []
-    return len(steps) > 1 and chosen in (steps[0], steps[-1])
+def at_an_end(settings: Mapping[str, Any], key: str, chosen: float) -> bool:
+    """Whether a row's rate is an end of its ladder, so that a further one may be better."""
+    ladder = settings.get({"rate": "rates", "review_rate": "review_rates"}.get(key, ""), [])
+    return len(ladder) > 1 and chosen in (ladder[0], ladder[-1])

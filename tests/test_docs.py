@@ -397,6 +397,7 @@ def test_the_guide_to_gates(workplace, monkeypatch):
 
 def test_an_average_with_the_base(workplace):
     workplace("choose.md")
+    expanded("qwen-el-2", [2] * 8)
     run("choose.md")
     scores = json.loads(Path("scores.json").read_text("utf-8"))
     assert [*scores["models"]][1:] == ["tuned", "averaged-0.4", "averaged-0.6"]
@@ -407,6 +408,13 @@ def test_an_average_with_the_base(workplace):
     )
     assert torch.allclose(mean, 0.4 * tuned + 0.6 * base)
     assert not torch.equal(tuned, base)
+    assert [*json.loads(Path("experts.json").read_text("utf-8"))["models"]][1:] == [
+        "qwen-el-2",
+        "qwen-el-0.8",
+        "qwen-el-0.6",
+    ]
+    history = AutoModelForCausalLM.from_pretrained("qwen-el-0.6").config.expansions
+    assert history[0]["stages"][-1] == {"stage": "average-experts", "settings": {"weight": 0.6}}
 
 
 def test_the_guide_to_publishing(workplace):
