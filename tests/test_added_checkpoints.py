@@ -1,6 +1,7 @@
 """Added experts in checkpoints: grown, joined, exported, grafted, inspected, and made by every verb."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from hf_moe_expand import (
     shrink_checkpoint,
 )
 from hf_moe_expand.checkpoint.export import export_native
-from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.checkpoint.merge import average_checkpoints, average_experts
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.forecast import forecast
 from hf_moe_expand.inspection import inspect_checkpoint
@@ -160,6 +161,10 @@ def test_a_graft_goes_to_expert_0_and_averages_are_means(base, saved, tmp_path):
     models = [load(where).state_dict() for where in (folder / "new", folder / "moved", tmp_path / "mean")]
     for name, value in models[2].items():
         torch.testing.assert_close(value, (models[0][name] + models[1][name]) / 2)
+    average_experts(folder / "moved", tmp_path / "half", 0.5)
+    for name, value in load(tmp_path / "half").state_dict().items():
+        added = re.search(r"\.experts\.[1-9]\.down_proj", name)  # beside expert 0, the base's own mixture
+        assert torch.equal(value, 0.5 * models[1][name] if added else models[1][name]), name
 
 
 @pytest.mark.parametrize("base", ["olmoe", "qwen2"])
