@@ -121,7 +121,8 @@ def _of_other_bases(results: Results) -> str:
     named = [name for name, found in results.items() if any("base" in one for one in found)]
     if not named:
         return ""
-    whose = "All rows but the base" if len(named) == len(results) - 1 else ", ".join(named)
+    others = ["the base" if name == "base" else f"`{name}`" for name in results if name not in named]
+    whose = ", ".join(named) if len(named) < len(others) else f"All rows but {' and '.join(others)}"
     return f"{whose}: with seeds of another training of the base, whose own scores their changes are against."
 
 
