@@ -164,7 +164,7 @@ def test_a_run_ends_with_new_experts_averaged_with_their_ffns(recipe):
 def test_an_average_that_cannot_be_is_refused_before_anything_runs(recipe):
     for expand, message in (
         ({"expert_init": "random"}, "average: .* expand.expert_init is 'random': leave `average` out, or take 'copy'"),
-        ({"copy_from": 1, "expert_kind": "lora"}, "average: expand.copy_from is 1, and LoRA and added experts are"),
+        ({"copy_from": 1, "expert_kind": "lora"}, "average: expand.copy_from is 1, but LoRA and added experts are"),
     ):
         stages = {"post_pretrain": recipe.post_pretrain, "review": recipe.review}
         first = Expansion(new=recipe.new, plan=recipe.plan, expand=ExpandSettings(expert_kind="lora"), **stages)
