@@ -24,7 +24,6 @@ from hf_moe_expand.checkpoint.expansion_only import save_expansion
 from hf_moe_expand.checkpoint.gates import Gates, write_gates
 from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.local import name_in_results, own_name
-from hf_moe_expand.checkpoint.merge import average_experts
 from hf_moe_expand.checkpoint.packs import joined_rows, packs_inside
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.errors import InputError
@@ -106,21 +105,6 @@ def test_experts_and_base_are_the_same_bytes(packs, tmp_path):
         if (".experts." not in name and "router" not in name and "classifier" not in name) or ".experts.0." in name:
             assert torch.equal(joined[name], tensor)
     assert not any(".experts.5." in name for name in joined)
-
-
-def test_all_packs_experts_are_averaged_before_the_join_or_after_it(packs, tmp_path):
-    pair = [packs["el"], packs["tr"]]
-    join_expansions(pair, tmp_path / "joined")
-    average_experts(tmp_path / "joined", tmp_path / "after", 0.5)
-    halves = [average_experts(pack, tmp_path / pack.name, 0.5) for pack in pair]
-    join_expansions(halves, tmp_path / "before")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    leave_out_pack(tmp_path / "after", tmp_path / "left", "qwen-tr")  # the base inside is still the base
-    left, alone = (load_file(folder / "model.safetensors") for folder in (tmp_path / "left", halves[0]))
-    kept = [name for name in alone if "router" not in name and "classifier" not in name]
-    assert all(torch.equal(left[name], alone[name]) for name in kept)
 
 
 def test_the_rows_are_each_packs_log_odds_against_the_base(packs, tmp_path):

@@ -1,4 +1,4 @@
-"""A joined model in use: inspected, reviewed, trained, grown, shown on a card."""
+"""A joined model in use: inspected, reviewed, trained, averaged, grown, shown on a card."""
 
 import json
 
@@ -9,7 +9,8 @@ from conftest import invoke, save_dense, write_texts
 from safetensors.torch import load_file
 from test_join import EL, HU, TR, load, make_pack, same_files
 
-from hf_moe_expand import Plan, freeze, join_expansions, make_card
+from hf_moe_expand import Plan, freeze, join_expansions, leave_out_pack, make_card
+from hf_moe_expand.checkpoint.merge import average_experts
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.records import History
 
@@ -167,3 +168,18 @@ def test_inspection_and_card_show_the_packs(home, tmp_path):
     (tmp_path / "out" / "pack_4.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match=r"pack_4\.safetensors: cannot be read"):
         invoke("inspect", tmp_path / "out")
+
+
+def test_all_packs_experts_are_averaged_before_the_join_or_after_it(home, tmp_path):
+    pair = [home / "qwen-el", home / "qwen-tr"]
+    join_expansions(pair, tmp_path / "joined")
+    average_experts(tmp_path / "joined", tmp_path / "after", 0.5)
+    halves = [average_experts(pack, tmp_path / pack.name, 0.5) for pack in pair]
+    join_expansions(halves, tmp_path / "before")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    leave_out_pack(tmp_path / "after", tmp_path / "left", "qwen-tr")  # the base inside is still the base
+    left, alone = (load_file(folder / "model.safetensors") for folder in (tmp_path / "left", halves[0]))
+    kept = [name for name in alone if "router" not in name and "classifier" not in name]
+    assert all(torch.equal(left[name], alone[name]) for name in kept)

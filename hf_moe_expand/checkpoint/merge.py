@@ -188,10 +188,11 @@ def _origins(stored: StoredModel) -> dict[tuple[int, int | None], int]:
             f"{stored.folder}: a further expansion copied other experts than expert 0 (copy_from), and of "
             f"{'packs' if joined else 'LoRA and added experts'} these cannot be told apart any more."
         )
-    ffns = stored.network.expanded_ffns()
-    first = {layer: 1 if joined else ffn.experts_of_class[-2] for layer, ffn in ffns.items()}
-    counts = {layer: len(ffn.experts) for layer, ffn in ffns.items()}
-    return {(layer, expert): copied.get(layer, 0) for layer in ffns for expert in range(first[layer], counts[layer])}
+    return {
+        (layer, expert): copied.get(layer, 0)
+        for layer, ffn in stored.network.expanded_ffns().items()
+        for expert in range(1 if joined else ffn.experts_of_class[-2], len(ffn.experts))
+    }
 
 
 def check_same_shape(models: Sequence[StoredModel]) -> None:
