@@ -207,6 +207,12 @@ class Recipe(Expansion):
         return any(stages) or calibrates or expansion.needs == "similarity"
 
     def _check_expansion(self, number: int, expansion: Expansion) -> None:
+        for stage in recipe_stages().values():
+            settings = getattr(expansion, stage.key)
+            is_asked = settings not in (None, Expansion.model_fields[stage.key].default)
+            if is_asked and expansion.family not in stage.families:
+                of = "DMoE, whose plan has `method: dmoe`" if "dmoe" in stage.families else "models other than DMoE"
+                raise InputError(f"{stage.key}: a stage of {of}: it would not run. Leave it out.")
         if expansion.family == "dmoe" and len(self.all_expansions) > 1:
             raise InputError(
                 f"expansion {number}: a DMoE model grows by `train adapt`, one language at a time: make it the only "

@@ -374,7 +374,7 @@ def test_a_dmoe_recipe(recipe, root):
         recipe, new={**recipe.old, **recipe.new}, old={}, output=str(root / "dmoe"),
         deviation=DeviationSettings(steps=2, batch_size=2, block_size=16, micro_batch_size=2),
         plan=plan_settings("dmoe", groups=2, ratio=0.7), group=GroupSettings(block_size=16, training=training),
-        joint=JointSettings(block_size=16, training=training),
+        joint=JointSettings(block_size=16, training=training), post_pretrain=PostPretrainSettings(), review=None,
         graft=GraftSettings(str(root / "base"), keep_tokenizer=True),
     )  # fmt: skip
     validate_recipe(recipe)

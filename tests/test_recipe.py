@@ -91,6 +91,8 @@ def test_validation_says_what_a_push_will_need(root, monkeypatch):
         ("{root}/en.jsonl", "$NOT_SET/en.jsonl", "environment variable $NOT_SET is not set"),
         ("old: {en", "# old: {en", "no old language"),
         ("plan:", "graft: {scale: 2}\nplan:", "graft: `instruct` is missing"),
+        ("plan:", "group: {block_size: 8}\nplan:", "group: a stage of DMoE, whose plan has `method: dmoe`: it would"),
+        ("total_experts: 7, ", "method: dmoe, groups: 1} #", "post_pretrain: a stage of models other than DMoE: it "),
         ("plan:", "graft: {instruct: $NOT_SET}\nplan:", "graft.instruct: the environment variable $NOT_SET is not set"),
     ],
 )  # fmt: skip

@@ -210,7 +210,10 @@ def test_text_counts_as_written_only_if_a_model_wrote_every_row_of_it(tmp_path):
         ({"self_written": None, "review": ReviewSettings()}, r"let the base write it \(`self_written: {}`\), or set"),
         ({"old": {"und": "x.jsonl"}}, "self_written.prompts: und has text under `old` already"),
         ({"new": {"und": "x.jsonl"}}, "und: given as an old and as a new language"),
-        ({"plan": plan_settings("dmoe", groups=1)}, "self_written: DMoE trains the base too"),
+        (
+            {"plan": plan_settings("dmoe", groups=1), "post_pretrain": PostPretrainSettings(), "review": None},
+            "self_written: DMoE trains the base too",
+        ),
         ({"plan": plan_settings("moe-lpr", experts=2), "review": None}, "self_written: no step would read the text"),
         ({"test": {"klingonisch": "x.jsonl"}}, "test.klingonisch: 'klingonisch' is not a language code"),
     ],
