@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from one_step import build, rows, train
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Trainer, TrainingArguments
 
 import hf_moe_expand
@@ -37,6 +38,7 @@ from hf_moe_expand.trainers.losses import (
     load_balance_loss,
     localized_balance_loss,
 )
+from hf_moe_expand.trainers.routing_capture import record_routing
 
 CLASSES = torch.tensor([0, 1, 1, 0, -1, 1, 0, 2, 1, 0, 0])
 PADDING = torch.tensor([False] * 9 + [True] * 2)
@@ -117,6 +119,23 @@ def test_a_loss_is_the_mean_of_its_function_over_layers(loss, conditional):
     assert tuple(sorted(sums)) == tuple(sorted(loss.metrics))
     numerator, denominator = sums[f"{loss.name}_loss"].tolist()
     assert numerator / denominator == pytest.approx(mean.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+@pytest.mark.parametrize("loss", BY_NAME)
+def test_no_loss_and_no_metric_reads_a_value_on_the_host(loss, conditional):
+    """On a GPU the host would wait for it, in every layer of every step."""
+    real, tokens = layers(conditional), masks()
+    with FakeTensorMode() as fake:
+
+        def made_fake(record):
+            tensors = {name: value for name, value in vars(record).items() if isinstance(value, torch.Tensor)}
+            return replace(record, **{name: fake.from_tensor(value) for name, value in tensors.items()})
+
+        batch = batch_of([made_fake(layer) for layer in real], made_fake(tokens))
+        record_routing(batch, expert_0_is_old=True)
+        if conditional or not isinstance(loss, GateBudgetLoss):
+            loss.weighted(batch).backward()
 
 
 @pytest.mark.parametrize("loss", BY_NAME)

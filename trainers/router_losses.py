@@ -182,7 +182,8 @@ class RouterLossMixin(TrainerBase):
             return TokenMasks(counted, nothing, nothing, nothing.long())
         ids = ids.flatten().long()
         tagged = counted & (ids >= 0)
-        classes = self._language_classes.to(ids.device)[ids.clamp(min=0)]
+        self._language_classes = self._language_classes.to(ids.device)  # once: a copy lets the host wait
+        classes = self._language_classes[ids.clamp(min=0)]
         return TokenMasks(counted, tagged & (classes == OLD), tagged, classes)
 
     @staticmethod

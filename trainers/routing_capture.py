@@ -9,7 +9,7 @@ import torch
 
 from ..modeling import LayerRouting
 from ..modeling.prefix_gate import RunningText, TextMarks
-from .losses import LossBatch
+from .losses import LossBatch, where_counted
 
 
 class FirstPass(dict):
@@ -81,7 +81,7 @@ def record_routing(batch: LossBatch, expert_0_is_old: bool) -> None:
             record(f"expert_{expert}_share", count, selections_N.sum())
         score_T = layer.router_logits.detach().softmax(-1)[:, 0]
         if layer.conditional:
-            record("gate", (1 - score_T)[tokens.counted_T].sum(), local.counted)
+            record("gate", where_counted(tokens.counted_T, 1 - score_T).sum(), local.counted)
         if expert_0_is_old:
-            record("expert_0_score_old", score_T[tokens.old_T].sum(), local.old)
-            record("expert_0_score_new", score_T[tokens.new_T].sum(), local.tagged - local.old)
+            record("expert_0_score_old", where_counted(tokens.old_T, score_T).sum(), local.old)
+            record("expert_0_score_new", where_counted(tokens.new_T, score_T).sum(), local.tagged - local.old)

@@ -14,6 +14,7 @@ from .base import RouterLoss as RouterLoss
 from .base import TokenCounts as TokenCounts
 from .base import TokenMasks as TokenMasks
 from .base import checked_losses as checked_losses
+from .base import where_counted as where_counted
 from .classifier import ClassifierLoss as ClassifierLoss
 from .classifier import GroupLoss as GroupLoss
 from .classifier import classifier_loss as classifier_loss

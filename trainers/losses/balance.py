@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InputError
-from .base import LayerLoss, LossBatch
+from .base import LayerLoss, LossBatch, where_counted
 
 
 def expert_selections(router_logits_TN: torch.Tensor, top_k: int, mask_T: torch.Tensor | None = None) -> torch.Tensor:
     """`[N]` float: number of counted tokens that select each expert (the sum in LayerMoE Eq. 15)."""
     chosen_TK = router_logits_TN.detach().topk(min(top_k, router_logits_TN.shape[-1]), dim=-1).indices
     selected_TN = torch.zeros_like(router_logits_TN).scatter_(1, chosen_TK, 1.0)
-    return selected_TN.sum(0) if mask_T is None else selected_TN[mask_T].sum(0)
+    return (selected_TN if mask_T is None else where_counted(mask_T, selected_TN)).sum(0)
 
 
 def load_balance_loss(
@@ -40,10 +40,9 @@ def load_balance_loss(
     N = router_logits_TN.shape[-1]
     if selections_N is None:
         selections_N = expert_selections(router_logits_TN, top_k, mask_T)
-    scores_TN = router_logits_TN.softmax(-1)
+    scores_TN, T = router_logits_TN.softmax(-1), router_logits_TN.shape[0] if tokens is None else tokens
     if mask_T is not None:
-        scores_TN = scores_TN[mask_T]
-    T = scores_TN.shape[0] if tokens is None else tokens
+        scores_TN, T = where_counted(mask_T, scores_TN), mask_T.sum() if tokens is None else tokens
     f_N = N / (min(top_k, N) * T) * selections_N
     P_N = scores_TN.sum(0) / T
     return (f_N * P_N).sum()
@@ -97,13 +96,15 @@ def localized_balance_loss(
     # The loss is not linear in the tokens: its slope is taken at the sums over ranks, its argument's change locally.
     all_2N = here_2N if importance_2N is None else importance_2N + here_2N - here_2N.detach()
     all_2 = here_2 if tokens_2 is None else tokens_2.to(here_2)
-    is_own_2N = (torch.arange(N, device=here_2N.device) >= N // 2) == torch.tensor([[False], [True]]).to(here_2N.device)
+    half_N = torch.arange(N, device=here_2N.device) >= N // 2
+    is_own_2N = torch.stack([~half_N, half_N])
     Z_2N = (1 + delta - 2 * delta * is_own_2N) * N * all_2N / all_2.clamp(min=1).unsqueeze(-1)
-    Z = Z_2N[all_2 > 0]
-    if not Z.numel():
-        return here_2N.sum() * 0
-    loss = Z.var(correction=0) / Z.mean()
-    share = here_2.sum() / all_2.sum()
+    has_tokens_2 = all_2 > 0
+    values = N * has_tokens_2.sum().clamp(min=1)
+    mean = where_counted(has_tokens_2, Z_2N).sum() / values
+    variance = where_counted(has_tokens_2, (Z_2N - mean).square()).sum() / values
+    loss = variance / mean.where(has_tokens_2.any(), 1)
+    share = here_2.sum() / all_2.sum().clamp(min=1)
     return loss - (1 - share) * loss.detach()
 
 

@@ -21,6 +21,12 @@ from ...modeling import LayerRouting
 from ...records import OLD as OLD
 
 
+def where_counted(mask_T: torch.Tensor, values_T: torch.Tensor) -> torch.Tensor:
+    """The values `[T, ...]` of counted tokens, and 0 for the others, whatever they are. For `values_T[mask_T]` the host
+    would wait, to know from the device how many they are."""
+    return values_T.where(mask_T.view(-1, *[1] * (values_T.dim() - 1)), 0)
+
+
 class TokenCounts(NamedTuple):
     """Numbers of tokens, 0-dimensional tensors: all but padding, tokens of old languages, tokens of known language."""
 

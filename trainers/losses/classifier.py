@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from ...modeling import LayerRouting
 from .base import LayerLoss, LossBatch
 
+_IGNORED = -100
+
 
 def classifier_loss(
     classifier_logits_TC: torch.Tensor,
@@ -30,10 +32,10 @@ def classifier_loss(
         mask_T: bool, the counted tokens; all by default.
         count: divisor of the sum; the number of counted tokens by default.
     """
-    if mask_T is not None:
-        classifier_logits_TC, class_T = classifier_logits_TC[mask_T], class_T[mask_T]
-    divisor = max(class_T.shape[0], 1) if count is None else count
-    return F.cross_entropy(classifier_logits_TC, class_T, reduction="sum") / divisor
+    counted_T = torch.ones_like(class_T, dtype=torch.bool) if mask_T is None else mask_T
+    divisor = counted_T.sum().clamp(min=1) if count is None else count
+    class_T = class_T.where(counted_T, _IGNORED)
+    return F.cross_entropy(classifier_logits_TC, class_T, ignore_index=_IGNORED, reduction="sum") / divisor
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import InputError
 from ...modeling import LayerRouting
-from .base import LayerLoss, LossBatch
+from .base import LayerLoss, LossBatch, where_counted
 
 
 def gate_budget_loss(
@@ -27,9 +27,10 @@ def gate_budget_loss(
         count: divisor of the sum; the number of counted tokens by default.
     """
     distance_T = (1 - router_logits_TN.softmax(-1)[:, 0] - budget).abs()
-    if mask_T is not None:
-        distance_T = distance_T[mask_T]
     divisor = max(distance_T.shape[0], 1) if count is None else count
+    if mask_T is not None:
+        distance_T = where_counted(mask_T, distance_T)
+        divisor = mask_T.sum().clamp(min=1) if count is None else count
     return distance_T.sum() / divisor
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import LayerLoss, LossBatch
+from .base import LayerLoss, LossBatch, where_counted
 
 
 def language_prior_routing_loss(
@@ -21,7 +21,7 @@ def language_prior_routing_loss(
     """
     log_scores_T = router_logits_TN.log_softmax(-1)[:, 0]
     divisor = old_T.sum().clamp(min=1) if count is None else count
-    return -log_scores_T[old_T].sum() / divisor
+    return -where_counted(old_T, log_scores_T).sum() / divisor
 
 
 @dataclass(frozen=True)
