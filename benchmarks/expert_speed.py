@@ -10,12 +10,11 @@ A gated FFN of `2.75 h` (rounded to 64) is expanded; 2 experts a token, evenly d
 - `old tokens`: `forward` behind a classifier that classifies every token as old.
 
 `dense ms` is one dense FFN of the width of 2 experts, hence of equal active FLOPs; in `old tokens`, of one. The other
-columns are multiples of it: ours, as it chooses by default, with `experts_implementation="eager"` (one expert after the
-other) and with `"grouped_mm"` (all experts in grouped products); Mixtral's block of transformers with its `eager`,
-`grouped_mm` and `batched_mm` experts (the last while it copies no more weights than there are experts); a plain loop
-(masks, `torch.where`, `index_add_`), as in research code. They share routing and equal weights, and the run stops if
-their outputs or gradients disagree. `autocast` is bfloat16 autocast over float32 weights, which transformers'
-grouped_mm ignores: it computes in float32.
+columns are multiples of it: ours, as it chooses by default and with `experts_implementation="eager"` (one expert after
+the other); Mixtral's block of transformers with its `eager`, `grouped_mm` and `batched_mm` experts (the last while it
+copies no more weights than there are experts); a plain loop (masks, `torch.where`, `index_add_`), as in research code.
+They share routing and equal weights, and the run stops if their outputs or gradients disagree. `autocast` is bfloat16
+autocast over float32 weights, which transformers' grouped_mm ignores: it computes in float32.
 
 Set MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ to 100000000000 on a CPU, or allocation dominates the times.
 """
@@ -39,13 +38,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from hf_moe_expand import LayerMoEConfig
 from hf_moe_expand.modeling.expanded_ffn import ExpandedFFN
-from hf_moe_expand.modeling.grouped_experts import can_group
 from hf_moe_expand.modeling.routing import Classifier
 from hf_moe_expand.modeling.routing_control import RoutingControl
 
 TOP_K = 2
-# Columns, and our `experts_implementation` in the first three.
-WAYS = {"default": None, "eager": "eager", "grouped_mm": "grouped_mm"}
+# Columns, and our `experts_implementation` in the first two.
+WAYS = {"default": None, "eager": "eager"}
 OURS, LOOP = "default", "loop"
 BATCHED = "Mixtral batched_mm"
 MIXTRAL = {"Mixtral eager": "eager", "Mixtral grouped_mm": "grouped_mm", BATCHED: "batched_mm"}
@@ -197,9 +195,6 @@ def _measure(
     _set_classifier(found, None)
     ours.experts.requires_grad_(True)
     columns = [name for name in found if name != BATCHED or tokens * TOP_K <= experts]
-    with _precision(mode, x):
-        if not can_group(ours.form, ours.experts, x):
-            columns.remove("grouped_mm")  # which would run as eager
 
     def row(kind: str, reference: nn.Module, names: list[str], passing: Callable[..., Any], *extra: Any) -> list[str]:
         cases = {"dense": passing(reference, x, mode, *extra)}

@@ -4,7 +4,7 @@
 
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
 The second row is a dense model with as many active FLOPs: `of limit` is the share of its speed that a row reaches.
-"eager" and "grouped_mm" are the expansion with this `experts_implementation`. "classifiers" are in the last third of
+"eager" is the expansion with this `experts_implementation`. "classifiers" are in the last third of
 the layers (or in `--classifiers` layers); the row names the class that they give every token; the last row is told the
 language (`languages=`). `--cache static` generates with a static cache, on a GPU compiled.
 """
@@ -23,10 +23,10 @@ from torch import nn
 from hf_moe_expand import expand_model
 
 BASE, WIDE, EXPANDED = "dense base", "dense, FFN 2 x as wide", "expanded"
-EAGER, GROUPED = "expanded, eager", "expanded, grouped_mm"
+EAGER = "expanded, eager"
 OLD, NEW = "classifiers: old language", "classifiers: new language"
 WORD = "expanded, told an old language"
-ROWS = (BASE, WIDE, EXPANDED, EAGER, GROUPED, NEW, OLD, WORD)
+ROWS = (BASE, WIDE, EXPANDED, EAGER, NEW, OLD, WORD)
 HEAD = ["cache", "batch", "model", "tokens/s", "speed", "of limit"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -35,8 +35,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 def make_models(options: argparse.Namespace) -> dict[str, Any]:
     """The models of the rows; all but the wide one give the same outputs."""
     config, dtype = dense_config(options, options.layers), DTYPES[options.dtype]
-    found = {BASE: dense_model(config, options.seed, dtype)}
-    found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype)
+    found = {BASE: dense_model(config, options.seed, dtype, options.device)}
+    found[WIDE] = dense_model(dense_config(options, options.layers, ffn_widths=2), options.seed, dtype, options.device)
     classifiers = options.layers // 3 if options.classifiers is None else options.classifiers
     for name in options.rows:
         if name in found:
@@ -44,7 +44,7 @@ def make_models(options: argparse.Namespace) -> dict[str, Any]:
         plan = uniform_plan(options.layers, options.experts, classifiers if name in (NEW, OLD) else 0)
         # A copy, since an expansion in memory shares the base's weights.
         found[name] = copy.deepcopy(expand_model(found[BASE], plan, seed=options.seed))
-        found[name].set_experts_implementation({EAGER: "eager", GROUPED: "grouped_mm"}.get(name))
+        found[name].set_experts_implementation("eager" if name == EAGER else None)
         for ffn in found[name].expanded_ffns().values():
             if ffn.classifier is not None:
                 ffn.classifier.register_forward_hook(_decide_old if name == OLD else _decide_new)

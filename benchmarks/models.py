@@ -39,10 +39,11 @@ def dense_config(options: argparse.Namespace, layers: int, ffn_widths: int = 1) 
     )
 
 
-def dense_model(config: Qwen2Config, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+def dense_model(config: Qwen2Config, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A dense model with random weights."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def uniform_plan(layers: int, experts: int, classifiers: int = 0) -> Plan:

@@ -6,12 +6,11 @@ The base has Qwen2's shape and 30 M parameters by default; its expansion has cla
 layers. A step is the whole step of `Trainer`, `PostPretrainTrainer` or `ReviewTrainer`: forward, losses, backward,
 clipping and AdamW, with float32 weights under bfloat16 autocast (`--dtype fp32`: without).
 
-`--ways` adds rows: `default` runs the experts as they choose, `eager` and `grouped_mm` are names of
-`experts_implementation`.
+`--ways` adds rows: `default` runs the experts as they choose, `eager` one after the other.
 
 `FLOPs` are those of the matrix products that the step needs, as a multiple of full fine-tuning's: the limit of `time`.
 Frozen weights need no gradient of their own, but the activations above the lowest router do. They are counted in an
-eager step, which runs each expert on its own tokens.
+eager step, which runs each expert on its own tokens. `TFLOP/s` are these FLOPs, in 10^12, by the step's seconds.
 
 Peak memory is that of the model and its steps: resident memory of a separate process without that of the imports, or
 with cuda the memory that torch allocated. Linux only.
@@ -42,8 +41,8 @@ from hf_moe_expand.demo.base import collate_without_languages
 BASE = "full fine-tuning of the base"
 STAGES = {"post-pretrain": PostPretrainTrainer, "review": ReviewTrainer}
 TRAINERS = {BASE: Trainer, **STAGES}
-WAYS = ("default", "eager", "grouped_mm")
-HEAD = ["step", "parameters", "trained", "ms", "time", "FLOPs", "peak MiB", "memory"]
+WAYS = ("default", "eager")
+HEAD = ["step", "parameters", "trained", "ms", "time", "FLOPs", "TFLOP/s", "peak MiB", "memory"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class StepTimer(TrainerCallback):
 
 def make_model(case: Case, options: argparse.Namespace) -> Any:
     """The base, or its expansion."""
-    dense = dense_model(dense_config(options, options.layers), options.seed)
+    dense = dense_model(dense_config(options, options.layers), options.seed, device=options.device)
     if case.stage == BASE:
         return dense
     plan = uniform_plan(options.layers, options.experts, options.layers // 3)
@@ -159,6 +158,7 @@ def rows(options: argparse.Namespace) -> Iterator[list[list[str]]]:
                     f"{1000 * min(times[str(case)]):.1f}",
                     f"{ratio(times, str(case), BASE):.2f}",
                     f"{flops[case.stage] / flops[BASE]:.2f}",
+                    f"{flops[case.stage] / options.steps / min(times[str(case)]) / 1e12:.3g}",
                     f"{memory[case] / 2**20:,.0f}",
                     f"{memory[case] / memory[cases[0]]:.2f}",
                 ]

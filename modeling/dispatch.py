@@ -4,26 +4,29 @@
 output unchanged in bfloat16 too. Index N means "no expert". BLOOM's FFN takes the residual as a second argument and
 adds it: with `takes_residual` it gets zeros, and the caller adds the residual once.
 
-There are three ways, chosen from shapes and modules alone:
+Experts run as the modules that they are, in one of two ways that shapes alone choose:
 
 - `run_all`: every expert on every token, where a token takes all experts (N <= K), and for few tokens on a GPU.
   Nothing is sorted or read on the host, and expert 0 runs with the dense layer's shapes.
-- `run_grouped` (`grouped_experts.py`): all experts in one grouped product, where torch has the kernel.
-- `run_in_turn`: each expert on its own tokens, as the module that it is.
+- `run_in_turn`: each expert on its own tokens.
+
+Grouped products of stacked weights were slower on a GPU (docs/speed_gpu.md).
 
 Shape suffixes as in `routing.py`.
 """
 
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from .grouped_experts import Experts, PlainFFN, can_group, fused, has_kernel, run_grouped
-
+Experts = Sequence[nn.Module] | nn.ModuleList
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-_FEW_TOKENS, _FEW_EXPERTS = 64, 8
+FEW_ROWS, FEW_EXPERTS = 2048, 8  # rows: tokens times experts
+_WORTH_COMPILING = 1 << 23  # elements; fewer take less time than the compiler
 logger = logging.get_logger(__name__)
 
 
@@ -31,34 +34,25 @@ def dispatch(
     experts: Experts,
     x: torch.Tensor,
     weights_TK: torch.Tensor,
-    index_TK: torch.Tensor,
+    index_TK: torch.Tensor | None,
     takes_residual: bool,
     training: bool,
-    form: PlainFFN | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """The layer's output, `[..., h] -> [T, h]`.
 
     Args:
-        form: of the experts' FFN, if it is plain.
-        implementation: `"eager"` runs the experts in turn, `"grouped_mm"` together; None chooses.
+        index_TK: None if every token takes all experts, in their order.
+        implementation: `"eager"` runs the experts in turn; any other chooses.
     """
-    (T, K), N = index_TK.shape, len(experts)
-    few = x.device.type != "cpu" and N <= _FEW_EXPERTS and (torch.compiler.is_exporting() or T <= _FEW_TOKENS)
-    if implementation is None and (N <= K or few):
+    (T, K), N = weights_TK.shape, len(experts)
+    few = x.device.type != "cpu" and N <= FEW_EXPERTS and (torch.compiler.is_exporting() or T * N <= FEW_ROWS)
+    # In a graph no shape may depend on the data.
+    if is_traced(x) or (implementation != "eager" and (N <= K or few)):
         return run_all(experts, x, weights_TK, index_TK, takes_residual)
-    x_Th = x.flatten(0, -2)
-    if implementation == "grouped_mm" or (implementation is None and has_kernel(x)):
-        if form is not None and not takes_residual and can_group(form, experts, x_Th):
-            return run_grouped(form, experts, x_Th, weights_TK, index_TK)
-        if implementation is not None:
-            logger.warning_once(
-                f"experts_implementation 'grouped_mm': torch {torch.__version__} does not group these experts in "
-                f"{x.dtype} on {x.device.type}; they run as with 'eager'."
-            )
-    if is_traced(x):  # no shape may depend on the data
-        return run_all(experts, x, weights_TK, index_TK, takes_residual)
-    return run_in_turn(experts, x_Th, weights_TK, index_TK, takes_residual, training)
+    if index_TK is None:
+        index_TK = torch.arange(N, device=x.device).expand(T, N)
+    return run_in_turn(experts, x.flatten(0, -2), weights_TK, index_TK, takes_residual, training)
 
 
 def is_traced(x: torch.Tensor) -> bool:
@@ -70,23 +64,44 @@ def run_all(
     experts: Experts,
     x: torch.Tensor,
     weights_TK: torch.Tensor,
-    index_TK: torch.Tensor,
+    index_TK: torch.Tensor | None,
     takes_residual: bool,
 ) -> torch.Tensor:
     """Every expert on every token, `[..., h] -> [T, h]`."""
-    N = len(experts)
-    weights_TN = weights_TK.new_zeros(index_TK.shape[0], N + 1).scatter(1, index_TK, weights_TK)
     outputs = [run_expert(expert, x, takes_residual).flatten(0, -2) for expert in experts]
-    return _weighted_sum(outputs, weights_TN[:, :N])
+    if index_TK is None:
+        return _weighted_sum(outputs, weights_TK, all_taken=True)
+    weights_TN = weights_TK.new_zeros(index_TK.shape[0], len(experts) + 1).scatter(1, index_TK, weights_TK)
+    return _weighted_sum(outputs, weights_TN, all_taken=False)
+
+
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function of elements for large tensors on a GPU, where one kernel then does the work of many."""
+    state: dict[str, Any] = {"compiled": None, "has_compiler": True}
+
+    @wraps(function)
+    def run(outputs: list[torch.Tensor], *others: Any, **options: Any) -> Any:
+        is_large = outputs[0].is_cuda and outputs[0].numel() >= _WORTH_COMPILING
+        if is_large and state["has_compiler"] and not torch.compiler.is_compiling():
+            try:
+                state["compiled"] = state["compiled"] or torch.compile(function, dynamic=True)
+                return state["compiled"](outputs, *others, **options)
+            except Exception as error:  # a machine without a compiler fails in many ways
+                state["has_compiler"] = False
+                logger.warning_once(f"torch.compile failed ({type(error).__name__}): the experts run somewhat slower.")
+        return function(outputs, *others, **options)
+
+    return run
 
 
 @fused
-def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(outputs: list[torch.Tensor], weights_TN: torch.Tensor, *, all_taken: bool) -> torch.Tensor:
     y_Th = outputs[0] * weights_TN[:, :1]
     for number, output in enumerate(outputs[1:], start=1):
         weight_T1 = weights_TN[:, number : number + 1]
         # An expert that a token does not take adds nothing, even if its output overflowed.
-        y_Th = torch.addcmul(y_Th, output.masked_fill(weight_T1 == 0, 0), weight_T1)
+        taken = output if all_taken else output.masked_fill(weight_T1 == 0, 0)
+        y_Th = torch.addcmul(y_Th, taken, weight_T1)
     return y_Th.to(outputs[0].dtype)
 
 
@@ -101,7 +116,8 @@ def run_in_turn(
     """Each expert on its own tokens, `[T, h]`, which are sorted by expert once."""
     (T, K), N = index_TK.shape, len(experts)
     assigned_A = index_TK.reshape(-1)
-    counts = assigned_A.bincount(minlength=N + 1).tolist()  # the only values that the host reads
+    # The only values that the host reads; `bincount` lets it wait three times.
+    counts = (assigned_A.unsqueeze(-1) == torch.arange(N + 1, device=assigned_A.device)).sum(0).tolist()
     order_A = assigned_A.argsort(stable=True)[: T * K - counts.pop()]
     token_A = order_A // K
     x_Ah, weights_A1 = x_Th.index_select(0, token_A), weights_TK.reshape(-1, 1).index_select(0, order_A)
@@ -127,8 +143,9 @@ class ExpertsImplementationMixin:
     """Takes `experts_implementation`, the switch by which transformers chooses how a mixture's experts run, in
     `from_pretrained`, in the configuration and in `set_experts_implementation`.
 
-    `"eager"` runs one expert after the other, `"grouped_mm"` all in grouped products, and None, the default, chooses.
-    With added experts the switch is the library's own, for the mixtures of the base; the added FFNs choose themselves.
+    `"eager"` runs one expert after the other, and None, the default, chooses; `"grouped_mm"` and `"batched_mm"`, which
+    need experts whose weights are stacked, stand for the default. With added experts the switch is the library's own,
+    for the mixtures of the base; the added FFNs choose themselves.
     """
 
     config: Any
@@ -153,9 +170,10 @@ class ExpertsImplementationMixin:
                 f"experts_implementation is {requested_experts!r}; known: {', '.join(IMPLEMENTATIONS)}; leave it out "
                 "for the fastest."
             )
-        if requested_experts == "batched_mm":  # the library's own choice while it generates
+        if requested_experts not in (None, "eager"):  # the library's own choice while it generates, too
             logger.warning_once(
-                "experts_implementation 'batched_mm': few tokens are as fast with the default, which runs."
+                f"experts_implementation {requested_experts!r} needs stacked experts, which this model has not: the "
+                "default runs."
             )
             requested_experts = None
         if hasattr(self, "routing_control"):

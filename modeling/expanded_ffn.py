@@ -10,7 +10,6 @@ from torch import nn
 
 from .dispatch import dispatch, is_traced, run_expert
 from .experts import AddedExpert, activation_of, copy_ffn, lora_expert
-from .grouped_experts import plain_form
 from .prefix_gate import PrefixRule, RunningText, TextMarks
 from .routing import (
     Choice,
@@ -56,7 +55,6 @@ class ExpandedFFN(nn.Module):
         others = range(1, num_experts)
         self.experts = nn.ModuleList([ffn, *(_new_expert(ffn, config, layer_index, number) for number in others)])
         self.is_added, self.is_mixture = isinstance(self.experts[1], AddedExpert), is_mixture
-        self.form = plain_form(self.experts[1] if self.is_added else ffn)
         self.router = Router(hidden_size, num_experts)
         earlier = [counts[layer_index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
         self.experts_of_class = (1, *earlier, num_experts)
@@ -108,11 +106,13 @@ class ExpandedFFN(nn.Module):
             return self._run_alone(alone, hidden_states, residual, self.training)
         if self.is_added:
             return self._run_added(hidden_states, residual, routing)
-        index_TK = routing.experts
-        if home_T is not None:
+        changes = self.training and self.control.change_choice is not None
+        takes_all = self.top_k == len(self.experts) and routing.allowed is None and not changes
+        index_TK = None if takes_all else routing.experts
+        if index_TK is not None and home_T is not None:
             index_TK = index_TK.masked_fill(home_T.unsqueeze(-1), len(self.experts))
         y_Th = dispatch(
-            self.experts, hidden_states, routing.weights, index_TK, residual is not None, self.training, self.form,
+            self.experts, hidden_states, routing.weights, index_TK, residual is not None, self.training,
             self.model_config._experts_implementation,
         )  # fmt: skip
         y = y_Th.view(hidden_states.shape)
@@ -130,7 +130,7 @@ class ExpandedFFN(nn.Module):
         added = list(self.experts)[1:]
         # In the list without expert 0 the others are one number lower, and "no expert", at its end, is expert 0 too.
         others_TK = torch.where(routing.experts == 0, len(added), routing.experts - 1)
-        y_Th = dispatch(added, hidden_states, routing.weights, others_TK, False, self.training, self.form)
+        y_Th = dispatch(added, hidden_states, routing.weights, others_TK, False, self.training)
         return _plus(_run_whole(self.experts[0], hidden_states, residual), y_Th)
 
     def _run_alone(
@@ -210,8 +210,7 @@ class ExpandedFFN(nn.Module):
             told_T = told_B.repeat_interleave(each)
             class_T = torch.where(told_T < 0, class_T, told_T)
             # Where all experts run on all tokens, expert 0 has the dense layer's shapes already.
-            all_run = len(self.experts) <= self.top_k and self.model_config._experts_implementation != "grouped_mm"
-            home_T = None if all_run or 0 not in told else told_T == 0
+            home_T = None if len(self.experts) <= self.top_k or 0 not in told else told_T == 0
         return class_T, logits_TC, home_T
 
     def _is_all_home(self, class_T: torch.Tensor | None) -> bool:

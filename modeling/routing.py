@@ -141,11 +141,14 @@ def select_experts(
         allowed_TN: bool, the experts that each token may use, at least one; all by default.
 
     Returns:
-        weights `[T, K]`, summing to 1, and expert indices `[T, K]`. An assignment beyond a token's allowed experts has
-        weight 0 and the index N, at which no expert runs, and so costs nothing. At K = 1 the weight's value is 1, but
-        its gradient is that of `log G`, so that the router still learns from the language loss.
+        weights `[T, K]`, summing to 1, and expert indices `[T, K]`: the best first or, where every token takes all
+        experts, in their order. An assignment beyond a token's allowed experts has weight 0 and the index N, at which
+        no expert runs, and so costs nothing. At K = 1 the weight's value is 1, but its gradient is that of `log G`, so
+        that the router still learns from the language loss.
     """
-    N = logits_TN.shape[-1]
+    T, N = logits_TN.shape
+    if allowed_TN is None and 1 < N <= top_k:
+        return logits_TN.softmax(-1), torch.arange(N, device=logits_TN.device).expand(T, N)
     if allowed_TN is not None:
         logits_TN = logits_TN.masked_fill(~allowed_TN, float("-inf"))
     top_TK, index_TK = logits_TN.topk(min(top_k, N), dim=-1)
@@ -161,9 +164,8 @@ def select_experts(
 
 def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
     """Each token's class, `[T]`: the one with the highest logit, the later class on a tie."""
-    best_TC = classifier_logits_TC == classifier_logits_TC.amax(-1, keepdim=True)
-    numbers_C = torch.arange(best_TC.shape[-1], device=best_TC.device)
-    return (best_TC * numbers_C).amax(-1)
+    last = classifier_logits_TC.shape[-1] - 1
+    return last - classifier_logits_TC.flip(-1).argmax(-1)
 
 
 def experts_of_classes(counts: Sequence[int], packs: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
@@ -187,10 +189,13 @@ def experts_of_classes(counts: Sequence[int], packs: Sequence[int] = ()) -> tupl
 
 def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     """`[T, N]` bool: the experts that each token may use, by its class; `ranges` are those of `experts_of_classes`."""
+    expert_N = torch.arange(max(end for _, end in ranges), device=class_T.device)
+    if all(first == 1 for first, _ in ranges):  # no packs: a class has its own experts and all before
+        class_N = sum(expert_N >= end for _, end in ranges[:-1])
+        return class_T.unsqueeze(-1) >= class_N
     first_T, end_T = torch.full_like(class_T, ranges[-1][0]), torch.full_like(class_T, ranges[-1][1])
     for number, (first, end) in enumerate(ranges[:-1]):
         first_T, end_T = first_T.masked_fill(class_T == number, first), end_T.masked_fill(class_T == number, end)
-    expert_N = torch.arange(max(end for _, end in ranges), device=class_T.device)
     own_TN = (expert_N >= first_T.unsqueeze(-1)) & (expert_N < end_T.unsqueeze(-1))
     return own_TN | (expert_N == 0)
 

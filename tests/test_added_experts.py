@@ -29,7 +29,6 @@ from hf_moe_expand import (
     train_stage,
 )
 from hf_moe_expand.checkpoint.new_experts import neurons_of
-from hf_moe_expand.modeling.experts import AddedExpert
 from hf_moe_expand.stages.kinds.dense import LoraSettings
 from hf_moe_expand.stages.run import check_frozen
 
@@ -341,10 +340,3 @@ def test_added_experts_compile_into_one_graph():
         torch.compiler.reset()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_an_added_expert_is_plain():
-    from hf_moe_expand.modeling.grouped_experts import PlainFFN, plain_form
-
-    form = PlainFFN(torch.nn.Linear, ("gate_proj", "up_proj"), "down_proj", "act_fn", True)
-    assert plain_form(AddedExpert(8, 16, "gelu")) == form

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import run_fresh, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,16 +33,14 @@ def saved(tmp_path_factory):
 def implementations(monkeypatch):
     """A list that receives how each layer's experts run."""
     ran = []
-    for name in ("run_all", "run_grouped", "run_in_turn"):
+    for name in ("run_all", "run_in_turn"):
         original = getattr(dispatch_module, name)
         monkeypatch.setattr(dispatch_module, name, lambda *args, f=original, n=name: ran.append(n) or f(*args))
     return ran
 
 
-# "batched_mm", which the library sets while it generates, is the default.
-GROUPED = "run_grouped" if hasattr(F, "grouped_mm") else "run_in_turn"  # which torch has since 2.10
-RUNS = {"eager": ("eager", "run_in_turn"), "grouped_mm": ("grouped_mm", GROUPED)}
-RUNS["batched_mm"] = (None, "run_in_turn")
+# The way of a layer with more experts than a token takes.
+RUNS = {"eager": ("eager", "run_in_turn"), "grouped_mm": (None, "run_in_turn"), "batched_mm": (None, "run_in_turn")}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,20 +64,21 @@ def test_the_name_is_taken_where_the_library_takes_it(name, saved, monkeypatch):
 
 
 def test_the_model_without_a_head_and_every_backbone_take_it():
-    assert build(LayerMoEModel, experts_implementation="grouped_mm").config._experts_implementation == "grouped_mm"
-    model = build(backbone="bloom", experts_implementation="grouped_mm")  # whose FFN takes the residual
+    assert build(LayerMoEModel, experts_implementation="eager").config._experts_implementation == "eager"
+    model = build(backbone="bloom", experts_implementation="eager")  # whose FFN takes the residual
     torch.testing.assert_close(model(IDS).logits, build(backbone="bloom")(IDS).logits)
 
 
-def test_batched_mm_is_the_default_with_one_warning(monkeypatch, caplog):
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_a_name_for_stacked_experts_is_the_default_with_one_warning(name, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("hf_moe_expand"), "propagate", True)
     dispatch_module.logger.warning_once.cache_clear()
-    model = build(experts_implementation="grouped_mm")
+    model = build(experts_implementation="eager")
     for _ in range(2):
-        model.set_experts_implementation("batched_mm")
+        model.set_experts_implementation(name)
     assert model.config._experts_implementation is None
-    (record,) = [record for record in caplog.records if "batched_mm" in record.getMessage()]
+    (record,) = [record for record in caplog.records if name in record.getMessage()]
     assert "default" in record.getMessage()
 
 

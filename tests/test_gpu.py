@@ -7,13 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import DEVICES, tiny_dense
 from layers import assert_is_the_definition, build, drawn
-from test_dispatch import EACH_WAY, WAYS
+from test_dispatch import WAYS
 
 from hf_moe_expand import Plan, expand_model
-from hf_moe_expand.modeling.grouped_experts import has_kernel
+from hf_moe_expand.modeling.dispatch import FEW_ROWS
 from hf_moe_expand.modeling.prefix_gate import PrefixRule
 
 FLOATS = [torch.float32, torch.bfloat16]
@@ -94,11 +93,9 @@ def as_graph(function, example):
     return replay
 
 
-def tokens_without_a_read(device, dtype, experts):
-    """How many tokens a layer takes without reading a value on the host: above 64 it needs the grouped kernel, unless
-    each token takes all experts."""
-    groups = hasattr(F, "grouped_mm") and has_kernel(torch.empty(1, dtype=dtype, device=device))
-    return 100 if experts <= 2 or device == "cpu" or groups else 64
+def tokens_without_a_read(device, experts):
+    """How many tokens a layer takes without reading a value on the host, unless each token takes all experts."""
+    return 1000 if experts <= 2 or device == "cpu" else FEW_ROWS // experts
 
 
 @torch.no_grad()
@@ -150,7 +147,7 @@ def test_with_more_experts_the_users_word_gives_the_bases_bits(device, dtype):
 
 
 @pytest.mark.parametrize("form", ["gated", "conv1d"])
-@pytest.mark.parametrize("way", EACH_WAY)
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_is_the_definition_with_every_gradient(device, dtype, way, form):
     for N, T in ((2, 3), (4, 1), (9, 70)):
         experts = build(form, N, dtype=dtype).experts.to(device)
@@ -165,7 +162,7 @@ def test_every_way_is_the_definition_with_every_gradient(device, dtype, way, for
 def test_the_layer_reads_no_value_on_the_host(device, dtype, experts, mode):
     layer = getattr(build("gated", experts, dtype=dtype, has_classifier=True).to(device), mode)()
     layer.experts[0].requires_grad_(False)
-    for tokens in (1, tokens_without_a_read(device, dtype, experts)):
+    for tokens in (1, tokens_without_a_read(device, experts)):
         x = torch.randn(1, tokens, 16).to(device, dtype).requires_grad_()
         layer(x).sum().backward()  # libraries may set themselves up the first time
         with no_value_read(device):
@@ -178,7 +175,7 @@ def test_the_layer_reads_no_value_on_the_host(device, dtype, experts, mode):
 @pytest.mark.parametrize("experts", [2, 4])
 def test_a_captured_graph_of_a_forward_pass_replays_exactly(device, dtype, experts):
     _, model = models(device, dtype, experts, "classifier")
-    length = tokens_without_a_read(device, dtype, experts) // 2
+    length = tokens_without_a_read(device, experts) // 2
     first, second = (text(device, 2, length, seed) for seed in (0, 1))
     replay = as_graph(lambda ids: model(ids, **UNMASKED).logits, first)
     for ids in (first, second):
@@ -188,8 +185,7 @@ def test_a_captured_graph_of_a_forward_pass_replays_exactly(device, dtype, exper
 
 @torch.no_grad()
 def test_compiled_it_is_one_graph(device, dtype):
-    experts = 4 if dtype == torch.bfloat16 else 2
-    _, model = models(device, dtype, experts, "classifier", num_hidden_layers=1)
+    _, model = models(device, dtype, 4, "classifier", num_hidden_layers=1)
     ids = text(device, 2, 40)
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()

@@ -23,9 +23,9 @@ from ..memory import device_memory, gigabytes
 from ..modeling import DecoderFFN, decoder_ffns, layer_names
 from ..modeling.expanded_config import KINDS, AddedKind, ExpertKind, LoraKind
 from ..modeling.experts import init_kaiming
-from ..modeling.grouped_experts import plain_form
 from ..modeling.routing import init_router
 from ..planning.plan import Plan
+from .gated_ffn import gate_and_up
 from .reader import TORCH_DTYPES
 from .stored import Place, StoredModel
 
@@ -156,10 +156,10 @@ def neurons_of(block: nn.Module, hidden_size: int) -> Neurons | None:
             inner = (behind if columns else before) // 2
             interleaved = not getattr(module, "is_concatenated", True)
             return Neurons((key, key), experts * inner, inner, columns, interleaved)
-    form = plain_form(block)
-    if form is None or not form.gated or form.kind is not nn.Linear:
+    layers = gate_and_up(block)
+    if layers is None:
         return None
-    first, last = f"{form.first[0]}.weight", f"{form.first[-1]}.weight"
+    first, last = f"{layers[0]}.weight", f"{layers[-1]}.weight"
     width = block.get_parameter(first).shape[0] // (2 if first == last else 1)
     return Neurons((first, last), width, width)
 
