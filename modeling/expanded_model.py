@@ -23,7 +23,7 @@ from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assembled
 from .experts import AddedExpert, LoraLinear
-from .prefix_gate import SERVERS, PrefixRule, cache_of_call, check_runner, texts_of_call
+from .prefix_gate import SERVERS, PrefixRule, cache_of_call, can_compile, check_runner, texts_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
 from .routing_control import Routing, RoutingControl, check_count, classes_of, with_languages
 
@@ -224,7 +224,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         Raises:
             ValueError: see `use_languages`; or the number of codes is not that of the sequences.
         """
-        if self.config.prefix_gate is not None:  # type: ignore[attr-defined]
+        if self.config.prefix_gate is not None and not can_compile(self.config):  # type: ignore[attr-defined]
             # The library would compile the forward pass into CUDA graphs, whose outputs the gates may not keep.
             kwargs.setdefault("disable_compile", True)
         if languages is not None:

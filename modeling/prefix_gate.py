@@ -15,8 +15,8 @@ The evidence of all tokens stays in a layer of the cache, beside those with keys
 up anew, in an order that depends on a token's column alone: so a token's log-odds are the same bits in one pass and
 token by token.
 
-Shape suffixes: B sequences, S tokens of this pass, P tokens of the cache, C classes, E = C - 1; others as in
-`routing.py`.
+Shape suffixes: B sequences, S tokens of this pass, P tokens of the cache (or for which a static one has room), C
+classes, E = C - 1; others as in `routing.py`.
 """
 
 import inspect
@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache, StaticCache
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 REACHES = ("layer", "later")
 # Servers that run a model's code in place of transformers' generate, by the name of their attention.
@@ -188,6 +188,17 @@ class SeenText(CacheLayerMixin):
         left = max(int(self.get_seq_length()) - self.others, 0)
         self._each(lambda kept_B: kept_B[:, :left])
 
+    def columns(self, tokens_S: torch.Tensor) -> torch.Tensor | None:
+        """The columns `[S]` of a pass's tokens, such as these; None if they follow those that are kept."""
+        return None
+
+    def extended(self, kept: torch.Tensor | None, new: torch.Tensor, columns_S: torch.Tensor | None) -> torch.Tensor:
+        """What is kept, `[B, P, ...]`, with what is new, `[B, S, ...]`, in its columns."""
+        return new if kept is None else torch.cat([kept.to(new.device), new], 1)
+
+    def add(self, tokens: int) -> None:
+        """Counts the tokens of a pass."""
+
     # What a cache may ask of any layer: the answers of the layer beside.
 
     def lazy_initialization(self, *_: Any) -> None: ...
@@ -205,6 +216,47 @@ class SeenText(CacheLayerMixin):
         return self.beside.get_max_length()
 
 
+class StaticText(SeenText):
+    """`SeenText` of a static cache: tensors with all its columns, to which a pass writes, so that a compiled pass need
+    not know how many are in use.
+
+    Args:
+        beside: a static layer that keeps all tokens.
+    """
+
+    is_croppable = False  # as the static layers beside it
+
+    def __init__(self, beside: StaticLayer) -> None:
+        super().__init__(beside)
+        self.others = int(beside.get_seq_length())
+
+    def __len__(self) -> int:
+        return 0 if self.keep is None else int(self.judged)
+
+    def columns(self, tokens_S: torch.Tensor) -> torch.Tensor:
+        if self.keep is None:
+            self.judged = _in_place(torch.zeros((), dtype=torch.long, device=tokens_S.device))  # tokens
+        held = self.beside.get_seq_length()
+        held = held.to(tokens_S.device) if isinstance(held, torch.Tensor) else held
+        return torch.arange(len(tokens_S), device=tokens_S.device) + (held - self.others)
+
+    def extended(self, kept: torch.Tensor | None, new: torch.Tensor, columns_S: torch.Tensor | None) -> torch.Tensor:
+        if kept is None:
+            kept = _in_place(new.new_zeros(new.shape[0], self.beside.max_cache_len, *new.shape[2:]))
+        kept.index_copy_(1, columns_S.to(kept.device), new.to(kept.device))  # type: ignore[union-attr]
+        return kept
+
+    def add(self, tokens: int) -> None:
+        self.judged.add_(tokens)
+
+
+def _in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which compiled passes will change where it lies, as they do a static cache's keys and values."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
 class RunningText:
     """The texts of one forward pass, for all its prefix gates.
 
@@ -214,10 +266,11 @@ class RunningText:
     """
 
     def __init__(self, rule: PrefixRule, marks: TextMarks, seen: SeenText | None = None) -> None:
-        self.rule, self.marks, self.seen = rule, marks, seen or SeenText()
+        self.rule, self.marks, self.seen = rule, marks, SeenText() if seen is None else seen
         # The factor of the log-odds before each token: 0 where a text begins, 1 at padding.
         new_BS = torch.where(marks.counted, rule.decay, 1.0).masked_fill(marks.starts, 0)
-        self.keep = new_BS if self.seen.keep is None else torch.cat([self.seen.keep.to(new_BS.device), new_BS], 1)
+        self.columns_S = self.seen.columns(new_BS[0])
+        self.keep = self.seen.extended(self.seen.keep, new_BS, self.columns_S)
         self.evidence: dict[int, torch.Tensor] = {}
         self.log_odds_TC: torch.Tensor | None = None  # of the last gate, where it decides for later layers too
 
@@ -227,26 +280,44 @@ class RunningText:
         device = logits_TC.device
         own_BSE = bounded_log_odds(logits_TC.view(B, S, -1), self.rule.bound)
         own_BSE = own_BSE.masked_fill(~self.marks.counted.to(device).unsqueeze(-1), 0)
-        before = self.seen.evidence.get(layer)
-        all_BPE = own_BSE if before is None else torch.cat([before.to(device), own_BSE], 1)
+        all_BPE = self.seen.extended(self.seen.evidence.get(layer), own_BSE, self.columns_S)
         self.evidence[layer] = all_BPE
-        sums_BSE = running_sums(all_BPE, self.keep.to(device))[:, -S:]
+        sums_BPE = running_sums(all_BPE, self.keep.to(device))
+        sums_BSE = sums_BPE[:, -S:] if self.columns_S is None else sums_BPE.index_select(1, self.columns_S.to(device))
         found_TC = F.pad(sums_BSE, (1, 0)).flatten(0, 1)
         self.log_odds_TC = found_TC if self.rule.reach == "later" else None
         return found_TC
 
     def remember(self, cache: Cache) -> None:
         """Puts the evidence of this pass, and all before it, beside a cache's keys and values."""
-        others = self.seen.others if len(self.seen) else int(cache.get_seq_length()) - self.keep.shape[1]
-        kept = _kept(cache)
+        kept, is_static = _kept(cache), isinstance(self.seen, StaticText)
         if kept is None:
-            kept = SeenText(next(layer for layer in cache.layers if hasattr(layer, "get_seq_length")))
+            beside = next(layer for layer in cache.layers if hasattr(layer, "get_seq_length"))
+            kept = self.seen if is_static else SeenText(beside)
             cache.layers.append(kept)
-        kept.keep, kept.evidence, kept.others = self.keep, self.evidence, others
+        if not is_static and not len(self.seen):
+            kept.others = int(cache.get_seq_length()) - self.keep.shape[1]
+        kept.keep, kept.evidence = self.keep, self.evidence
+        kept.add(self.marks.counted.shape[1])
 
 
 def _kept(cache: Any) -> SeenText | None:
     return next((layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SeenText)), None)
+
+
+def _static_layer(cache: Any) -> StaticLayer | None:
+    """A layer of a static cache that keeps all tokens, not those of a window alone."""
+    static = (layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StaticLayer))
+    return next((layer for layer in static if not layer.is_sliding), None)
+
+
+def can_compile(config: Any) -> bool:
+    """Whether a compiled pass with a static cache keeps what a model's prefix gates need: in a cache that keeps windows
+    alone, the evidence grows with every token."""
+    try:
+        return _static_layer(StaticCache(config=config, max_cache_len=2)) is not None
+    except Exception:  # the library makes no static cache for this backbone
+        return False
 
 
 def text_seen(cache: Any) -> SeenText:
@@ -256,8 +327,11 @@ def text_seen(cache: Any) -> SeenText:
         ValueError: tokens came into the cache, or left it, without the gates.
     """
     seen = _kept(cache)
+    if isinstance(seen, StaticText) and (torch.compiler.is_compiling() or not len(seen)):
+        return seen  # no graph can read how many tokens there are
     if seen is None or not len(seen):
-        return SeenText()
+        beside = _static_layer(cache)
+        return SeenText() if beside is None else StaticText(beside)
     held = int(cache.get_seq_length())
     if held != len(seen) + seen.others:
         raise ValueError(

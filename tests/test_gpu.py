@@ -194,9 +194,10 @@ def test_compiled_it_is_one_graph(device, dtype):
 
 
 @torch.no_grad()
-def test_it_generates_with_a_static_cache(device, dtype):
+@pytest.mark.parametrize("judge", ["classifier", "gate"])
+def test_it_generates_with_a_static_cache(device, dtype, judge):
     """On a GPU transformers compiles it. Each token is the best by a pass without a cache, to rounding."""
-    _, model = models(device, dtype, 4, "classifier", num_hidden_layers=1)
+    _, model = models(device, dtype, 4, judge, num_hidden_layers=1)
     prompts = text(device, 2, 7)
     options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "eos_token_id": None}
     torch.compiler.reset()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import CONFIGURATIONS, matrix, run_fresh, tiny_dense
 from one_step import build, rows, train
-from transformers import DynamicCache, StaticCache
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_moe_expand import (
     DMoEConfig,
@@ -183,6 +184,41 @@ def test_a_static_cache_gives_the_same_tokens():
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), model.generate(ids, **options))
 
 
+@pytest.mark.parametrize("reach", ["layer", "later"])
+def test_compiled_with_a_static_cache_a_pass_is_one_graph_that_gives_logits_alone(reach):
+    """What the gates keep lies in tensors that each pass changes in place, as keys and values do: on a GPU, CUDA graphs
+    may not leave it elsewhere."""
+    model, ids = gated_model(rule=RULE | {"reach": reach}), tokens(2, 9)
+    ids[0, :3] = 256
+    graphs = []
+
+    def backend(graph, inputs):
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        graphs.append([value.name for value in output.args[0]])
+        return graph.forward
+
+    options = {"attention_mask": (ids != 256).long(), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options)
+    compiling = CompileConfig(backend=backend, mode=None)
+    compiling._compile_all_devices = True
+    torch.compiler.reset()
+    found = model.generate(ids, cache_implementation="static", compile_config=compiling, **options)
+    assert torch.equal(found, expected)
+    assert graphs == [["logits"]]
+
+
+def test_a_static_cache_of_windows_alone_is_not_compiled():
+    model, ids = gated_model("mistral", sliding_window=4), tokens(2, 9)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    compiling = CompileConfig(backend="eager", mode=None)
+    compiling._compile_all_devices = True
+    torch.compiler.reset()
+    counters.clear()
+    found = model.generate(ids, cache_implementation="static", compile_config=compiling, **options)
+    assert torch.equal(found, model.generate(ids, **options))
+    assert not counters["frames"]
+
+
 def test_a_static_cache_that_is_used_again_begins_a_new_text():
     model = gated_model()
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -255,12 +291,14 @@ with torch.no_grad():
     torch.testing.assert_close(torch.tensor(json.loads(said)), output.logits[0, -1, :4])
 
 
-def test_a_cache_that_was_changed_behind_the_gates_is_refused():
+@pytest.mark.parametrize("make", [DynamicCache, StaticCache])
+def test_a_cache_that_was_changed_behind_the_gates_is_refused(make):
     model = gated_model()
-    cache = DynamicCache(config=model.config)
+    cache = make(config=model.config, **({"max_cache_len": 16} if make is StaticCache else {}))
     model(tokens(1, 6), past_key_values=cache)
     for layer in cache.layers[:-1]:
         layer.keys, layer.values = layer.keys[:, :, :3], layer.values[:, :, :3]
+        layer.cumulative_length = torch.tensor(3)
     with pytest.raises(ValueError, match="holds 3 tokens, but the model's prefix gates know 6"):
         model(tokens(1, 2), past_key_values=cache)
 
