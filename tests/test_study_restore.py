@@ -95,3 +95,18 @@ def test_another_base_and_another_file_are_refused(tmp_path):
         with pytest.raises(InputError, match="has no scores of a row `base`"):
             restore([study(tmp_path)], path)
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("restored", "said"),
+    [
+        ("", ""),
+        ("LoRA", "LoRA: with seeds of another training of the base, whose own scores their changes are against."),
+        ("LoRA other", "All rows but the base: with seeds of another training of the base, whose own scores their"),
+    ],
+)
+def test_the_report_names_the_rows_of_another_training_or_those_that_are_not(restored, said):
+    of_other_bases = importlib.import_module("study_report")._of_other_bases
+    rows = {name: [{"base": {}} if name in restored.split() else {}, {}] for name in ("base", "LoRA", "other")}
+    assert of_other_bases(rows).startswith(said)
+    assert bool(of_other_bases(rows)) == bool(said)
