@@ -4,9 +4,9 @@
 
 A Qwen2 shape (30 M parameters by default) and its expansion, 2 experts a token; the run stops if their logits differ.
 The second row is a dense model with as many active FLOPs: `of limit` is the share of its speed that a row reaches.
-"eager" is the expansion with this `experts_implementation`. "classifiers" are in the last third of
-the layers (or in `--classifiers` layers); the row names the class that they give every token; the last row is told the
-language (`languages=`). `--cache static` generates with a static cache, on a GPU compiled.
+"eager" is the expansion with this `experts_implementation`. "classifiers" are in the last third of the layers (or in
+`--classifiers` layers); the row names the class that they give every token; the last row is told the language
+(`languages=`). `--cache static` generates with a static cache, on a GPU compiled.
 """
 
 import argparse

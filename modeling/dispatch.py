@@ -10,7 +10,7 @@ Experts run as the modules that they are, in one of two ways that shapes alone c
   Nothing is sorted or read on the host, and expert 0 runs with the dense layer's shapes.
 - `run_in_turn`: each expert on its own tokens.
 
-Grouped products of stacked weights were slower on a GPU (docs/speed_gpu.md).
+Grouped products of stacked weights were slower on a GPU (docs/speed.md).
 
 Shape suffixes as in `routing.py`.
 """
@@ -172,8 +172,8 @@ class ExpertsImplementationMixin:
             )
         if requested_experts not in (None, "eager"):  # the library's own choice while it generates, too
             logger.warning_once(
-                f"experts_implementation {requested_experts!r} needs stacked experts, which this model has not: the "
-                "default runs."
+                f"experts_implementation {requested_experts!r} is for experts that are stacked, which these are not: "
+                "the default runs."
             )
             requested_experts = None
         if hasattr(self, "routing_control"):
