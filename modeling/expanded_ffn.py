@@ -92,7 +92,7 @@ class ExpandedFFN(nn.Module):
         if alone is not None and self.control.capture is None and not self.training:
             # Not in training: a recomputation, which nothing captures, must save the tensors that the first pass saved.
             if self.classifier is not None and text is not None:
-                text.judge(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
+                text.note(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
             return self._run_alone(alone, hidden_states, residual, self.training)
         class_T, classifier_logits_TC, home_T = self._classes(x_Th, text)
         all_home = self._is_all_home(class_T)

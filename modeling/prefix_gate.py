@@ -131,14 +131,52 @@ def running_sums(evidence_BSE: torch.Tensor, keep_BS: torch.Tensor) -> torch.Ten
 
     The order of the sums depends on a token's column alone: what follows a token changes no bit of its sum.
     """
-    s_BSE, keep_BS1 = evidence_BSE, keep_BS.unsqueeze(-1)
-    shift, length = 1, evidence_BSE.shape[1]
-    while shift < length:
-        earlier = F.pad(s_BSE, (0, 0, shift, 0))[:, :length]
-        s_BSE = s_BSE + keep_BS1 * earlier
-        keep_BS1 = keep_BS1 * F.pad(keep_BS1, (0, 0, shift, 0))[:, :length]
-        shift *= 2
+    return _sums(evidence_BSE, _products(keep_BS))
+
+
+def _products(keep_BS: torch.Tensor) -> list[torch.Tensor]:
+    """For n = 1, 2, 4... below S, the product of the n factors up to each token from column n on, `[B, S - n, 1]`."""
+    found, n, product_BS1 = [], 1, keep_BS[:, 1:].unsqueeze(-1)
+    while n < keep_BS.shape[1]:
+        found.append(product_BS1)
+        product_BS1 = product_BS1[:, n:] * product_BS1[:, :-n]
+        n *= 2
+    return found
+
+
+def _sums(s_BSE: torch.Tensor, products: list[torch.Tensor]) -> torch.Tensor:
+    """`running_sums` with the `_products` of its factors. After each pass a token has the sum of twice as many."""
+    n = 1
+    for product_BS1 in products:
+        s_BSE = torch.cat([s_BSE[:, :n], s_BSE[:, n:] + product_BS1 * s_BSE[:, :-n]], 1)
+        n *= 2
     return s_BSE
+
+
+def _products_of_last(keep_BS: torch.Tensor) -> list[torch.Tensor]:
+    """Those of `_products` that the sum after the last token needs, the last token first: `[B, P / 2, 1]`,
+    `[B, P / 4, 1]`... with P the next power of two."""
+    found, product_BP1 = [], _from_last(keep_BS.unsqueeze(-1))
+    while product_BP1.shape[1] > 1:
+        found.append(product_BP1[:, ::2])
+        product_BP1 = product_BP1[:, ::2] * product_BP1[:, 1::2]
+    return found
+
+
+def _last_sum(evidence_BSE: torch.Tensor, products: list[torch.Tensor]) -> torch.Tensor:
+    """The last of `running_sums`, `[B, 1, E]`: the same sums of the same terms, without those of other tokens."""
+    s_BPE = _from_last(evidence_BSE)
+    for product_BP1 in products:
+        s_BPE = s_BPE[:, ::2] + product_BP1 * s_BPE[:, 1::2]
+    return s_BPE
+
+
+def _from_last(of_tokens_BS: torch.Tensor) -> torch.Tensor:
+    """In reverse order, with zeros up to the next power of two."""
+    size = 1
+    while size < of_tokens_BS.shape[1]:
+        size *= 2
+    return F.pad(of_tokens_BS.flip(1), (0, 0, 0, size - of_tokens_BS.shape[1]))
 
 
 class SeenText(CacheLayerMixin):
@@ -269,21 +307,34 @@ class RunningText:
         self.rule, self.marks, self.seen = rule, marks, SeenText() if seen is None else seen
         # The factor of the log-odds before each token: 0 where a text begins, 1 at padding.
         new_BS = torch.where(marks.counted, rule.decay, 1.0).masked_fill(marks.starts, 0)
+        self.padding_BS1 = ~marks.counted.unsqueeze(-1)
         self.columns_S = self.seen.columns(new_BS[0])
         self.keep = self.seen.extended(self.seen.keep, new_BS, self.columns_S)
         self.evidence: dict[int, torch.Tensor] = {}
+        self.products: list[torch.Tensor] | None = None  # all gates' alike
         self.log_odds_TC: torch.Tensor | None = None  # of the last gate, where it decides for later layers too
+
+    def note(self, layer: int, logits_TC: torch.Tensor) -> torch.Tensor:
+        """Keeps the evidence of a layer's gate, from the tokens' own logits; returns all of the text's, `[B, P, E]`."""
+        B, S = self.marks.counted.shape
+        own_BSE = bounded_log_odds(logits_TC.view(B, S, -1), self.rule.bound)
+        own_BSE = own_BSE.masked_fill(self.padding_BS1.to(own_BSE.device), 0)
+        self.evidence[layer] = self.seen.extended(self.seen.evidence.get(layer), own_BSE, self.columns_S)
+        return self.evidence[layer]
 
     def judge(self, layer: int, logits_TC: torch.Tensor) -> torch.Tensor:
         """`[T, C]`, the log-odds of a layer's gate after each token of this pass, from the tokens' own logits."""
-        B, S = self.marks.counted.shape
-        device = logits_TC.device
-        own_BSE = bounded_log_odds(logits_TC.view(B, S, -1), self.rule.bound)
-        own_BSE = own_BSE.masked_fill(~self.marks.counted.to(device).unsqueeze(-1), 0)
-        all_BPE = self.seen.extended(self.seen.evidence.get(layer), own_BSE, self.columns_S)
-        self.evidence[layer] = all_BPE
-        sums_BPE = running_sums(all_BPE, self.keep.to(device))
-        sums_BSE = sums_BPE[:, -S:] if self.columns_S is None else sums_BPE.index_select(1, self.columns_S.to(device))
+        S, all_BPE = self.marks.counted.shape[1], self.note(layer, logits_TC)
+        is_last = S == 1 and self.columns_S is None
+        if self.products is None:
+            self.products = _products_of_last(self.keep) if is_last else _products(self.keep)
+        products = [product.to(all_BPE.device) for product in self.products]
+        if is_last:
+            sums_BSE = _last_sum(all_BPE, products)
+        elif self.columns_S is None:
+            sums_BSE = _sums(all_BPE, products)[:, -S:]
+        else:
+            sums_BSE = _sums(all_BPE, products).index_select(1, self.columns_S.to(all_BPE.device))
         found_TC = F.pad(sums_BSE, (1, 0)).flatten(0, 1)
         self.log_odds_TC = found_TC if self.rule.reach == "later" else None
         return found_TC

@@ -25,6 +25,8 @@ from hf_moe_expand.modeling.prefix_gate import (
     RunningText,
     SeenText,
     TextMarks,
+    _last_sum,
+    _products_of_last,
     bounded_log_odds,
     running_sums,
     text_seen,
@@ -92,6 +94,12 @@ def test_what_follows_a_token_changes_no_bit_of_its_sum():
     whole = running_sums(evidence, keep)
     for length in range(1, 77):
         assert torch.equal(running_sums(evidence[:, :length], keep[:, :length]), whole[:, :length])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 64, 100])
+def test_the_last_sum_alone_has_the_same_bits(length):
+    evidence, keep = torch.randn(3, length, 2), torch.rand(3, length).masked_fill(torch.rand(3, length) < 0.1, 0)
+    assert torch.equal(_last_sum(evidence, _products_of_last(keep)), running_sums(evidence, keep)[:, -1:])
 
 
 def test_evidence_is_the_bounded_log_odds_against_the_base_languages():
