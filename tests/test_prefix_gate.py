@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -231,11 +232,30 @@ def test_a_static_cache_that_is_used_again_begins_a_new_text():
     model = gated_model()
     cache = StaticCache(config=model.config, max_cache_len=32)
     first, _ = classes(model, tokens(1, 8), past_key_values=cache)
+    kept = cache.layers[-1]
+    marks = [getattr(of, "_dynamo_static_input_type", None) for of in (kept.keep, kept.judged, *kept.evidence.values())]
+    assert marks == [cache.layers[0].keys._dynamo_static_input_type] * 4  # CUDA graphs leave them where they lie
     cache.reset()
     other, _ = classes(model, tokens(1, 8, seed=5), past_key_values=cache)
     alone, _ = classes(model, tokens(1, 8, seed=5))
     assert torch.equal(other, alone)
     assert not torch.equal(first, other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [DynamicCache, partial(StaticCache, max_cache_len=32)])
+def test_tokens_that_one_expert_ran_on_are_evidence_for_those_that_follow(make):
+    model, ids, more = gated_model(), tokens(1, 8), tokens(1, 8, seed=4)
+
+    def follow(run):
+        cache = make(config=model.config)
+        with model.use_expert(0):
+            run(model, ids, past_key_values=cache)
+        return classes(model, more, past_key_values=cache)[0]
+
+    found = follow(lambda model, ids, **cache: model(ids, **cache))
+    assert torch.equal(found, follow(classes))  # which captures the routing, for which the gates judge
+    assert not torch.equal(found, classes(model, more)[0])
 
 
 def test_assisted_generation_gives_the_same_tokens():
