@@ -300,7 +300,8 @@ class RunningText:
 
     Args:
         marks: the texts of this pass's tokens.
-        seen: the tokens before them, which this pass does not change; none by default.
+        seen: the tokens before them, of which this pass changes nothing; none by default. In a static cache it writes
+            its own columns at once.
     """
 
     def __init__(self, rule: PrefixRule, marks: TextMarks, seen: SeenText | None = None) -> None:
