@@ -26,6 +26,7 @@ from .hub_files import CARD, base_on_hub, refuse_private
 from .inspection import inspect_checkpoint
 from .languages import in_words, is_language_code
 from .layer_names import layer_name
+from .modeling.language_gate import GateRule
 from .planning.methods import METHODS, PlanSettings
 from .records import ExpansionRecord, History, StageRecord, without_folders
 from .yamlfile import to_yaml
@@ -90,7 +91,6 @@ def make_card(
     )
     settings = [stage.settings or {} for stage in history.stages]
     counts = [[1] * len(inspection.layers), *(record.experts_per_layer for record in history.expansions)]
-    judges = "classifiers" if config.prefix_gate is None else "prefix gates"  # what decides before the routers
     text = _render(
         template.card,
         metadata=Markup(data.to_yaml()),
@@ -110,8 +110,8 @@ def make_card(
         old=in_words(old),
         new=new,
         added_bytes=item_size and readable_size(item_size * (inspection.total - inspection.base)),
-        judges=judges if config.classifier_layers else "",
-        gates_reach_later=(config.prefix_gate or {}).get("reach") == "later",
+        judges=bool(config.classifier_layers),
+        gate=GateRule.of(config),
         plan=_plan_rows(inspection.layers, inspection.encoder_layers),
         expansions=[
             (record, [after - count for after, count in zip(now, before, strict=True)])

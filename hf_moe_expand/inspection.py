@@ -18,6 +18,7 @@ from .layer_names import counts_in_words
 from .layer_names import in_words as layers_in_words
 from .memory import gigabytes
 from .modeling import count_layers, decoder_ffns, stack_sizes
+from .modeling.language_gate import GateRule
 from .records import ExpansionRecord, History, StageRecord
 from .rendering import render
 from .scratch import leftovers
@@ -61,8 +62,8 @@ class Inspection:
         expansions: the expansions' records in config.json.
         experts: the kind of the new experts, in words, unless they are FFNs.
         mixtures: layers that are mixtures of experts of the backbone's own.
-        prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
-        gate_languages: the languages that fitted gates tell apart, by class.
+        gate: the language gate; None without one.
+        exclusive: whether tokens of a new language take its experts alone.
         leftovers: what interrupted commands left beside the checkpoint, one sentence each.
         packs: the language packs that the model joins.
         after_join: number of the last expansion's steps that the joined model took.
@@ -81,8 +82,8 @@ class Inspection:
     experts: str | None = None
     mixtures: Sequence[int] = ()
     leftovers: Sequence[str] = ()
-    prefix_gate: dict[str, Any] | None = None
-    gate_languages: Sequence[Sequence[str]] | None = None
+    gate: GateRule | None = None
+    exclusive: bool = False
     packs: Sequence[InspectedPack] = ()
     after_join: int = 0
     encoder_layers: int = 0
@@ -103,7 +104,7 @@ class Inspection:
             "stacks": f"{encoder} encoder and {len(experts) - encoder} decoder" if encoder else len(experts),
             "dense": [layer for layer, count in enumerate(experts) if count == 1],
             "classifiers": [layer for layer, (_, has_classifier, _) in enumerate(self.layers) if has_classifier],
-            "home": sum(code != TEMPLATE for code in (self.gate_languages or [[]])[0]),
+            "home": sum(code != TEMPLATE for code in (self.gate.languages[0] if self.gate else ())),
             "passing": ", ".join(f"{code} {100 * share:.0f} %" for code, share in shares.items()),
             "brought": {code for record in self.expansions if record.pack for code in record.new_languages},
             "separability": None, **further,
@@ -150,7 +151,7 @@ def inspect_config(config: Any) -> Inspection:
         config.backbone_model_type, config.router_top_k, layers, total, total - idle, total - added, trainable,
         History.of(config).expansions, kinds[0].words if len(kinds) == 1 and not kinds[0].has_ffn else None,
         [layer for layer, ffn in enumerate(decoder_ffns(network)) if ffn.is_mixture],
-        prefix_gate=config.prefix_gate, gate_languages=getattr(config, "gate_languages", None), packs=_packs(config),
+        gate=GateRule.of(config), exclusive=config.exclusive_experts, packs=_packs(config),
         encoder_layers=stack_sizes(config).get("encoder", 0),
         unpacked=[*map(str, unpacked)] if isinstance(unpacked, list) else [],
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from .errors import InputError
-from .schema import Declared, Number, Text, Whole, changed, read
+from .schema import Declared, Flag, Number, Text, Whole, changed, read
 
 OLD = 0  # class of the base model's languages
 
@@ -85,8 +85,8 @@ class ExpansionRecord(_Record):
         classifier_layers: layers with a routing classifier, after this expansion.
         pack: name of the language pack that brought the expansion into a joined model.
         router_scale: factor of the pack's router, from a calibration.
-        prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
-        gate_languages: the languages that fitted gates tell apart, by class.
+        language_gate: the gate of the model (`GateRule`); None without one.
+        exclusive: whether tokens of the new languages take its experts alone.
         seed: random seed of routers and random experts.
         expert_init: how new experts started: `copy`, `random`, `branches`; added ones: `neurons`, `random neurons`.
         branches: models that became the experts (Branch-Train-Mix).
@@ -107,8 +107,8 @@ class ExpansionRecord(_Record):
     classifier_layers: list[Whole] = Field([])
     pack: Text | None = None
     router_scale: Annotated[Number, Field(gt=0)] | None = None
-    prefix_gate: dict[Text, Any] | None = None
-    gate_languages: list[Any] | None = None
+    language_gate: dict[Text, Any] | None = None
+    exclusive: Flag | None = None
     seed: _Count | None = None
     expert_init: Text | None = None
     branches: list[Text] | None = None

@@ -89,21 +89,22 @@ class GraftSettings(Declared):
 
 
 class GateSettings(Declared):
-    """How gates that send home what they do not recognise are fitted."""
+    """How the gate that sends home what it does not recognise is fitted."""
 
+    layer: Annotated[Whole, Field(ge=0)] | None = Field(
+        None, description="the layer that has the gate; by default the best one of the first third"
+    )
     unseen_share: float = Field(
-        0.01,
+        0.05,
         gt=0,
         lt=1,
-        description="most tokens of a language that a gate has not seen that may go to new experts, as a share",
+        description="most tokens of a language that the gate has not seen that may go to new experts, as a share; a "
+        "language above it is a near relative of a new one, and named",
     )
     tokens: Whole = Field(1600, ge=100, description="tokens of each of the model's languages to fit on")
     anchor_tokens: Whole = Field(400, ge=100, description="tokens of each anchor language to fit on")
-    decay: float = Field(0.95, gt=0, le=1, description="factor of the evidence so far from token to token")
-    bound: Positive = Field(2.0, description="most evidence of one token, in nats")
-    state_free: Flag = Field(
-        False, description="judge each token by itself, for servers that keep no evidence beside the cache (vLLM)"
-    )
+    bound: Positive = Field(4.0, le=1024, description="most evidence of one token, in nats")
+    window: Count = Field(64, description="tokens whose evidence counts")
 
 
 class AverageSettings(Declared):

@@ -27,8 +27,11 @@ class DMoEConfig(ExpandedConfig):
                 "A DMoE is made of a decoder: each of its experts learns the text of one language group, but a pair of "
                 "sentences has two languages, and so may have two groups. Expand an encoder-decoder by another method."
             )
-        if self.prefix_gate is not None:
-            raise ValueError("prefix_gate is for classifiers, which a DMoE has not: leave it out.")
+        if self.language_gate is not None or self.exclusive_experts:
+            raise ValueError(
+                "language_gate and exclusive_experts: all experts of a DMoE train, so that nothing can be sent home: "
+                "leave them out."
+            )
         groups = self.language_groups or []
         for layer, count in enumerate(self.num_experts_per_layer or []):
             if groups and count not in (1, len(groups)):

@@ -21,19 +21,14 @@ class LayerMoEConfig(ExpandedConfig):
         updates_of_packs: settings of each pack's experts: rank and alpha of LoRA experts, the width of added ones, None
             for FFNs; None where `expert_kind` holds for all packs.
 
-        gate_languages: the languages that the classifiers tell apart, by class: first those that stay with the base's
-            FFN, then those of each expansion. None where the classifiers have one row for each class.
-
     Raises:
-        ValueError: a layer has fewer experts than after an earlier expansion; or `gate_languages` has another number of
-            classes, or a language twice.
+        ValueError: a layer has fewer experts than after an earlier expansion, or the gate another number of classes.
     """
 
     model_type = "layer_moe"
     earlier_experts_per_layer: list[list[int]] | None = None
     packs: list[int] | None = None
     updates_of_packs: list[list[float] | None] | None = None
-    gate_languages: list[list[str]] | None = None
 
     def _check_expansion(self) -> None:
         super()._check_expansion()
@@ -45,15 +40,11 @@ class LayerMoEConfig(ExpandedConfig):
                     f"{after}: a layer must not lose experts."
                 )
         self._check_packs(len(history))
-        if self.gate_languages is not None:
-            codes = [code for of_class in self.gate_languages for code in of_class]
-            if len(self.gate_languages) != len(history) + 1 or len(set(codes)) < len(codes) or not all(codes):
-                raise ValueError(
-                    f"gate_languages is {self.gate_languages}: must give the languages of each of {len(history) + 1} "
-                    "classes, each language once."
-                )
-            if not self.classifier_layers:
-                raise ValueError("gate_languages says what classifiers tell apart, but classifier_layers is empty.")
+        if self.language_gate is not None and len(self.language_gate["languages"]) != len(history) + 1:
+            raise ValueError(
+                f"language_gate: languages has {len(self.language_gate['languages'])} classes, but the model has "
+                f"{len(history) + 1}: the base's languages, and those of each expansion."
+            )
 
     @property
     def _history(self) -> list[list[int]]:

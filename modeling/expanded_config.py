@@ -15,7 +15,7 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .prefix_gate import PrefixRule
+from .language_gate import GateRule
 
 _CLASSES: dict[tuple[type, str], type] = {}
 LISTENERS: list = []  # the installed package registers new classes with the Auto classes; empty in a checkpoint's copy
@@ -135,8 +135,9 @@ class ExpandedConfig(PreTrainedConfig):
             gate that weighs the routed experts for each token (CMR).
         expert_kind: kind of experts 1, 2, ...: `"ffn"`, separate FFNs; `"lora"`, expert 0 with a low-rank update on its
             linear layers; or `"added"`, expert 0 with an FFN of any width beside it.
-        prefix_gate: `{"decay": ..., "bound": ..., "reach": ...}` where the classifiers judge the text so far
-            (`PrefixRule`); None where they judge single tokens.
+        language_gate: `{"layer": ..., "languages": [...], "bound": ..., "window": ...}` of the gate that tells the
+            languages of each class apart (`GateRule`); None without one.
+        exclusive_experts: whether tokens of a new class take its experts alone, without expert 0.
         lora_rank, lora_alpha: rank and alpha of the updates, which are scaled by `lora_alpha / lora_rank`.
         expert_width: width of the added FFNs.
 
@@ -154,7 +155,8 @@ class ExpandedConfig(PreTrainedConfig):
     lora_rank: int | None = None
     lora_alpha: float | None = None
     expert_width: int | None = None
-    prefix_gate: dict | None = None
+    language_gate: dict | None = None
+    exclusive_experts: bool = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ExpandedConfig":
         backbone = kwargs.get("backbone_model_type")
@@ -196,20 +198,44 @@ class ExpandedConfig(PreTrainedConfig):
                     + ("dense (1 expert)" if 0 <= layer < layers else f"outside 0..{layers - 1}")
                     + ": a classifier needs a layer with a router."
                 )
-        rule = PrefixRule.of(self)
-        if rule is not None and self.is_encoder_decoder:
+        self._check_gate(names)
+        if self.exclusive_experts and (self.is_encoder_decoder or self.conditional_routing):
             raise ValueError(
-                "prefix_gate judges a text from its first token on, but an encoder reads the whole sentence at once: "
-                "leave prefix gates out for an encoder-decoder; its classifiers judge single tokens."
+                "exclusive_experts: a token of a new language takes its expert alone, "
+                + (
+                    "but a sentence of an encoder-decoder and its translation have a language each"
+                    if self.is_encoder_decoder
+                    else "but conditional_routing shares expert 0"
+                )
+                + ": leave exclusive_experts out."
             )
-        if rule is not None and not self.classifier_layers:
-            raise ValueError("prefix_gate says how classifiers judge, but classifier_layers names no layer.")
         if self.conditional_routing and max(counts) < 2:
             raise ValueError("conditional_routing needs experts beside expert 0, but num_experts_per_layer is all 1.")
         if self.expert_kind not in KINDS:
             raise ValueError(f"expert_kind is {self.expert_kind!r}; known: {', '.join(KINDS)}.")
         if problem := KINDS[self.expert_kind].of(self).problem():
             raise ValueError(problem)
+
+    def _check_gate(self, names: list[str]) -> None:
+        if getattr(self, "prefix_gate", None) is not None or getattr(self, "gate_languages", None) is not None:
+            raise ValueError(
+                "prefix_gate: the checkpoint has gates in all layers, of an earlier version: fit the one that takes "
+                "their place (`hf-moe-expand gates MODEL OUT --data LANGUAGE=FILE`)."
+            )
+        rule = GateRule.of(self)
+        if rule is None:
+            return
+        if self.is_encoder_decoder:
+            raise ValueError(
+                "language_gate judges a text from its first token on, but an encoder reads the whole sentence at once: "
+                "leave it out for an encoder-decoder, whose classifiers judge single tokens."
+            )
+        if rule.layer >= len(names) or self.num_experts_per_layer[rule.layer] < 2:  # type: ignore[index]
+            raise ValueError(
+                f"language_gate: layer is {rule.layer}, which has no experts: the gate stands in a layer with some."
+            )
+        if self.classifier_layers:
+            raise ValueError("language_gate decides for all layers: leave classifier_layers out.")
 
     def kind_of(self, layer: int, expert: int) -> ExpertKind:
         """The kind of an expert; expert 0 is an FFN."""

@@ -10,13 +10,14 @@ from torch import nn
 
 from .dispatch import dispatch, is_traced, run_expert
 from .experts import AddedExpert, activation_of, copy_ffn, lora_expert
-from .prefix_gate import PrefixRule, RunningText, TextMarks
+from .language_gate import GatePass, GateRule, LanguageGate
 from .routing import (
     Choice,
     Classifier,
     ConditionalGate,
     LayerRouting,
     Router,
+    TokenClasses,
     beside_shared,
     experts_allowed,
     experts_of_classes,
@@ -28,7 +29,8 @@ from .routing_control import RoutingControl
 
 
 class ExpandedFFN(nn.Module):
-    """A layer's FFN grown into N experts (`experts[0]` is the original), a router and, optionally, a classifier.
+    """A layer's FFN grown into N experts (`experts[0]` is the original), a router where a token has a choice and,
+    optionally, a classifier or the model's language gate.
 
     Args:
         ffn: the backbone's FFN, which becomes expert 0 and the template of the other experts.
@@ -42,9 +44,10 @@ class ExpandedFFN(nn.Module):
         is_added: whether the new experts are added to expert 0's output (`experts.py`).
         top_k: K.
         experts_of_class: number of experts before any expansion (1), and after each expansion.
-        experts_of_classes: the experts that each class may use besides expert 0, as `(first, end)`.
+        experts_of_classes: the experts that each class may use, as `(first, end)`, besides expert 0 or, with exclusive
+            experts, in its place.
         conditional_gate: where all tokens share expert 0, the gate that weighs the routed experts 1..N-1.
-        prefix_rule: how the model's prefix gates judge; None if classifiers judge single tokens.
+        gate_rule: how the model's language gate judges; None without one.
     """
 
     def __init__(
@@ -55,18 +58,20 @@ class ExpandedFFN(nn.Module):
         others = range(1, num_experts)
         self.experts = nn.ModuleList([ffn, *(_new_expert(ffn, config, layer_index, number) for number in others)])
         self.is_added, self.is_mixture = isinstance(self.experts[1], AddedExpert), is_mixture
-        self.router = Router(hidden_size, num_experts)
         earlier = [counts[layer_index] for counts in getattr(config, "earlier_experts_per_layer", None) or ()]
         self.experts_of_class = (1, *earlier, num_experts)
-        self.experts_of_classes = experts_of_classes(self.experts_of_class, getattr(config, "packs", None) or ())
-        self.classifier = None
-        if layer_index in config.classifier_layers:
-            languages = getattr(config, "gate_languages", None)
-            of_classes = None if languages is None else [len(codes) for codes in languages]
-            self.classifier = Classifier(hidden_size, len(self.experts_of_class), of_classes)
+        self.exclusive = bool(getattr(config, "exclusive_experts", False))
+        packs = getattr(config, "packs", None) or ()
+        self.experts_of_classes = experts_of_classes(self.experts_of_class, packs, self.exclusive)
+        has_choice = not self.exclusive or any(end - first > 1 for first, end in self.experts_of_classes)
+        self.router = Router(hidden_size, num_experts) if has_choice else None
+        classes = len(self.experts_of_class)
+        self.classifier = Classifier(hidden_size, classes) if layer_index in config.classifier_layers else None
+        self.gate_rule = GateRule.of(config)
+        has_gate = self.gate_rule is not None and self.gate_rule.layer == layer_index
+        self.language_gate = LanguageGate(hidden_size, self.gate_rule) if has_gate else None  # type: ignore[arg-type]
         self.conditional_gate = ConditionalGate(hidden_size, 1) if config.conditional_routing else None
-        self.prefix_rule = PrefixRule.of(config)
-        self.top_k = min(config.router_top_k, num_experts - config.conditional_routing)
+        self.top_k = min(config.router_top_k, num_experts - config.conditional_routing) if has_choice else 1
         self.layer_index = layer_index
         self.control = control
         self.model_config = config
@@ -85,27 +90,22 @@ class ExpandedFFN(nn.Module):
             ValueError: `use_expert` names an expert that the layer does not have.
         """
         x_Th = hidden_states.reshape(-1, hidden_states.shape[-1])
-        alone = self.control.only_expert
-        if alone is not None and alone >= len(self.experts):
-            raise ValueError(f"Layer {self.layer_index} has no expert {alone}; give one of 0..{len(self.experts) - 1}.")
-        text = self._text(hidden_states)
-        if alone is not None and self.control.capture is None and not self.training:
-            # Not in training: a recomputation, which nothing captures, must save the tensors that the first pass saved.
-            if self.classifier is not None and text is not None:
-                text.note(self.layer_index, self.classifier(x_Th))  # for the tokens that follow
+        known, classifier_logits_TC = self._known(x_Th, hidden_states)
+        alone = self._alone(known)
+        # In training with a router, a recomputation, which nothing captures, must save what the first pass saved.
+        is_unseen = self.router is None or (self.control.capture is None and not self.training)
+        if alone is not None and is_unseen:
             return self._run_alone(alone, hidden_states, residual, self.training)
-        class_T, classifier_logits_TC, home_T = self._classes(x_Th, text)
-        all_home = self._is_all_home(class_T)
-        if all_home and self.control.capture is None:
-            return self._run_alone(0, hidden_states, residual, training=False)
-        routing = self.route(x_Th, class_T, classifier_logits_TC)
+        if known is not None and self.router is None:
+            return self._run_classes(known, hidden_states, residual)
+        routing = self.route(x_Th, known, classifier_logits_TC, alone)
         if self.control.capture is not None:
             self.control.capture.layers[self.layer_index] = routing
-        alone = 0 if all_home else alone
         if alone is not None:
             return self._run_alone(alone, hidden_states, residual, self.training)
         if self.is_added:
             return self._run_added(hidden_states, residual, routing)
+        home_T = self._home(known)
         changes = self.training and self.control.change_choice is not None
         takes_all = self.top_k == len(self.experts) and routing.allowed is None and not changes
         index_TK = None if takes_all else routing.experts
@@ -120,8 +120,18 @@ class ExpandedFFN(nn.Module):
         if home_T is None:
             return y
         # On all tokens, as in the dense layer: on a part of them a matrix product may round in another way.
-        base = self._run_alone(0, hidden_states, residual, training=False)
-        return torch.where(home_T.view(hidden_states.shape[:-1]).unsqueeze(-1), base, y)
+        return _chosen(home_T, self._run_alone(0, hidden_states, residual, training=False), y)
+
+    def _run_classes(self, known: TokenClasses, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        """Each class's expert on all tokens, with the dense layer's shapes; every token gets its own class's output."""
+        # In training all experts are in the graph, so that all ranks have the same graph.
+        present = None if self.training else known.present
+        y = self._run_alone(0, hidden_states, residual, training=False)
+        for number in range(len(self.experts_of_class)) if present is None else present:
+            if expert := self._expert_of(number):
+                own = self._run_alone(expert, hidden_states, residual, training=False)
+                y = _chosen(known.class_T == number, own, y)
+        return y
 
     def _run_added(self, hidden_states: torch.Tensor, residual: torch.Tensor | None, routing: LayerRouting) -> Any:
         """The output of a layer with added experts. A token's weights sum to 1, hence `y = E_0(x) + sum_e w_e D_e(x)`:
@@ -149,83 +159,121 @@ class ExpandedFFN(nn.Module):
         return y
 
     def route(
-        self, x_Th: torch.Tensor, class_T: torch.Tensor | None, classifier_logits_TC: torch.Tensor | None
-    ) -> LayerRouting:
-        """The routing of each token, from its hidden states `[T, h]` and what `_classes` says of its language."""
-        logits_TN = self.router(x_Th)
+        self, x_Th: torch.Tensor, known: TokenClasses | None, classifier_logits_TC: torch.Tensor | None,
+        alone: int | None,
+    ) -> LayerRouting:  # fmt: skip
+        """The routing of each token, from its hidden states `[T, h]` and what `_known` says of its language; `alone` is
+        the expert that all tokens take."""
+        logits_TN, class_T = self.router(x_Th), None if known is None else known.class_T  # type: ignore[misc]
         conditional = self.conditional_gate is not None
         if self.control.change_logits is not None:
             shared_TN, routed_TN = logits_TN.tensor_split([int(conditional)], dim=-1)
             logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
         if self.conditional_gate is not None:
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
-        if self.control.only_expert is not None:
+        if alone is not None:
             ones_T1 = torch.ones_like(logits_TN[:, :1])
             allowed_TN, weights_TK = None, ones_T1
-            index_TK = torch.full_like(ones_T1, self.control.only_expert, dtype=torch.long)
+            index_TK = torch.full_like(ones_T1, alone, dtype=torch.long)
         else:
             allowed_TN = self._allowed(logits_TN, class_T)
             weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
-        rule = self.prefix_rule if self.training and self.classifier is not None else None
+        told_T = class_T if self.classifier is None else None
         return LayerRouting(
-            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, rule
+            logits_TN, classifier_logits_TC, self.top_k, weights_TK, index_TK, allowed_TN, conditional, told_T
         )
 
-    def _text(self, hidden_states: torch.Tensor) -> RunningText | None:
-        """The texts that prefix gates judge; without the model's own, each sequence is a text."""
-        if self.prefix_rule is None or self.training:
-            return None
-        if self.control.text is not None or self.classifier is None:
-            return self.control.text
-        B, S = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, hidden_states.shape[0])
-        return RunningText(self.prefix_rule, TextMarks.of((B, S), hidden_states.device))
+    def _known(
+        self, x_Th: torch.Tensor, hidden_states: torch.Tensor
+    ) -> tuple[TokenClasses | None, torch.Tensor | None]:
+        """The tokens' classes before they are routed, and the classifier's logits `[T, C]`; each may be None.
 
-    def _classes(
-        self, x_Th: torch.Tensor, text: RunningText | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """What is known of the tokens' languages before they are routed.
-
-        Returns:
-            The class of each token, `[T]`: the one that the user gives its sequence, or else, but in training, the one
-            of the layer's classifier, or else the one of an earlier layer's gate; the classifier's logits, `[T, C]`;
-            and the tokens that the user sends to expert 0, `[T]` bool, unless it has the dense layer's shapes anyway.
-            Each may be None.
-        """
+        A class is the one that the user gives a sequence, or else the layer's own decision (`_own_classes`), or else,
+        with exclusive experts or beside sequences that the user knows, the newest expansion's."""
+        control = self.control
         logits_TC = None if self.classifier is None else self.classifier(x_Th)
-        if logits_TC is not None and text is not None:
-            logits_TC = text.judge(self.layer_index, logits_TC)
-        judged_TC = logits_TC
-        if judged_TC is None and text is not None and text.log_odds_TC is not None:
-            judged_TC = text.log_odds_TC.to(x_Th.device)
-        if self.control.change_logits is not None:
-            logits_TC = judged_TC = None
-        class_T = None if self.training or judged_TC is None else token_classes(judged_TC)
-        home_T = None
-        if (told := self.control.classes) is not None:
-            last = len(self.experts_of_class) - 1
-            class_T = torch.full_like(x_Th[:, 0], last, dtype=torch.long) if class_T is None else class_T
-            # Beams of a sequence follow one another.
-            each = x_Th.shape[0] // len(told)
+        told, newest = control.classes, len(self.experts_of_class) - 1
+        is_told = told is not None and None not in told
+        known = self._own_classes(x_Th, hidden_states, logits_TC, is_told or control.forced_expert is not None)
+        if control.change_logits is not None:
+            return None, None
+        if known is None and (told is not None or self.exclusive):
+            known = TokenClasses(torch.full_like(x_Th[:, 0], newest, dtype=torch.long), [newest])
+        if told is not None and known is not None:
             told_B = torch.tensor([-1 if number is None else number for number in told], device=x_Th.device)
-            told_T = told_B.repeat_interleave(each)
-            class_T = torch.where(told_T < 0, class_T, told_T)
-            # Where all experts run on all tokens, expert 0 has the dense layer's shapes already.
-            home_T = None if len(self.experts) <= self.top_k or 0 not in told else told_T == 0
-        return class_T, logits_TC, home_T
+            told_T = told_B.repeat_interleave(len(x_Th) // len(told))  # beams of a sequence follow one another
+            others = [] if is_told else known.present
+            present = None if others is None else sorted({number for number in (*told, *others) if number is not None})
+            known = TokenClasses(torch.where(told_T < 0, known.class_T, told_T), present)
+        if known is not None and self.exclusive and control.expansion is not None:
+            most, present = control.expansion, known.present
+            present = None if present is None else sorted({min(number, most) for number in present})
+            known = TokenClasses(known.class_T.clamp(max=most), present)
+        return known, logits_TC
 
-    def _is_all_home(self, class_T: torch.Tensor | None) -> bool:
-        """Whether expert 0 alone runs for all tokens, as far as the host knows without waiting for a device."""
-        if self.training or self.control.only_expert is not None:
-            return False
-        if self.control.expansion == 0:
-            return True
-        can_read = class_T is not None and class_T.device.type == "cpu" and not is_traced(class_T)
-        return can_read and not class_T.any()  # type: ignore[union-attr]
+    def _own_classes(
+        self, x_Th: torch.Tensor, hidden_states: torch.Tensor, logits_TC: torch.Tensor | None, is_known: bool
+    ) -> TokenClasses | None:
+        """The decision of the gate, which in layers below it is home, or else of the layer's classifier; in training
+        the classes of the rows, for exclusive experts alone; None without any, or where `is_known` says that nobody
+        asks: such a pass, too, is evidence for the tokens that follow."""
+        rule, text = self.gate_rule, self.control.gate_pass
+        if self.training:
+            given = self.control.token_classes if self.exclusive else None
+            # Virtual tokens have no row.
+            return given if given is not None and len(given.class_T) == len(x_Th) else None
+        if self.language_gate is not None:
+            if text is None:  # the layer alone: each sequence is a text
+                shape = hidden_states.shape[:-1] if hidden_states.dim() == 3 else (1, len(x_Th))
+                text = GatePass.of_inputs(rule, shape, x_Th.device)
+            class_BS = text.judge(self.language_gate(x_Th))
+            return None if is_known else text.decide(class_BS)
+        if is_known:
+            return None
+        if rule is not None and text is not None:
+            home = TokenClasses(torch.zeros_like(x_Th[:, 0], dtype=torch.long), [0])
+            return home if self.layer_index < rule.layer else text.classes
+        if logits_TC is None:
+            return None
+        class_T = token_classes(logits_TC)
+        can_read = class_T.device.type == "cpu" and not is_traced(class_T)
+        return TokenClasses(class_T, [0] if can_read and not class_T.any() else None)
+
+    def _expert_of(self, number: int) -> int | None:
+        """The expert that a class's tokens take alone; None if they have several."""
+        first, end = self.experts_of_classes[number]
+        if end <= first:
+            return 0
+        return first if self.exclusive and end - first == 1 else None
+
+    def _alone(self, known: TokenClasses | None) -> int | None:
+        """The expert that runs alone for every token, as far as the host knows; None if several may run."""
+        forced = self.control.forced_expert
+        if forced is not None:
+            if forced >= len(self.experts):
+                raise ValueError(
+                    f"Layer {self.layer_index} has no expert {forced}; give one of 0..{len(self.experts) - 1}."
+                )
+            return forced
+        if self.control.expansion == 0 and not self.training:
+            return 0
+        return None if known is None or known.only is None else self._expert_of(known.only)
+
+    def _home(self, known: TokenClasses | None) -> torch.Tensor | None:
+        """`[T]` bool, the tokens that the gate or the user sends to expert 0; None where there are none, or expert 0
+        has the dense layer's shapes anyway, as all experts run on all tokens."""
+        if known is None or self.training or (self.classifier is not None and self.control.classes is None):
+            return None
+        if len(self.experts) <= self.top_k or (known.present is not None and 0 not in known.present):
+            return None
+        return known.class_T == 0
 
     def _allowed(self, logits_TN: torch.Tensor, class_T: torch.Tensor | None) -> torch.Tensor | None:
         """`[T, N]` bool: the experts that each token may use; None for all."""
-        allowed_TN = None if class_T is None else experts_allowed(class_T, self.experts_of_classes)
-        if self.control.expansion is None:
+        allowed_TN = None
+        if class_T is not None:
+            allowed_TN = experts_allowed(class_T, self.experts_of_classes, self.exclusive)
+        if self.control.expansion is None or self.exclusive:
             return allowed_TN
         earlier_N = (
             torch.arange(logits_TN.shape[-1], device=logits_TN.device) < (self.experts_of_class[self.control.expansion])
@@ -251,6 +299,13 @@ class ExpandedFFN(nn.Module):
 
 def _run_whole(expert: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
     return expert(hidden_states, *(() if residual is None else (residual,)))
+
+
+def _chosen(mask_T: torch.Tensor, yes: Any, no: Any) -> Any:
+    """Of two outputs, the first one's hidden states for the tokens of a mask, `[T]` bool."""
+    if isinstance(yes, tuple):
+        return _chosen(mask_T, yes[0], no[0]), *yes[1:]
+    return torch.where(mask_T.view(yes.shape[:-1]).unsqueeze(-1), yes, no)
 
 
 def _plus(output: Any, change: Any) -> Any:

@@ -23,9 +23,9 @@ from .expanded_config import layer_names, static_class
 from .expanded_ffn import ExpandedFFN
 from .expansion_only import HUB_OPTIONS, carry_packs, index_weights, load_assembled
 from .experts import AddedExpert, LoraLinear
-from .prefix_gate import SERVERS, PrefixRule, cache_of_call, can_compile, check_runner, texts_of_call
+from .language_gate import SERVERS, GateRule, LanguageGate, cache_of_call, can_compile, check_runner, pass_of_call
 from .routing import Classifier, ConditionalGate, Router, init_router
-from .routing_control import Routing, RoutingControl, check_count, classes_of, with_languages
+from .routing_control import Routing, RoutingControl, check_count, classes_of, prompt_ends, with_languages
 
 _CLASSES: dict[tuple[type, str], type] = {}
 
@@ -79,7 +79,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         # Precedes the library's own post_init, so that initialisation, tied keys and sharding plans use the final tree.
         config = self.config  # type: ignore[attr-defined]
         control = RoutingControl()
-        rule = PrefixRule.of(config)
+        rule = GateRule.of(config)
         ffns = decoder_ffns(self)  # type: ignore[arg-type]
         mixtures = [index for index, ffn in enumerate(ffns) if ffn.is_mixture]
         _check_server(config, bool(mixtures))
@@ -113,8 +113,8 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             # On the module that owns the layers: it always runs, also for heads of other libraries.
             owner = ffns[0].place.partition(".0.")[0].rpartition(".")[0]
             decoder = self.get_submodule(owner)  # type: ignore[attr-defined]
-            decoder.register_forward_pre_hook(partial(_begin_text, control, rule), with_kwargs=True)
-            decoder.register_forward_hook(partial(_end_text, control), with_kwargs=True, always_call=True)
+            decoder.register_forward_pre_hook(partial(_begin_pass, control, rule), with_kwargs=True)
+            decoder.register_forward_hook(partial(_end_pass, control), with_kwargs=True, always_call=True)
         super().post_init()  # type: ignore[misc]
 
     def init_parallel_plans(self) -> None:
@@ -154,7 +154,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         # initialise them.
         for ffn in self.expanded_ffns().values():
             new = (module for module in ffn.experts.modules() if isinstance(module, LoraLinear | AddedExpert))
-            for module in (ffn.router, ffn.classifier, ffn.conditional_gate, *new):
+            for module in (ffn.router, ffn.classifier, ffn.language_gate, ffn.conditional_gate, *new):
                 if module is not None:
                     self._initialize_weights(module)  # type: ignore[attr-defined]
             for number, expert in enumerate(ffn.experts):
@@ -167,7 +167,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Router):
             init_router(module.weight)
-        elif isinstance(module, Classifier | ConditionalGate):
+        elif isinstance(module, Classifier | ConditionalGate | LanguageGate):
             for parameter in module.parameters():
                 init.zeros_(parameter)
         elif isinstance(module, LoraLinear | AddedExpert):
@@ -203,7 +203,7 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
             languages: a code for each sequence of the batches, None where it is not known; or one code for all. A
                 sequence in a language of the base model gets the base model's output bit for bit, which is expert 0's
                 in every layer. One in a language of expansion g may use the experts up to expansion g, whatever
-                classifiers and prefix gates say.
+                classifiers and the language gate say.
 
         Raises:
             ValueError: the checkpoint does not know a code, or it is a DMoE's. A forward pass inside raises it too if
@@ -215,26 +215,38 @@ class ExpandedModelMixin(ExpertsImplementationMixin):
         with control.setting("classes", classes), control.setting("sequences", sequences):
             yield
 
-    def generate(self, inputs: Any = None, *args: Any, languages: Any = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Any = None,
+        *args: Any,
+        languages: Any = None,
+        judge_prompt: bool | Sequence[int] = True,
+        **kwargs: Any,
+    ) -> Any:
         """As the backbone's `generate`.
 
         Args:
             languages: the language of each sequence; see `use_languages`.
+            judge_prompt: with a language gate, all tokens of the prompt take the class that its end has, in the pass
+                that reads it; the answer's tokens continue the sum. A list gives the columns at which a chat's messages
+                end, each of which is judged so. False judges each token by the text so far, as `forward` does.
 
         Raises:
             ValueError: see `use_languages`; or the number of codes is not that of the sequences.
         """
-        if self.config.prefix_gate is not None and not can_compile(self.config):  # type: ignore[attr-defined]
-            # The library would compile the forward pass into CUDA graphs, whose outputs the gates may not keep.
+        control = self.routing_control
+        if self.config.language_gate is not None and not can_compile(self.config):  # type: ignore[attr-defined]
+            # The library would compile the forward pass into CUDA graphs, whose outputs the gate may not keep.
             kwargs.setdefault("disable_compile", True)
         if languages is not None:
             with self.use_languages(languages):
-                return self.generate(inputs, *args, **kwargs)
-        count = self.routing_control.sequences
-        if count is None:
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        check_count(count, inputs, kwargs)
-        with self.routing_control.setting("sequences", None):  # each sequence has beams
+                return self.generate(inputs, *args, judge_prompt=judge_prompt, **kwargs)
+        if control.sequences is not None:
+            check_count(control.sequences, inputs, kwargs)
+        ends = None
+        if judge_prompt is not False and self.config.language_gate is not None:  # type: ignore[attr-defined]
+            ends = prompt_ends(inputs, kwargs) if judge_prompt is True else list(judge_prompt)
+        with control.setting("sequences", None), control.setting("message_ends", ends):  # each sequence has beams
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,16 +366,17 @@ def _check_server(config: Any, has_mixtures: bool) -> None:
         )
 
 
-def _begin_text(control: RoutingControl, rule: PrefixRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def _begin_pass(control: RoutingControl, rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     check_runner(decoder.config)
-    control.text = None if decoder.training else texts_of_call(rule, decoder, args, kwargs)
+    ends = control.message_ends or ()
+    control.gate_pass = None if decoder.training else pass_of_call(rule, decoder, args, kwargs, ends)
 
 
-def _end_text(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    text, control.text = control.text, None
+def _end_pass(control: RoutingControl, decoder: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    made, control.gate_pass = control.gate_pass, None
     cache = cache_of_call(args, kwargs, output)
-    if text is not None and cache is not None:
-        text.remember(cache)
+    if made is not None and cache is not None:
+        made.remember(cache)
 
 
 def _blank_model(static: type, config: Any) -> PreTrainedModel:

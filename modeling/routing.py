@@ -6,13 +6,12 @@ assignments of a token to an expert, C classes of the classifier (0 = old langua
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-
-from .prefix_gate import PrefixRule
 
 
 @dataclass(frozen=True)
@@ -21,15 +20,14 @@ class LayerRouting:
 
     Attributes:
         router_logits: `[T, N]` float32; the router scores G are their softmax.
-        classifier_logits: `[T, C]` float32, or None in a layer without a classifier. Of a prefix gate, the log-odds of
-            the text so far; in training, each token's own logits.
+        classifier_logits: `[T, C]` float32, or None in a layer without a classifier.
         top_k: K, active experts of a token, at most N.
         weights: `[T, K]`, each active expert's factor in the token's output.
         experts: `[T, K]`, indices of the active experts; index N means that no expert runs.
         allowed: `[T, N]` bool, the experts that each token may use; None if all tokens may use all experts.
         conditional: whether expert 0 is outside the routed set (see `with_shared_expert`): `top_k` then counts the
             other experts, and `weights` and `experts` are `[T, 1 + K]`, expert 0 first.
-        prefix_rule: in training, the rule by which a prefix gate adds up `classifier_logits`; else None.
+        classes: `[T]`, the class that the language gate or the user gives each token; None where neither does.
     """
 
     router_logits: torch.Tensor
@@ -39,7 +37,7 @@ class LayerRouting:
     experts: torch.Tensor
     allowed: torch.Tensor | None = None
     conditional: bool = False
-    prefix_rule: PrefixRule | None = None
+    classes: torch.Tensor | None = None
 
     @property
     def routed_logits(self) -> torch.Tensor:
@@ -48,13 +46,33 @@ class LayerRouting:
 
     @property
     def token_classes(self) -> torch.Tensor | None:
-        """`[T]`, the class that the classifier gives each token; None without a classifier."""
-        return None if self.classifier_logits is None else token_classes(self.classifier_logits)
+        """`[T]`, the class of each token, by the gate, the user or the layer's classifier; None without any."""
+        if self.classes is not None or self.classifier_logits is None:
+            return self.classes
+        return token_classes(self.classifier_logits)
 
     def weight_of_each_expert(self) -> torch.Tensor:
         """`[T, N]`: `weights` by expert; 0 for an expert that does not run."""
         T, N = self.router_logits.shape
         return self.weights.new_zeros(T, N + 1).scatter(1, self.experts, self.weights)[:, :N]
+
+
+@dataclass(frozen=True)
+class TokenClasses:
+    """The classes of a pass's tokens.
+
+    Attributes:
+        class_T: `[T]`, the class of each token.
+        present: the classes that occur among them, in order; None where the host does not know.
+    """
+
+    class_T: torch.Tensor
+    present: Sequence[int] | None = None
+
+    @property
+    def only(self) -> int | None:
+        """The class of all tokens; None if they have several, or the host does not know."""
+        return self.present[0] if self.present is not None and len(self.present) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -98,28 +116,7 @@ class Router(Scores):
 
 class Classifier(Scores):
     """`x W_c`, `[T, h] -> [T, C]`. Starts at zero: ties leave the choice to the router, so that an untrained classifier
-    has no effect.
-
-    A gate that was fitted to tell R languages apart has a row and a bias for each, in the order of their classes. A
-    class's logit is `logsumexp` over its languages: the class's log-odds against another one are then those of its
-    languages together, and a text in a language that no row knows goes to the class whose languages are more like it.
-
-    Args:
-        languages: number of languages of each class of such a gate.
-    """
-
-    def __init__(self, hidden_size: int, outputs: int, languages: Sequence[int] | None = None) -> None:
-        super().__init__(hidden_size, sum(languages or [outputs]))
-        self.languages = None if languages is None else list(languages)
-        if languages is not None:
-            self.bias = nn.Parameter(torch.empty(sum(languages)))
-
-    def forward(self, x_Th: torch.Tensor) -> torch.Tensor:
-        logits_TR = super().forward(x_Th)
-        if self.languages is None:
-            return logits_TR
-        of_classes = (logits_TR + self.bias.float()).split(self.languages, -1)
-        return torch.stack([logits.logsumexp(-1) for logits in of_classes], -1)
+    has no effect."""
 
 
 def init_router(weight_Nh: torch.Tensor, generator: torch.Generator | None = None) -> None:
@@ -168,17 +165,21 @@ def token_classes(classifier_logits_TC: torch.Tensor) -> torch.Tensor:
     return last - classifier_logits_TC.flip(-1).argmax(-1)
 
 
-def experts_of_classes(counts: Sequence[int], packs: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
-    """The experts `first, ..., end - 1` that each class may use besides expert 0, as `(first, end)` (LayerMoE Eq. 13).
+def experts_of_classes(
+    counts: Sequence[int], packs: Sequence[int] = (), exclusive: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """The experts `first, ..., end - 1` that each class may use, as `(first, end)`, besides expert 0 (LayerMoE Eq. 13).
 
     Class 0 (the base model's languages) may use only expert 0, class g the experts that existed after expansion g, and
     the last class all experts. A class of a language pack may use, besides expert 0, the pack's own experts, up to
-    those of its expansion.
+    those of its expansion. With exclusive experts class g has the experts of expansion g alone, without expert 0.
 
     Args:
         counts: number of the layer's experts before any expansion (1), and after each expansion.
         packs: number of expansions of each language pack; the first expansions are those of the packs, in order.
     """
+    if exclusive:
+        return ((1, 1), *pairwise(counts))
     first = [1] * len(counts)
     end = 1
     for size in packs:
@@ -187,17 +188,22 @@ def experts_of_classes(counts: Sequence[int], packs: Sequence[int] = ()) -> tupl
     return tuple(zip(first, counts, strict=True))
 
 
-def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """`[T, N]` bool: the experts that each token may use, by its class; `ranges` are those of `experts_of_classes`."""
+def experts_allowed(class_T: torch.Tensor, ranges: Sequence[tuple[int, int]], exclusive: bool = False) -> torch.Tensor:
+    """`[T, N]` bool: the experts that each token may use, by its class; `ranges` are those of `experts_of_classes`.
+    With exclusive experts expert 0 is left to the classes that have no other."""
     expert_N = torch.arange(max(end for _, end in ranges), device=class_T.device)
     if all(first == 1 for first, _ in ranges):  # no packs: a class has its own experts and all before
         class_N = sum(expert_N >= end for _, end in ranges[:-1])
-        return class_T.unsqueeze(-1) >= class_N
-    first_T, end_T = torch.full_like(class_T, ranges[-1][0]), torch.full_like(class_T, ranges[-1][1])
-    for number, (first, end) in enumerate(ranges[:-1]):
-        first_T, end_T = first_T.masked_fill(class_T == number, first), end_T.masked_fill(class_T == number, end)
-    own_TN = (expert_N >= first_T.unsqueeze(-1)) & (expert_N < end_T.unsqueeze(-1))
-    return own_TN | (expert_N == 0)
+        allowed_TN = class_T.unsqueeze(-1) >= class_N
+    else:
+        first_T, end_T = torch.full_like(class_T, ranges[-1][0]), torch.full_like(class_T, ranges[-1][1])
+        for number, (first, end) in enumerate(ranges[:-1]):
+            first_T, end_T = first_T.masked_fill(class_T == number, first), end_T.masked_fill(class_T == number, end)
+        own_TN = (expert_N >= first_T.unsqueeze(-1)) & (expert_N < end_T.unsqueeze(-1))
+        allowed_TN = own_TN | (expert_N == 0)
+    if not exclusive:
+        return allowed_TN
+    return allowed_TN & ((expert_N > 0) | (allowed_TN.sum(-1, keepdim=True) == 1))
 
 
 class ConditionalGate(Scores):

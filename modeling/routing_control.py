@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .prefix_gate import RunningText
-from .routing import Choice, LayerRouting
+from .language_gate import GatePass
+from .routing import Choice, LayerRouting, TokenClasses
 
 
 @dataclass
@@ -69,8 +69,12 @@ class RoutingControl:
     classes: Sequence[int | None] | None = _of_thread("classes")
     # The number of sequences of each forward pass that `classes` speaks of; None if any number is right.
     sequences: int | None = _of_thread("sequences")
-    # The texts of the forward pass that runs, for prefix gates.
-    text: RunningText | None = _of_thread("text")
+    # In training, the classes of the batch's tokens, for exclusive experts.
+    token_classes: TokenClasses | None = _of_thread("token_classes")
+    # Of the forward pass that runs, the texts that the language gate judges.
+    gate_pass: GatePass | None = _of_thread("gate_pass")
+    # The columns at which the messages of a prompt end, each of which the gate judges whole; None judges no prompt.
+    message_ends: Sequence[int] | None = _of_thread("message_ends")
 
     def __init__(self) -> None:
         # Thread-local, and no context variable: `torch.compile` traces the one and refuses the other.
@@ -90,14 +94,6 @@ class RoutingControl:
             yield value
         finally:
             setattr(self, name, before)
-
-    @property
-    def only_expert(self) -> int | None:
-        """The expert that runs alone for every token, None if routers choose: that of `use_expert`, or expert 0 where
-        the user says that all languages are the base model's."""
-        if self.forced_expert is None and self.classes and all(number == 0 for number in self.classes):
-            return 0
-        return self.forced_expert
 
     def __reduce__(self) -> tuple:  # copies and pickles have settings of their own
         return RoutingControl, ()
@@ -127,7 +123,7 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
         if number == 1:
             known = dict.fromkeys(expansion["old_languages"], 0)
         known |= dict.fromkeys(expansion["new_languages"], number)
-    for number, of_class in enumerate(getattr(config, "gate_languages", None) or []):
+    for number, of_class in enumerate((getattr(config, "language_gate", None) or {"languages": []})["languages"]):
         known = dict.fromkeys(of_class, number) | known
     for code in codes:
         if code is not None and code not in known:
@@ -140,10 +136,22 @@ def classes_of(config: Any, languages: str | Sequence[str | None]) -> list[int |
     return [None if code is None else known[code] for code in codes]
 
 
+def _inputs_of(inputs: Any, arguments: dict[str, Any]) -> Any:
+    """The first of a call's inputs, `[B, S, ...]`; None without any."""
+    tensors = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
+    return next((tensor for tensor in tensors if tensor is not None), None)
+
+
+def prompt_ends(inputs: Any, arguments: dict[str, Any]) -> list[int] | None:
+    """The column at which the prompt of a call of `generate` ends; None without a prompt."""
+    given = _inputs_of(inputs, arguments)
+    return None if given is None else [given.shape[1]]
+
+
 def check_count(count: int, inputs: Any, arguments: dict[str, Any]) -> None:
     """Refuses more or fewer codes than sequences."""
-    tensors = (inputs, *(arguments.get(name) for name in ("inputs", "input_ids", "inputs_embeds")))
-    sequences = next((len(tensor) for tensor in tensors if tensor is not None), 1)
+    given = _inputs_of(inputs, arguments)
+    sequences = 1 if given is None else len(given)
     if count != sequences:
         raise ValueError(
             f"languages has {count} codes, but the batch has {sequences} sequences: give one code for each, "

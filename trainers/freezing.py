@@ -22,8 +22,7 @@ class Trained:
         everything: all parameters.
         experts: `new`, of the last expansion, or of all packs of a joined model; `last`, the last alone; or `none`.
         routers: routers and the gates of conditional routing.
-        classifiers: routing classifiers, but for gates that were fitted.
-        gates: those gates too.
+        classifiers: routing classifiers. The language gate, which is fitted, never trains but with everything.
         last_router_row: only the last expert's row of each router. `requires_grad` cannot express this: the stage's
             trainer keeps the other rows, and the gates, unchanged.
     """
@@ -32,11 +31,10 @@ class Trained:
     experts: Literal["none", "new", "last"] = "none"
     routers: bool = True
     classifiers: bool = False
-    gates: bool = False
     last_router_row: bool = False
 
 
-EVERYTHING = Trained(everything=True, experts="new", classifiers=True, gates=True)
+EVERYTHING = Trained(everything=True, experts="new", classifiers=True)
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,11 @@ def _trained_modules(model: nn.Module, trained: Trained) -> Iterator[tuple[str, 
         new = 1 if joined else ffn.experts_of_class[-2]
         first = {"none": len(ffn.experts), "last": -1, "new": new}[trained.experts]
         yield from (("experts", expert) for expert in ffn.experts[first:])
-        if trained.routers:
+        if trained.routers and ffn.router is not None:
             yield "routers", ffn.router
             if ffn.conditional_gate is not None and not trained.last_router_row:
                 yield "routers", ffn.conditional_gate
-        fitted = ffn.classifier is not None and ffn.classifier.languages is not None
-        if ffn.classifier is not None and trained.classifiers and (trained.gates or not fitted):
+        if ffn.classifier is not None and trained.classifiers:
             yield "classifiers", ffn.classifier
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from ..modeling.routing import TokenClasses
 from .encoder_decoder import LANGUAGE_COLUMNS, TOKEN_COLUMNS, by_stack, sides, target_loss, with_decoder_inputs
 from .freezing import TrainerBase
 from .losses import LOGGED, OLD, LossBatch, RouterLoss, TokenCounts, TokenMasks, checked_losses, expert_selections
-from .routing_capture import FirstPass, Metrics, judged_by_text, record_routing, without_virtual_tokens
+from .routing_capture import FirstPass, Metrics, record_routing, without_virtual_tokens
 
 # transformers 5.23 introduced the later name; earlier versions have only the older one.
 CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing")
@@ -139,18 +140,18 @@ class RouterLossMixin(TrainerBase):
             inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
         wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
-        with expanded.capture_routing() as captured:
+        control = expanded.routing_control
+        with expanded.capture_routing() as captured, control.setting("token_classes", self._exclusive_classes(tokens)):
             captured.layers = FirstPass()
             result = super().compute_loss(
                 model, inputs, return_outputs=wants_outputs, num_items_in_batch=num_items_in_batch
             )
         loss, outputs = result if wants_outputs else (result, None)
-        if not len(captured):
+        if not len(captured) and not expanded.expanded_ffns():
             raise ValueError("No layer of the model is expanded, so that no router can train: expand the model first.")
         stacks = []
         for layers, side in zip(by_stack(expanded.config, captured.layers), TOKEN_COLUMNS, strict=False):
-            on_text = (without_virtual_tokens(layer, own_inputs[side]) for layer in layers)
-            stacks.append([judged_by_text(layer, own_inputs) for layer in on_text])
+            stacks.append([without_virtual_tokens(layer, own_inputs[side]) for layer in layers])
         self._check_gradients(model, expanded, [layer for layers in stacks for layer in layers])
         mode = "train" if model.training else "eval"
         if own_inputs.get("labels") is not None:
@@ -164,6 +165,17 @@ class RouterLossMixin(TrainerBase):
                 record_routing(batch, expert_0_is_old=not any(loss.needs_groups for loss in self._active_losses()))
                 total = total + self._router_loss(batch) * (1.0 if scale is None else scale)
         return (total, outputs) if return_outputs else total
+
+    def _exclusive_classes(self, tokens: list[TokenMasks]) -> TokenClasses | None:
+        """For exclusive experts, the class of each token by its row's language, and those that occur; None if no token
+        of the batch has a language that is known: the newest expansion's experts run then."""
+        expanded = self.accelerator.unwrap_model(self.model)
+        if not getattr(expanded.config, "exclusive_experts", False) or self._language_classes is None:
+            return None
+        newest = torch.full_like(tokens[0].class_T, len(expanded.config.earlier_experts_per_layer or ()) + 1)
+        # Padding and tokens without a language are the newest expansion's.
+        class_T = torch.where(tokens[0].tagged_T, tokens[0].class_T, newest)
+        return TokenClasses(class_T, class_T.unique().tolist())
 
     def _tokens(self, inputs: Mapping[str, Any]) -> list[TokenMasks]:
         """The masks of a decoder's tokens, or of an encoder's and of a decoder's."""
@@ -194,6 +206,7 @@ class RouterLossMixin(TrainerBase):
         routers_train = any(
             parameter.requires_grad
             for ffn in expanded.expanded_ffns().values()
+            if ffn.router is not None
             for parameter in ffn.router.parameters()
         )
         if routers_train and not any(layer.router_logits.requires_grad for layer in routing):

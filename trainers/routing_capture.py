@@ -1,14 +1,13 @@
 """Captures the routing for the losses, that of the trained model on tokens of text, and the metrics of it that trainers
 log. Each is a ratio of two sums, which add up over micro-batches, steps and ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..modeling import LayerRouting
-from ..modeling.prefix_gate import RunningText, TextMarks
 from .losses import LossBatch, where_counted
 
 
@@ -33,16 +32,6 @@ def without_virtual_tokens(layer: LayerRouting, input_ids: torch.Tensor) -> Laye
     return replace(
         layer, router_logits=text_only(layer.router_logits), classifier_logits=text_only(layer.classifier_logits)
     )
-
-
-def judged_by_text(layer: LayerRouting, inputs: Mapping[str, Any]) -> LayerRouting:
-    """Adds up the evidence of a prefix gate along the texts of the batch (`modeling/prefix_gate.py`)."""
-    if layer.prefix_rule is None or layer.classifier_logits is None:
-        return layer
-    ids = inputs["input_ids"]
-    marks = TextMarks.of(tuple(ids.shape), ids.device, inputs.get("attention_mask"), inputs.get("position_ids"))
-    log_odds_TC = RunningText(layer.prefix_rule, marks).judge(0, layer.classifier_logits)
-    return replace(layer, classifier_logits=log_odds_TC, prefix_rule=None)
 
 
 class Metrics:

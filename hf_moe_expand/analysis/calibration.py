@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..checkpoint.gates import Gates
 from ..checkpoint.join import JoinReport, check_ungated, joined_config, load_packs, write_joined
 from ..checkpoint.packs import check_packs
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE
@@ -127,8 +126,7 @@ def join_calibrated(
     streams = {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
     place = beside(Path(out), "joined")
     with scratch_folder(place, True) as scratch, named_as(place / "model", out):
-        without = Gates([], {}, None) if settings else None
-        write_joined(loaded, scratch / "model", max_shard_size=max_shard_size, gates=without)
+        write_joined(loaded, scratch / "model", max_shard_size=max_shard_size)
         model, tokenizer = load_for_inference(scratch / "model")
         made = None
         if settings:

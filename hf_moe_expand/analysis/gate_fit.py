@@ -1,28 +1,31 @@
-"""Fits gates that know what is not a new language: softmax regression over languages, on frozen hidden states.
+"""Fits the gate that knows what is not a new language: softmax regression over languages, on frozen hidden states.
 
-A gate of layer l reads the FFN's input x. It has a row w_c and a bias b_c for each language c,
+A gate in layer l reads the FFN's input x. It has a row w_c and a bias b_c for each language c,
 
     W, b = argmin  mean over languages of mean over tokens of  - log softmax(W x + b)[language]  +  lambda / 2 |W|^2
 
-(x standardised, lambda = 0.003; convex, so that the start does not matter). A token is evidence for class g, the
-languages of expansion g, against class 0, the languages that stay home,
+(x standardised, lambda = 0.003; convex, so that the start does not matter). What the gate makes of the rows stands in
+`modeling/language_gate.py`. Class 0 holds the languages of the base's own text and *anchors*, a little text of many
+languages that nobody trains on: a text in a language that no row knows is then more like one of many than like the few
+new ones, and goes home. Where there is a chat template, the words that it puts before a message have a row of class 0
+too, so that every chat begins at home.
 
-    e[g] = logsumexp over c in g (w_c x + b_c) - logsumexp over c in 0 (w_c x + b_c) - bias,
+A bias, which the rows of new languages lose, keeps a promise: anchors are left out of the fit in turn, a third of them
+at a time, and of each one new experts take at most `unseen_share` of the tokens. An anchor of which they take more is a
+near relative of a new language and is named; at most a tenth of the anchors may be. The smallest such bias is taken.
 
-which a prefix gate bounds and adds up along the text (`modeling/prefix_gate.py`). Class 0 holds the languages of the
-base's own text and *anchors*, a little text of many languages that nobody trains on: a text in a language that no row
-knows is then more like one of many than like the few new ones, and goes home. Where there is a chat template, the words
-that it puts before a message have a row of class 0 too, so that every chat begins at home.
+The layer is one of the first third. Of those that keep the promise and let new text pass, it is the one with the
+largest
 
-The bias keeps a promise: anchors are left out of the fit in turn, a third of them at a time, and on average at most
-`unseen_share` of the tokens of a language that the gate has not seen may go to new experts.
+    (share of new text that passes) * (1 - 0.3 * layer / layers),
 
-Shape suffixes: T tokens, h hidden size, R languages, C classes, E = C - 1, M texts, S tokens of a text.
+the second factor for what experts from this layer on can learn (docs/gates.md).
+
+Shape suffixes: T tokens, h hidden size, R languages, E later classes, M texts, S tokens of a text.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,44 +34,118 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from ..checkpoint.gates import Gates
 from ..errors import InputError
 from ..languages import TEMPLATE
-from ..memory import device_memory
-from ..modeling.prefix_gate import PrefixRule, running_sums
+from ..modeling.language_gate import bounded_evidence, class_log_odds, classes_of_sums, window_sums
+from ..settings import GateSettings
 from .gate_text import Example, held_out
 from .reading import padded_batches, read_inputs
 
 PENALTY = 0.003  # of the squared weights of standardised features
 ITERATIONS = 30
 FOLDS = 3
-POSITIONS = (8, 32, 128)
-# A language that takes more than this part of all that unseen languages take is named and left out of the promise.
-_OF_ALL, _MOST_NAMED = 0.5, 0.1
+POSITIONS = (8, 32)
+LEARNED_LESS = 0.3  # what experts lose for each layer below the gate, as a share of all layers
+_CANDIDATES = 5
+_MOST_NAMED, _PASSING = 0.1, 0.1
 _WIDEST = 16.0  # nats
-_OF_MEMORY, _BYTES = 1 / 3, 2**32  # hidden states that are held at once: a part of the memory, or bytes
 _BATCH = 16
 
 
 @dataclass(frozen=True)
-class GateReport:
-    """Where tokens go by fitted gates: shares of tokens that new experts take, means over the layers.
+class FittedGate:
+    """A gate's rows for all languages, before classes and bias are known.
 
     Attributes:
-        unseen_share: the promise.
-        unseen: each anchor language, when it is left out of the fit.
-        named: anchor languages outside the promise, each with the new language that it is taken for.
-        new: each new language, on text that is left out of the fit, after the first tokens of `POSITIONS`; key 0: all.
-        home: the base's own languages, on their text.
-        doubts: languages most of whose text the gates take for another one.
+        layer: the layer whose FFN's input it reads.
+        codes: the languages, in the order of the rows.
+        weight_Rh, bias_R: the rows.
+        left_out: for each anchor, the logits `[T, R]` of its tokens by the fit without it (its fold's rows are minus
+            infinity), and the lengths of its texts and their beginnings before the language's own tokens.
     """
 
+    layer: int
+    codes: list[str]
+    weight_Rh: torch.Tensor
+    bias_R: torch.Tensor
+    left_out: dict[str, "Scored"]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The logits `[T, R]` of a language's texts, one after the other, and `[M, 3]` each text's length, the first of the
+    language's own tokens, and the end of these."""
+
+    logits_TR: torch.Tensor
+    spans_M3: torch.Tensor
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], logits_TR: torch.Tensor) -> "Scored":
+        return cls(logits_TR, torch.tensor([[len(e.ids), e.start, e.end] for e in examples]))
+
+    def shares(
+        self, order: torch.Tensor, sizes: Sequence[int], bias: float, settings: GateSettings
+    ) -> dict[Any, float]:
+        """The share of the language's own tokens that new experts take: of all (key 0), of each text's first ones, and
+        of its texts as a whole, judged by their end (key `"end"`).
+
+        Args:
+            order: the rows by class; `sizes` of each class.
+        """
+        lengths = self.spans_M3[:, 0].tolist()
+        log_odds_TE = class_log_odds(self.logits_TR.float()[:, order], sizes) - bias
+        evidence_TE = bounded_evidence(log_odds_TE, settings.bound)
+        evidence_MSE = pad_sequence(list(evidence_TE.split(lengths)), batch_first=True)
+        place_S = torch.arange(evidence_MSE.shape[1])
+        text_MS, own_MS = place_S < self.spans_M3[:, :1], place_S >= self.spans_M3[:, 1:2]
+        own_MS &= place_S < self.spans_M3[:, 2:]
+        starts_MS = (place_S == 0).expand_as(text_MS)
+        called_MS = classes_of_sums(window_sums(evidence_MSE, text_MS, starts_MS, settings.window)) > 0
+        first_MS = own_MS.cumsum(1)
+        shares: dict[Any, float] = {0: _share(called_MS, own_MS)}
+        shares |= {n: _share(called_MS, own_MS & (first_MS <= n)) for n in POSITIONS}
+        last_M1 = self.spans_M3[:, 2:] - 1
+        return shares | {"end": float(called_MS.gather(1, last_M1).float().mean())}
+
+
+def _share(called_MS: torch.Tensor, counted_MS: torch.Tensor) -> float:
+    return float((called_MS & counted_MS).sum() / counted_MS.sum())
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """Where tokens go by a fitted gate: shares of tokens that new experts take.
+
+    Attributes:
+        layer: the gate's layer.
+        unseen_share: the promise.
+        bias: the bias that keeps it, in nats.
+        unseen: each anchor language, when it is left out of the fit.
+        named: anchor languages outside the promise, each with the new language that it is taken for.
+        new: each new language, on text that is left out of the fit: of all tokens (key 0), of the first ones of a text
+            (`POSITIONS`), and of texts judged by their end (`"end"`).
+        home: the base's own languages, on their text.
+        doubts: languages most of whose text the gate takes for another one.
+    """
+
+    layer: int
     unseen_share: float
+    bias: float
     unseen: dict[str, float]
     named: dict[str, str]
-    new: dict[str, dict[int, float]]
+    new: dict[str, dict[Any, float]]
     home: dict[str, float]
     doubts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def passing(self) -> float:
+        """The share of new text that passes, the mean over languages."""
+        return sum(shares[0] for shares in self.new.values()) / len(self.new)
+
+    @property
+    def holds(self) -> bool:
+        """Whether no more anchors are outside the promise than may be, and new text passes."""
+        return len(self.named) <= most_named(self.unseen) and max(shares[0] for shares in self.new.values()) >= _PASSING
 
     def lines(self) -> list[str]:
         """The lines that the command line prints."""
@@ -76,219 +153,180 @@ class GateReport:
         worst = sorted(shown, key=lambda code: -self.unseen[code])[:3]
         mean = sum(self.unseen[code] for code in shown) / max(len(shown), 1)
         lines = [
+            f"gate               in layer {self.layer}, for it and all later layers",
             f"unseen languages   {100 * mean:.1f} % of their tokens go to new experts, left out of the fit in turn "
-            f"({len(shown)} languages; most: {', '.join(f'{code} {100 * self.unseen[code]:.1f} %' for code in worst)})"
+            f"({len(shown)} languages; most: {', '.join(f'{code} {100 * self.unseen[code]:.1f} %' for code in worst)})",
         ]
         lines += [
             f"{code:<18} is taken for {other}: {100 * self.unseen[code]:.0f} % of its tokens went to new experts when "
-            "the gates had not seen it; outside the promise"
+            "the gate had not seen it; outside the promise"
             for code, other in self.named.items()
         ]
         if self.home:
             home_shares = ", ".join(f"{code} {100 * share:.1f} %" for code, share in self.home.items())
             lines.append(f"old languages      {home_shares} of their tokens go to new experts")
         for code, shares in self.new.items():
-            first_shares = ", ".join(f"of the first {n}: {100 * share:.0f} %" for n, share in shares.items() if n)
-            lines.append(f"{code:<18} {100 * shares[0]:.0f} % of its tokens go to new experts ({first_shares})")
+            first_shares = ", ".join(f"of the first {n}: {100 * shares[n]:.0f} %" for n in POSITIONS)
+            lines.append(
+                f"{code:<18} {100 * shares[0]:.0f} % of its tokens go to new experts ({first_shares}); "
+                f"{100 * shares['end']:.0f} % of its texts, judged by their end"
+            )
         lines += [f"{code:<18} its text looks like {other}: check it" for code, other in self.doubts.items()]
         return lines
 
 
 @torch.no_grad()
-def fit_rows(
+def fit_gate(
     model: Any,
     examples: Mapping[str, Sequence[Example]],
     classes: Mapping[str, int],
     anchors: Sequence[str],
-    rule: PrefixRule | None,
-    unseen_share: float,
-) -> tuple[Gates, GateReport]:
-    """Gates of a model's expanded layers (all layers of a dense one), and where they send tokens.
-
-    All text is read twice, by the base's experts alone and by an expansion's: until a gate is sure of a new language,
-    the layers before it run the base, and where one errs, the layers after it must not follow.
+    settings: GateSettings,
+    layers: Sequence[int],
+) -> tuple[FittedGate, GateReport]:
+    """The gate of a model, dense or expanded, and where it sends tokens.
 
     Args:
         examples: text of each language.
         classes: the class of each language; 0 for anchors too.
         anchors: the languages that are left out of the fit in turn.
-        rule: None fits gates that judge single tokens.
+        layers: the layers in which it may stand.
+
+    Raises:
+        InputError: no layer keeps the promise and lets new text pass; the message gives the best one's figures.
     """
     model.eval()
-    config = model.config.get_text_config(decoder=True)
-    layers = list(model.expanded_ffns() if hasattr(model, "expanded_ffns") else range(config.num_hidden_layers))
-    order = sorted(examples, key=lambda code: classes[code])  # rows by class
+    order = sorted(examples, key=lambda code: classes[code])
     new = [code for code in order if classes[code]]
     fitted = {code: held_out(examples[code])[0] if classes[code] else list(examples[code]) for code in order}
-    again = {code: fitted[code] if classes[code] else fitted[code][::2] for code in order}
     scored = {code: held_out(examples[code])[1] for code in new}
-    told = {code: code if classes[code] else new[number % len(new)] for number, code in enumerate(order)}
-    template = {TEMPLATE: 0} if any(e.has_template for of in fitted.values() for e in of) else {}
-    rows = template | {code: classes[code] for code in order}
-    fit = _Fit(rows, list(anchors), rule, unseen_share)
-    tokens = 2 * sum(len(e.ids) for of_language in examples.values() for e in of_language)
-    room = _OF_MEMORY * (device_memory() or _BYTES / _OF_MEMORY)
-    at_once = max(1, int(room / (4 * tokens * config.hidden_size)))
-    results: dict[int, _OfLayer] = {}
-    with tqdm(total=len(layers), desc="fit gates", unit="layer") as bar:
-        for start in range(0, len(layers), at_once):
-            chosen = layers[start : start + at_once]
-            readings = [
-                {code: _read(model, some[code], chosen, experts.get(code)) for code in some}
-                for some, experts in ((fitted, {}), (again, told), (scored, told))
-            ]
-            for layer in chosen:
-                results[layer] = fit.layer(*({code: of.pop(layer) for code, of in some.items()} for some in readings))
-                bar.update()
-    languages = [[code for code in rows if rows[code] == number] for number in range(fit.count)]
-    weights = {(layer, "classifier.weight"): one.weight_Rh for layer, one in results.items()}
-    biases = {(layer, "classifier.bias"): one.bias_R for layer, one in results.items()}
-    return Gates(languages, weights | biases, rule), _report(list(results.values()), unseen_share)
+    codes = ([TEMPLATE] if any(e.has_template for of in fitted.values() for e in of) else []) + order
+    tried: list[tuple[FittedGate, GateReport]] = []
+    with tqdm(total=len(examples) + len(new) + len(layers), desc="fit the gate", unit="step") as bar:
+        states = {code: _read(model, fitted[code], layers, bar) for code in order}
+        held = {code: _read(model, scored[code], layers, bar) for code in new}
+        for layer in layers:
+            texts = {code: (fitted[code], of_layers.pop(layer)) for code, of_layers in states.items()}
+            gate = _fitted(layer, codes, texts, anchors)
+            of_new = {code: (scored[code], of_layers.pop(layer)) for code, of_layers in held.items()}
+            tried.append((gate, report_of(gate, {**dict.fromkeys(codes, 0), **classes}, settings, texts, of_new)))
+            bar.update()
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+
+    def worth(of: tuple[FittedGate, GateReport]) -> float:
+        return of[1].passing * (1 - LEARNED_LESS * of[0].layer / count)
+
+    best = max(tried, key=lambda of: (of[1].holds, worth(of)))
+    if not best[1].holds:
+        report = best[1]
+        raise InputError(
+            f"gates: none of the layers {', '.join(map(str, layers))} keeps unseen_share {settings.unseen_share:g} and "
+            f"lets new text pass: in the best, layer {report.layer}, {100 * report.passing:.1f} % of a new language's "
+            f"tokens reach new experts, and {len(report.named)} of {len(report.unseen)} unseen languages go astray. "
+            "Raise unseen_share, or give more text of the new languages; the base may not tell them from its own."
+        )
+    return best
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A language's texts in one layer: `states` has the tokens of all examples, one after the other."""
-
-    examples: Sequence[Example]
-    states_Th: torch.Tensor
-
-    def _marked(self, belongs: Callable[[Example, int], bool]) -> torch.Tensor:
-        marks = [belongs(example, place) for example in self.examples for place in range(len(example.ids))]
-        return torch.tensor(marks, device=self.states_Th.device)
-
-    @property
-    def own_T(self) -> torch.Tensor:
-        return self._marked(lambda example, place: example.start <= place < example.end)
-
-    @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, h]` each: the language's tokens, to the end of the text, and the template's before them."""
-        own_T = self._marked(lambda example, place: place >= example.start)
-        before_T = self._marked(lambda example, place: example.has_template and place < example.start)
-        return self.states_Th[own_T], self.states_Th[before_T]
-
-    def logits(self, weight_Rh: torch.Tensor, bias_R: torch.Tensor) -> torch.Tensor:
-        """`[T, R]`, of the language's own tokens."""
-        return self.states_Th[self.own_T].float() @ weight_Rh.T + bias_R
+def most_named(anchors: Collection[str]) -> int:
+    """How many anchors may be outside the promise."""
+    return max(1, int(_MOST_NAMED * len(anchors)))
 
 
-@dataclass(frozen=True)
-class _OfLayer:
-    weight_Rh: torch.Tensor
-    bias_R: torch.Tensor
-    unseen: dict[str, float]
-    home: dict[str, float]
-    new: dict[str, dict[int, float]]
-    taken_for: dict[str, str]  # by language, the language whose row its text gets most
-    nearest: dict[str, str]  # by anchor, the new language that its text is most like when it is left out
+_Texts = Mapping[str, tuple[Sequence[Example], torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """What the fits of all layers share; `rows` are the languages with their classes, in order."""
+def candidates(layers: Sequence[int], count: int) -> list[int]:
+    """The layers of the first third of `count` in which the gate is tried: a few, evenly spread, of `layers`."""
+    early = [layer for layer in layers if 3 * layer < count] or list(layers[:1])
+    steps = min(_CANDIDATES, len(early))
+    return sorted({early[len(early) - 1 - number * len(early) // steps] for number in range(steps)})
 
-    rows: dict[str, int]
-    anchors: list[str]
-    rule: PrefixRule | None
-    unseen_share: float
 
-    @property
-    def count(self) -> int:
-        return max(self.rows.values()) + 1
+def _fitted(layer: int, codes: list[str], texts: _Texts, anchors: Sequence[str]) -> FittedGate:
+    parts = {code: _marked(*of_code) for code, of_code in texts.items()}
+    if codes[0] == TEMPLATE:
+        parts[TEMPLATE] = torch.cat([_marked(*of_code, before=True) for of_code in texts.values()])
+    left_out: dict[str, Scored] = {}
+    for fold in filter(None, (anchors[start::FOLDS] for start in range(FOLDS))):
+        rows = [number for number, code in enumerate(codes) if code not in fold]
+        weight, bias = _regression([parts[codes[row]] for row in rows])
+        for code in fold:
+            examples, states_Th = texts[code]
+            logits_TR = torch.full((len(states_Th), len(codes)), float("-inf"))
+            logits_TR[:, rows] = (states_Th.float() @ weight.T + bias).cpu()
+            left_out[code] = Scored.of(examples, logits_TR)
+    weight, bias = _regression([parts[code] for code in codes])
+    return FittedGate(layer, codes, weight.cpu(), bias.cpu(), left_out)
 
-    def layer(self, texts: Mapping[str, _Text], also: Mapping[str, _Text], held: Mapping[str, _Text]) -> _OfLayer:
-        """The gate of one layer.
 
-        Args:
-            texts: each language's text, read by the base.
-            also: the same, read by an expansion's experts.
-            held: new languages' text that is left out of the fit, read by their experts.
-        """
-        halves = {code: [text.parts for text in (texts[code], also[code])] for code in texts}
-        parts = {code: [own for own, _ in of_language] for code, of_language in halves.items()}
-        if TEMPLATE in self.rows:
-            parts = {TEMPLATE: [torch.cat([of[n][1] for of in halves.values()]) for n in (0, 1)]} | parts
-        evidence: dict[str, torch.Tensor] = {}
-        nearest: dict[str, str] = {}
-        for fold in filter(None, (self.anchors[start::FOLDS] for start in range(FOLDS))):
-            rows = {code: number for code, number in self.rows.items() if code not in fold}
-            new = [row for row, number in enumerate(rows.values()) if number]
-            weight, bias = self._regression({code: parts[code] for code in rows})
-            for code in fold:
-                evidence[code] = self._evidence(texts[code], weight, bias, rows)
-                nearest[code] = list(rows)[new[int(texts[code].logits(weight, bias)[:, new].mean(0).argmax())]]
-        weight, bias = self._regression(parts)
-        shift, unseen = self._bias(evidence, texts)
-        bias = bias - shift * torch.tensor(list(self.rows.values()), device=bias.device).gt(0)
+def report_of(
+    gate: FittedGate, classes: Mapping[str, int], settings: GateSettings, texts: _Texts | None = None,
+    held: _Texts | None = None,
+) -> GateReport:  # fmt: skip
+    """The bias that keeps the promise for these classes, and where tokens go at it.
 
-        def shares(text: _Text) -> dict[int, float]:
-            return self._called_new(self._evidence(text, weight, bias, self.rows), text, 0.0)
+    Args:
+        texts: the text that was fitted on, by language, with its hidden states in the gate's layer.
+        held: the same of new languages, left out of the fit.
+    """
+    order, sizes = by_class(gate.codes, classes)
+    home = {code for code in gate.left_out if not classes.get(code, 0)}
 
-        def taken_for(text: _Text) -> str:
-            best_T = text.logits(weight, bias).argmax(-1)
-            return list(self.rows)[int(best_T.bincount(minlength=len(self.rows)).argmax())]
+    def unseen(bias: float) -> dict[str, float]:
+        return {code: gate.left_out[code].shares(order, sizes, bias, settings)[0] for code in sorted(home)}
 
-        home = [code for code in texts if not self.rows[code] and code not in self.anchors]
-        return _OfLayer(
-            weight.cpu(), bias.cpu(), unseen, {code: shares(texts[code])[0] for code in home},
-            {code: shares(text) for code, text in held.items()},
-            {code: taken_for(text) for code, text in texts.items()}, nearest,
-        )  # fmt: skip
+    def holds(shares: Mapping[str, float]) -> bool:
+        return sum(share > settings.unseen_share for share in shares.values()) <= most_named(shares)
 
-    def _regression(self, parts: Mapping[str, Sequence[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[R, h]` and `[R]`: the rows of the languages in `parts`, in their order."""
-        x_Th = torch.cat([states for of_language in parts.values() for states in of_language]).float()
-        of_T = [(row, len(s), len(of)) for row, of in enumerate(parts.values()) for s in of]
-        row_T = torch.cat([torch.full((size,), row) for row, size, _ in of_T]).to(x_Th.device)
-        # Languages count alike, and each reading of a language's text.
-        share_T = torch.cat([torch.full((size,), 1 / (size * readings)) for _, size, readings in of_T]).to(x_Th.device)
-        return softmax_regression(x_Th, row_T, share_T / len(parts), len(parts))
+    low, high = -_WIDEST, _WIDEST
+    while high - low > 0.02:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(unseen(middle)) else (middle, high)
+    at_bias = unseen(high)
 
-    def _evidence(self, text: _Text, weight: torch.Tensor, bias: torch.Tensor, rows: Mapping[str, int]) -> torch.Tensor:
-        """`[T, E]`: each token's log-odds of each class against class 0."""
-        logits_TR = text.states_Th.float() @ weight.T + bias
-        numbers = torch.tensor(list(rows.values()), device=bias.device)
-        of_classes = [logits_TR[:, numbers == number].logsumexp(-1) for number in range(self.count)]
-        return torch.stack(of_classes[1:], -1) - of_classes[0].unsqueeze(-1)
+    def scored(examples: Sequence[Example], states_Th: torch.Tensor) -> Scored:
+        return Scored.of(examples, (states_Th.float() @ gate.weight_Rh.T.to(states_Th.device)).cpu() + gate.bias_R)
 
-    def _called_new(self, evidence_TE: torch.Tensor, text: _Text, bias: float) -> dict[int, float]:
-        """The share of a language's own tokens that new experts take: of all (key 0), and of each text's first ones."""
-        lengths = [len(example.ids) for example in text.examples]
-        raw_MSE = pad_sequence(list((evidence_TE - bias).split(lengths)), batch_first=True)
-        own_MS = pad_sequence(list(text.own_T.split(lengths)), batch_first=True)
-        if self.rule is not None:
-            bounded_MSE = self.rule.bound * (raw_MSE / self.rule.bound).tanh()  # padding stands behind the text
-            raw_MSE = running_sums(bounded_MSE, torch.full_like(raw_MSE[..., 0], self.rule.decay))
-        new_MS = (raw_MSE > 0).any(-1) & own_MS
-        place_MS = own_MS.cumsum(1)
-        shares = {0: float(new_MS.sum() / own_MS.sum())}
-        return shares | {
-            n: float((new_MS & (place_MS <= n)).sum() / (own_MS & (place_MS <= n)).sum()) for n in POSITIONS
-        }
+    named = {}
+    for code, share in at_bias.items():
+        if share > settings.unseen_share:
+            mean_R = gate.left_out[code].logits_TR.float().mean(0)
+            named[code] = max((c for c in gate.codes if classes.get(c, 0)), key=lambda c: mean_R[gate.codes.index(c)])
+    old, doubts = {}, {}
+    for code, of_code in (texts or {}).items():
+        if not classes.get(code, 0) and code not in gate.left_out:
+            old[code] = scored(*of_code).shares(order, sizes, high, settings)[0]
+        most = gate.codes[int(scored(*of_code).logits_TR.argmax(-1).mode().values)]
+        if most != code:
+            doubts[code] = most
+    new = {code: scored(*of_code).shares(order, sizes, high, settings) for code, of_code in (held or {}).items()}
+    return GateReport(gate.layer, settings.unseen_share, high, at_bias, named, new, old, doubts)
 
-    def _bias(self, evidence: Mapping[str, torch.Tensor], texts: Mapping[str, _Text]) -> tuple[float, dict[str, float]]:
-        """The smallest bias that keeps the promise, to a hundredth of a nat, and each language's share at it.
 
-        A language that takes most of what all take is left out: it is a near relative of a new one."""
-        named: list[str] = []
+def by_class(codes: Sequence[str], classes: Mapping[str, int]) -> tuple[torch.Tensor, list[int]]:
+    """The rows in the order of their classes, and how many each class has."""
+    numbers = [classes.get(code, 0) for code in codes]
+    order = sorted(range(len(codes)), key=numbers.__getitem__)
+    return torch.tensor(order), [numbers.count(number) for number in range(max(numbers) + 1)]
 
-        def shares(bias: float) -> dict[str, float]:
-            return {code: self._called_new(evidence_TE, texts[code], bias)[0] for code, evidence_TE in evidence.items()}
 
-        while True:
-            low, high = -_WIDEST, _WIDEST
-            while high - low > 0.01:
-                middle = (low + high) / 2
-                of_promise = [share for code, share in shares(middle).items() if code not in named]
-                holds = sum(of_promise) <= self.unseen_share * len(of_promise)
-                low, high = (low, middle) if holds else (middle, high)
-            unseen = shares(high)
-            rest = {code: share for code, share in unseen.items() if code not in named}
-            most = max(rest, key=rest.__getitem__, default="")
-            if len(named) + 1 > _MOST_NAMED * len(unseen) or rest[most] <= _OF_ALL * sum(rest.values()):
-                return high, unseen
-            named.append(most)
+def _marked(examples: Sequence[Example], states_Th: torch.Tensor, before: bool = False) -> torch.Tensor:
+    """The states of the tokens from the language's own to the end of each text or, with `before`, of the template's."""
+    marks = [
+        (example.has_template and place < example.start) if before else place >= example.start
+        for example in examples
+        for place in range(len(example.ids))
+    ]
+    return states_Th[torch.tensor(marks, device=states_Th.device)]
+
+
+def _regression(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[R, h]` and `[R]`: the rows that tell the parts apart, each part counting alike."""
+    x_Th = torch.cat(list(parts)).float()
+    row_T = torch.cat([torch.full((len(part),), row) for row, part in enumerate(parts)]).to(x_Th.device)
+    share_T = torch.cat([torch.full((len(part),), 1 / (len(part) * len(parts))) for part in parts]).to(x_Th.device)
+    return softmax_regression(x_Th, row_T, share_T, len(parts))
 
 
 def softmax_regression(
@@ -317,49 +355,27 @@ def softmax_regression(
     return weight_Rh, bias_R.detach() - weight_Rh @ mean_h
 
 
-def _read(model: Any, examples: Sequence[Example], layers: Sequence[int], language: str | None) -> dict[int, _Text]:
-    """By layer, the examples with the inputs of the FFN, read by a language's experts or, without one, by the base's; a
-    dense model has no others."""
+class _Enough(Exception):
+    """Ends a forward pass once the last layer that is read has been read."""
+
+
+def _read(model: Any, examples: Sequence[Example], layers: Sequence[int], bar: Any) -> dict[int, torch.Tensor]:
+    """By layer, the inputs of the FFN at the tokens of all examples, `[T, h]`, as the base alone computes them."""
     by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
     def receive(layer: int, states_Th: torch.Tensor) -> None:
         if layer in by_layer:
-            by_layer[layer].append(states_Th)
+            by_layer[layer].append(states_Th.half() if states_Th.abs().max() < 6e4 else states_Th)
+        if layer == layers[-1]:
+            raise _Enough
 
     # Texts of like lengths together, so that there is little padding.
     order = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
     sizes = [len(examples[number].ids) for number in order]
-    experts: AbstractContextManager = nullcontext()
-    if hasattr(model, "use_expert"):
-        experts = model.use_expert(0) if language is None else model.use_languages(language)
-    with experts:
-        read_inputs(model, padded_batches([examples[number].ids for number in order], _BATCH), receive)
+    for batch in padded_batches([examples[number].ids for number in order], _BATCH):
+        with suppress(_Enough), model.use_expert(0) if hasattr(model, "use_expert") else nullcontext():
+            read_inputs(model, [batch], receive)
+    bar.update()
     back = sorted(range(len(order)), key=order.__getitem__)
     pieces = {layer: torch.cat(states).split(sizes) for layer, states in by_layer.items()}
-    return {layer: _Text(examples, torch.cat([of[number] for number in back])) for layer, of in pieces.items()}
-
-
-def _report(layers: Sequence[_OfLayer], unseen_share: float) -> GateReport:
-    def mean(shares: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-        return {key: sum(share[key] for share in shares) / len(shares) for key in shares[0]}
-
-    unseen = mean([layer.unseen for layer in layers])
-    new = {code: mean([layer.new[code] for layer in layers]) for code in layers[0].new}
-    passing = max(shares[0] for shares in new.values())
-    if passing < 0.1:
-        raise InputError(
-            f"gates: no bias keeps unseen_share {unseen_share:g} and lets new text pass: with it {100 * passing:.1f} % "
-            "of a new language's tokens reach new experts, at most. Raise unseen_share, or give more text of the new "
-            "languages; the base may not tell them from its own."
-        )
-    named = {
-        code: max(new, key=lambda other: sum(layer.nearest[code] == other for layer in layers))
-        for code, share in unseen.items()
-        if share > 10 * unseen_share
-    }
-    doubts = {}
-    for code in layers[0].taken_for:
-        ((most, times),) = Counter(layer.taken_for[code] for layer in layers).most_common(1)
-        if most != code and times > len(layers) / 2:
-            doubts[code] = most
-    return GateReport(unseen_share, unseen, named, new, mean([layer.home for layer in layers]), doubts)
+    return {layer: torch.cat([of[number] for number in back]) for layer, of in pieces.items()}

@@ -1,21 +1,31 @@
-"""Fits the gates of an expanded checkpoint: home unless recognised."""
+"""Fits the language gate of a checkpoint, or of a dense base before anything is trained: home unless recognised."""
 
+import hashlib
+import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
 from ..anchors import shipped_anchors, shipped_sentences
-from ..checkpoint.gates import Gates, check_gated, write_gates
+from ..checkpoint.expansion_only import sha256_of
+from ..checkpoint.gates import Gate, check_gated, gated, write_gate
 from ..checkpoint.source import resolve_checkpoint
+from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
-from ..errors import InputError
-from ..modeling.prefix_gate import PrefixRule
+from ..errors import InputError, first_line
+from ..modeling import LayerMoEConfig
+from ..modeling.language_gate import GateRule
 from ..models import check_decoder, load_for_inference, longest_block, model_name
 from ..records import History, StageRecord
+from ..scratch import new_file
 from ..settings import GateSettings
-from .gate_fit import GateReport, fit_rows
+from .gate_fit import FittedGate, GateReport, Scored, by_class, candidates, fit_gate, report_of
 from .gate_text import gate_examples
 
 _BLOCK = 256
@@ -23,7 +33,7 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class GatingReport:
-    """Result of `fit_gates`."""
+    """Result of `fit_gates` and `fit_base_gate`."""
 
     out: Path
     gates: GateReport
@@ -45,10 +55,11 @@ def fit_gates(
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> GatingReport:
-    """Writes an expanded checkpoint with gates that send home what they do not recognise.
+    """Writes an expanded checkpoint with a gate that sends home what it does not recognise.
 
-    The gates are fitted on frozen hidden states, without a gradient through the model, and take the place of all
-    classifiers and gates that the checkpoint has. A language that is neither in `texts` nor in `anchors` goes home too.
+    The gate is fitted on frozen hidden states of the base, without a gradient through the model, and takes the place of
+    all classifiers and gates that the checkpoint has, those of an earlier version too. A language that is neither in
+    `texts` nor in `anchors` goes home too.
 
     Args:
         texts: documents of the model's own languages: every new one, and old ones as far as there is text.
@@ -56,26 +67,132 @@ def fit_gates(
             in some sixty languages without the model's.
 
     Raises:
-        InputError: the checkpoint takes no gates, a new language has no text, a language has fewer than 100 tokens, an
-            anchor language is one of the model's new ones, or no bias keeps the promise of `settings.unseen_share`.
+        InputError: the checkpoint takes no gate, a new language has no text, a language has fewer than 100 tokens, an
+            anchor language is one of the model's new ones, or no layer keeps the promise of `settings.unseen_share`.
     """
     settings = settings or GateSettings()
-    config = check_gated(model)
-    check_output(out, overwrite, resolve_checkpoint(model, weights=False))
-    chosen = check_languages(History.of(config).classes, texts, anchors)
-    loaded, tokenizer = load_for_inference(model)
-    gates, report = fitted(loaded, tokenizer, texts, chosen, settings)
-    del loaded
-    record = StageRecord(
-        stage="gates", seed=seed,
-        settings={
-            "anchors": sorted(chosen), "unseen_share": settings.unseen_share, "tokens": settings.tokens,
-            "shares": {code: {str(n): round(share, 4) for n, share in of.items()} for code, of in report.new.items()},
-            "home": {code: round(share, 4) for code, share in report.home.items()}, "named": report.named,
-        },
-    )  # fmt: skip
-    write_gates(model, out, gates, record, max_shard_size=max_shard_size, overwrite=overwrite)
+    with gated(model) as folder:
+        config = check_gated(folder)
+        check_output(out, overwrite, resolve_checkpoint(model))
+        classes = History.of(config).classes
+        chosen = check_languages(classes, texts, anchors)
+        loaded, tokenizer = load_for_inference(folder)
+        gate, report = fitted(loaded, tokenizer, texts, chosen, settings, classes)
+        del loaded
+        record = StageRecord(
+            stage="gates", seed=seed,
+            settings={
+                "anchors": sorted(chosen), "layer": report.layer, "unseen_share": settings.unseen_share,
+                "tokens": settings.tokens, "home": {code: round(share, 4) for code, share in report.home.items()},
+                "shares": {code: {str(n): round(one, 4) for n, one in of.items()} for code, of in report.new.items()},
+                "named": report.named,
+            },
+        )  # fmt: skip
+        made = gate_of(gate, classes, report.bias, settings)
+        write_gate(folder, out, made, record, max_shard_size=max_shard_size, overwrite=overwrite)
     return GatingReport(Path(out), report, sorted(chosen))
+
+
+def fit_base_gate(
+    base: str | os.PathLike,
+    out: str | os.PathLike,
+    texts: Mapping[str, Iterable[str]],
+    new: Collection[str],
+    anchors: Mapping[str, Iterable[str]] | None = None,
+    settings: GateSettings | None = None,
+    *,
+    revision: str | None = None,
+    overwrite: bool = False,
+) -> GatingReport:
+    """Fits the gate of a dense base before it is expanded, and writes it to a file for `expand_checkpoint`.
+
+    The file keeps a row for each language and the logits of each anchor by a fit without it, from which the bias
+    follows for any choice of new languages.
+
+    Args:
+        out: the file to write, `.safetensors`.
+        texts: documents of the new languages, and of old ones as far as there is text.
+        new: the languages by which the layer is chosen.
+
+    Raises:
+        InputError: see `fit_gates`.
+    """
+    settings = settings or GateSettings()
+    if Path(out).exists() and not overwrite:
+        raise InputError(f"{out}: exists already; give another name, or --overwrite.")
+    classes = {code: int(code in new) for code in texts}
+    if missing := [code for code in new if code not in texts]:
+        raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
+    if not new:
+        raise InputError("gates: name the languages of --data that will be new, by which the gate's layer is chosen.")
+    chosen = check_languages(classes, texts, anchors)
+    stored = StoredModel(base, revision=revision)
+    model, tokenizer = load_for_inference(base, revision)
+    check_decoder(model.config, model_name(model), "a language gate")
+    gate, report = fitted(model, tokenizer, texts, chosen, settings, classes)
+    facts = {
+        "layer": gate.layer, "codes": gate.codes, "settings": settings.model_dump(), "new": sorted(new),
+        "base": base_hash(stored, gate.layer),
+    }  # fmt: skip
+    tensors = {"weight": gate.weight_Rh, "bias": gate.bias_R}
+    for code, scored in gate.left_out.items():
+        tensors |= {f"logits.{code}": scored.logits_TR.half(), f"spans.{code}": scored.spans_M3.int()}
+    with new_file(Path(out)) as partial:
+        partial.write_bytes(save(tensors, metadata={"gate": json.dumps(facts)}))
+    return GatingReport(Path(out), report, sorted(chosen))
+
+
+def gate_from_file(file: str | os.PathLike, stored: StoredModel, new: Collection[str]) -> tuple[Gate, GateReport]:
+    """The gate of a file of `fit_base_gate`, for a base and its new languages.
+
+    Raises:
+        InputError: the file is broken, was fitted on another base, or has no row for a new language; or the gate lets
+            too many unseen languages pass as these.
+    """
+    try:
+        with safe_open(str(file), "pt") as opened:
+            facts = json.loads(opened.metadata()["gate"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
+        settings = GateSettings(**facts["settings"])
+        left_out = {
+            name.removeprefix("logits."): Scored(tensors[name].float(), tensors[f"spans.{name[7:]}"].long())
+            for name in tensors
+            if name.startswith("logits.")
+        }
+        gate = FittedGate(int(facts["layer"]), list(facts["codes"]), tensors["weight"], tensors["bias"], left_out)
+    except Exception as error:  # a broken file raises many types
+        raise InputError(f"{file}: is no file of a gate ({first_line(error)}): write one with `gates BASE`.") from None
+    if facts["base"] != base_hash(stored, gate.layer):
+        raise InputError(
+            f"{file}: was fitted on another base than {stored.name}, or on other weights: fit the gate of this base."
+        )
+    if missing := [code for code in new if code not in gate.codes]:
+        raise InputError(f"{file}: has no row for {', '.join(missing)}: fit the gate with text in each new language.")
+    classes = dict.fromkeys(new, 1)
+    report = report_of(gate, classes, settings)
+    return gate_of(gate, classes, report.bias, settings), report
+
+
+def base_hash(stored: StoredModel, layer: int) -> str:
+    """The SHA-256 of all tensors that a gate in this layer reads the work of: those outside the list of layers, and
+    those of its layers up to this one."""
+    prefix = f"{layer_list(stored.network)}."
+    hashes = []
+    for key in sorted(stored.tensors):
+        number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
+        if not number.isdigit() or int(number) <= layer:
+            hashes += [sha256_of(one) for one in stored.in_files(key)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def gate_of(gate: FittedGate, classes: Mapping[str, int], bias: float, settings: GateSettings) -> Gate:
+    """The gate for these classes, whose later rows lose the bias."""
+    order, sizes = by_class(gate.codes, classes)
+    codes = iter(gate.codes[row] for row in order.tolist())
+    languages = [[next(codes) for _ in range(size)] for size in sizes]
+    is_new = torch.arange(len(order)) >= sizes[0]
+    rule = GateRule(gate.layer, languages, settings.bound, settings.window)
+    return Gate(rule, gate.weight_Rh[order], gate.bias_R[order] - bias * is_new)
 
 
 def check_languages(
@@ -93,7 +210,7 @@ def check_languages(
             "that is not new as an anchor (--anchors; `anchors` in a recipe)."
         )
     if missing := [code for code, number in classes.items() if number and code not in texts]:
-        raise InputError(f"gates: no text in {', '.join(missing)}, which the gates shall recognise: give some.")
+        raise InputError(f"gates: no text in {', '.join(missing)}, which the gate shall recognise: give some.")
     if anchors is None:
         return dict(shipped_anchors(leave_out=list(classes)))
     if new := [code for code in anchors if classes.get(code)]:
@@ -112,25 +229,42 @@ def fitted(
     texts: Mapping[str, Iterable[str]],
     anchors: Mapping[str, Iterable[str]],
     settings: GateSettings,
-    classes: Mapping[str, int] | None = None,
-) -> tuple[Gates, GateReport]:
-    """Gates for a loaded model, see `fit_gates`; the languages have the classes of its history, unless given."""
-    known = History.of(model.config).classes if classes is None else classes
+    classes: Mapping[str, int],
+) -> tuple[FittedGate, GateReport]:
+    """The gate of a loaded model, dense or expanded; see `fit_gates`.
+
+    Args:
+        classes: the class of each language.
+    """
     block = min(_BLOCK, longest_block(model.config) or _BLOCK)
+    layers = _layers(model, settings)
     examples = gate_examples(texts, tokenizer, settings.tokens, block)
     everyday = {code: lines for code in texts if (lines := shipped_sentences(code))}  # beside its own, as anchors are
     for code, more in gate_examples(everyday, tokenizer, settings.anchor_tokens, block).items():
         examples[code] += more
     examples |= gate_examples(anchors, tokenizer, settings.anchor_tokens, block)
-    rule = None if settings.state_free else PrefixRule(settings.decay, settings.bound)
-    numbers = {code: known.get(code, 0) if code in texts else 0 for code in examples}
-    return fit_rows(model, examples, numbers, list(anchors), rule, settings.unseen_share)
+    numbers = {code: classes.get(code, 0) if code in texts else 0 for code in examples}
+    return fit_gate(model, examples, numbers, list(anchors), settings, layers)
+
+
+def _layers(model: Any, settings: GateSettings) -> list[int]:
+    """The layers in which the gate may stand."""
+    config = model.config
+    count = config.get_text_config(decoder=True).num_hidden_layers
+    expanded = sorted(model.expanded_ffns()) if isinstance(config, LayerMoEConfig) else list(range(count))
+    if settings.layer is None:
+        return candidates(expanded, count)
+    if settings.layer not in expanded:
+        raise InputError(
+            f"gates: layer is {settings.layer}, but the gate stands in a layer with experts: {expanded[0]}.."
+            f"{expanded[-1]}."
+        )
+    return [settings.layer]
 
 
 def gates_of_base(model: Any, tokenizer: Any, texts: Mapping[str, Iterable[str]], new: Collection[str]) -> GateReport:
-    """Where gates would send tokens of old and `new` languages, by a dense base's hidden states, before anything is
+    """Where a gate would send tokens of old and `new` languages, by a dense base's hidden states, before anything is
     trained; refuses what `fit_gates` refuses."""
-    check_decoder(model.config, model_name(model), "gates")
+    check_decoder(model.config, model_name(model), "a language gate")
     classes = {code: int(code in new) for code in texts}
-    anchors = check_languages(classes, texts, None)
-    return fitted(model, tokenizer, texts, anchors, GateSettings(), classes)[1]
+    return fitted(model, tokenizer, texts, check_languages(classes, texts, None), GateSettings(), classes)[1]

@@ -18,16 +18,17 @@ from .. import __version__
 from ..errors import InputError
 from ..modeling import DMoEConfig, LayerMoEConfig, auto_class, decoder_ffns, language_models, model_class, stack_sizes
 from ..modeling.expanded_config import ExpandedConfig, ExpertKind
-from ..modeling.prefix_gate import PrefixRule
 from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..settings import LORA_ALPHA, LORA_RANK
+from .gates import Gate
 from .local import name_and_commit
 from .new_experts import check_kinds, chosen_kind, first_weight, recorded_init
 from .promises import check_architecture
+from .reader import TORCH_DTYPES
 from .source import COMPANIONS, check_base_config, differences, load_base_config, resolve_checkpoint
 from .stored import Place, StoredModel, network_of, places
-from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, made, write_checkpoint
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint
 
 _FEW = 5
 _PART = re.compile(r"(model\.)?[^.]+")
@@ -69,6 +70,7 @@ def expand_checkpoint(
     revision: str | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
+    gate: Gate | None = None,
 ) -> ExpansionReport:
     """Writes the expanded checkpoint of a dense one.
 
@@ -91,9 +93,11 @@ def expand_checkpoint(
         revision: revision of a hub id.
         max_shard_size: size of the largest weight file.
         overwrite: replace `out` if it exists.
+        gate: the language gate of this base (`gating.gate_from_file`), for the plan's languages.
 
     Raises:
-        InputError: the base cannot be expanded, the plan is for another model, or `out` cannot be written.
+        InputError: the base cannot be expanded, the plan is for another model or gives experts to layers below the
+            gate, or `out` cannot be written.
     """
     check_kinds(expert_init, expert_kind)
     folder = resolve_checkpoint(base, revision)
@@ -104,7 +108,10 @@ def expand_checkpoint(
     dense = StoredModel(folder, dense_config)
     kind = chosen_kind(dense.network, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense_config, plan, kind, conditional_routing=conditional_routing)
-    tensors = expanded_tensors(dense, config, expert_init, seed)
+    if gate is not None:
+        check_plan_of_gate(plan, gate.rule.layer)
+        gate.set_in(config)
+    tensors = expanded_tensors(dense, config, expert_init, seed, gate=gate)
     held = [dense[key] for key in dense.tensors]
     left_out = set(dense.reader.tensors) - {own.name for stored in held for own in (stored, *stored.parts.values())}
     base_parameters = sum(stored.numel for stored in held)
@@ -113,6 +120,7 @@ def expand_checkpoint(
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=commit, seed=seed,
         expert_init=recorded_init(kind, expert_init), base_parameters=base_parameters, parameters=parameters,
+        language_gate=config.language_gate,
     )  # fmt: skip
     History([record]).write(config)
     write_checkpoint(out, config, tensors, [(folder, COMPANIONS)], "expand", max_shard_size, overwrite)
@@ -223,6 +231,16 @@ def check_dense_plan(plan: Plan, dense_config: PreTrainedConfig, name: str | os.
     check_layers(plan, dense_config, name)
 
 
+def check_plan_of_gate(plan: Plan, layer: int) -> None:
+    """Refuses a plan for a gate in this layer that leaves the layer dense, or expands layers below it."""
+    counts = plan.experts_per_layer
+    if counts[layer] < 2 or max(counts[:layer], default=1) > 1:
+        raise InputError(
+            f"The gate stands in layer {layer}, below which no expert ever runs, but the plan has "
+            f"{plan.counts_in_words} experts: plan with --only-layers {layer}-{len(counts) - 1} (`only_layers`)."
+        )
+
+
 def planned_config(
     dense_config: PreTrainedConfig, plan: Plan, kind: ExpertKind | None = None, **fields: Any
 ) -> ExpandedConfig:
@@ -236,7 +254,7 @@ def planned_config(
             num_experts_per_layer=plan.experts_per_layer,
             classifier_layers=plan.classifier_layers,
             router_top_k=plan.top_k,
-            prefix_gate=plan.prefix_rule,
+            exclusive_experts=plan.exclusive,
             expert_kind=kind.name,
             **dict(zip(kind.names, kind.settings or [], strict=True)),
             **({"language_groups": plan.groups} if plan.groups else {}),
@@ -252,9 +270,10 @@ def expanded_tensors(
     expert_init: str,
     seed: int,
     own: Callable[[Place, str], OutputTensor] | None = None,
+    gate: Gate | None = None,
 ) -> list[OutputTensor]:
     """Every tensor of the expanded checkpoint. `own` makes those that the dense model has too, of their places and
-    names; by default they are copies."""
+    names; by default they are copies. `gate` has the rows of the language gate."""
     expanded, ffns = network_of(config), decoder_ffns(dense.network)
     outputs = []
     for name, place in places(expanded).items():
@@ -265,7 +284,11 @@ def expanded_tensors(
         if make is not None:
             # A router and the like have the type in which the layer's FFN is stored.
             like = place.dense or f"{ffn.name}.{next(inner for inner, _ in ffn.module.named_parameters())}"
-            outputs.append(made(name, dense[like].dtype, place.shape, make))
+            rows = None if gate is None else gate.rows.get((place.layer, place.inner))
+            dtype = dense[like].dtype
+            outputs.append(
+                made(name, dtype, place.shape, make) if rows is None else in_memory(name, rows.to(TORCH_DTYPES[dtype]))
+            )
         else:
             assert place.dense is not None, "`first_weight` makes what the dense model lacks"
             outputs += dense.copies(place.dense, name) if own is None else [own(place, name)]
@@ -313,8 +336,7 @@ def _plan_of(config: ExpandedConfig) -> Plan:
     method = "moe-lpr" if len(set(counts)) == 1 and not config.classifier_layers else "layer-moe"
     return Plan(
         "dmoe" if groups else method, counts, classifier_layers=config.classifier_layers or [],
-        top_k=config.router_top_k, groups=groups,
-        prefix_gate=PrefixRule.of(config),
+        top_k=config.router_top_k, groups=groups, exclusive=config.exclusive_experts,
     )  # fmt: skip
 
 
@@ -370,7 +392,7 @@ def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
         new_languages=plan.new or [code for code in grouped if code not in plan.old],
         experts_per_layer=plan.experts_per_layer,
         classifier_layers=plan.classifier_layers,
-        prefix_gate=plan.prefix_rule,
+        exclusive=plan.exclusive or None,
         versions=versions(),
         separability=plan.separability,
         **facts,

@@ -118,9 +118,9 @@ def _compare(
             others += expanded.copies(key)
             continue
         for stored, original, copied in zip(own, homes, expanded.copies(key), strict=True):
-            hashed = _sha256(original)
+            hashed = sha256_of(original)
             alike = (stored.dtype, stored.shape) == (original.dtype, original.shape)
-            if alike and _sha256(stored) == hashed:
+            if alike and sha256_of(stored) == hashed:
                 record[stored.name] = {"name": original.name, "sha256": hashed}
             else:
                 changed.append(stored)
@@ -128,7 +128,7 @@ def _compare(
     return record, others, changed
 
 
-def _sha256(tensor: StoredTensor) -> str:
+def sha256_of(tensor: StoredTensor) -> str:
     digest = hashlib.sha256()
     for piece in tensor.chunks():
         digest.update(piece)

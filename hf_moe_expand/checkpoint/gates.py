@@ -1,99 +1,131 @@
-"""Writes fitted gates into a checkpoint, in place of its classifiers; streamed, all other tensors byte for byte."""
+"""Writes a fitted language gate into a checkpoint, in place of its classifiers or gate. All is streamed, and all other
+tensors stay byte for byte."""
 
+import json
 import os
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, named_as
+from ..jsonfile import read_json
 from ..modeling import LayerMoEConfig, decoder_ffns
-from ..modeling.prefix_gate import PrefixRule
+from ..modeling.language_gate import GateRule
 from ..records import History, StageRecord
-from .packs import ROUTING, Rows
+from .packs import GATE_ROWS, Rows
 from .reader import TORCH_DTYPES
-from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
+from .source import COMPANIONS, OLD_GATES, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel
-from .writer import DEFAULT_SHARD_SIZE, check_output, in_memory, write_checkpoint
+from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
 
 # The fields of a configuration and of an expansion's record.
-GATE_FIELDS = ("classifier_layers", "prefix_gate", "gate_languages")
+GATE_FIELDS = ("classifier_layers", "language_gate")
 
 
 @dataclass(frozen=True)
-class Gates:
-    """Gates of several layers.
+class Gate:
+    """A language gate.
 
     Attributes:
-        languages: the languages of each class, in the order of the rows; class 0 stays home.
-        rows: weights `[R, h]` and biases `[R]`, by layer and inner name.
-        rule: how the gates judge the text so far; None if they judge single tokens.
+        rule: its layer, languages and numbers; the rows follow the order of `rule.languages`.
+        weight_Rh, bias_R: its rows.
     """
 
-    languages: list[list[str]]
-    rows: Rows
-    rule: PrefixRule | None
+    rule: GateRule
+    weight_Rh: torch.Tensor
+    bias_R: torch.Tensor
+
+    @property
+    def rows(self) -> Rows:
+        """Its tensors, by layer and inner name."""
+        weight, bias = ((self.rule.layer, inner) for inner in GATE_ROWS)
+        return {weight: self.weight_Rh, bias: self.bias_R}
+
+    def set_in(self, config: Any) -> None:
+        """Writes the gate into a configuration."""
+        config.classifier_layers, config.language_gate = [], asdict(self.rule)
+
+    def without_classes(self, gone: Collection[int]) -> "Gate":
+        """The gate without the rows of some classes; the later classes move up."""
+        classes = [number for number, codes in enumerate(self.rule.languages) for _ in codes]
+        rows = torch.tensor([row for row, number in enumerate(classes) if number not in gone])
+        languages = [codes for number, codes in enumerate(self.rule.languages) if number not in gone]
+        return Gate(replace(self.rule, languages=languages), self.weight_Rh[rows], self.bias_R[rows])
+
+
+@contextmanager
+def gated(model: str | os.PathLike) -> Iterator[Path]:
+    """The folder of a checkpoint that takes a gate. One with gates of an earlier version, which nothing else reads, is
+    shown without them."""
+    folder = resolve_checkpoint(model)
+    fields = read_json(folder / "config.json", "a configuration")
+    if any(fields.get(name) is not None for name in OLD_GATES):
+        with TemporaryDirectory() as scratch, named_as(scratch, folder):
+            for file in folder.iterdir():
+                if file.name != "config.json":
+                    (Path(scratch) / file.name).symlink_to(file.resolve())
+            left = {name: value for name, value in fields.items() if name not in OLD_GATES}
+            (Path(scratch) / "config.json").write_text(json.dumps({**left, "classifier_layers": []}), encoding="utf-8")
+            check_gated(scratch)
+            yield Path(scratch)
+    else:
+        check_gated(folder)
+        yield folder
 
 
 def check_gated(model: str | os.PathLike) -> Any:
-    """The configuration of a checkpoint that takes gates: not a DMoE's or an encoder-decoder's."""
+    """The configuration of a checkpoint that takes a gate: not a DMoE's or an encoder-decoder's."""
     config = load_expanded_config(resolve_checkpoint(model, weights=False))
     if not isinstance(config, LayerMoEConfig):
-        raise InputError(f"{model}: is a DMoE, which keeps no language of its base: gates have nothing to send home.")
+        raise InputError(f"{model}: is a DMoE, which keeps no language of its base: a gate has nothing to send home.")
     if config.is_encoder_decoder:
         raise InputError(
-            f"{model}: is an encoder-decoder: gates judge a text from its first token on (docs/encoder_decoder.md)."
+            f"{model}: is an encoder-decoder: a gate judges a text from its first token on (docs/encoder_decoder.md)."
         )
     return config
 
 
-def write_gates(
-    model: str | os.PathLike,
+def write_gate(
+    folder: Path,
     out: str | os.PathLike,
-    gates: Gates,
+    gate: Gate,
     record: StageRecord,
     *,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> Path:
-    """Writes an expanded checkpoint with these gates, and the step's `record` into its history."""
-    stored = StoredModel(model)
+    """Writes an expanded checkpoint with this gate, and the step's `record` into its history."""
+    stored = StoredModel(folder)
     check_output(out, overwrite, stored.folder)
     config: Any = stored.config
-    places = [ffn.place for ffn in decoder_ffns(stored.network)]
-    outputs = [one for key in stored.tensors if ".classifier." not in key for one in stored.copies(key)]
-    for (layer, inner), rows in gates.rows.items():
-        dtype = TORCH_DTYPES[stored[f"{places[layer]}.router.weight"].dtype]
-        outputs.append(in_memory(f"{places[layer]}.{inner}", rows.to(dtype)))
-    set_gates(config, gates)
+    judging = ("classifier.weight", *GATE_ROWS)
+    kept = [key for key in stored.tensors if stored.places[key].inner not in judging]
+    outputs = [one for key in kept for one in stored.copies(key)]
+    outputs += gate_tensors(stored, gate)
+    gate.set_in(config)
     parameters = sum(tensor.numel for tensor in outputs)
     fields = {name: getattr(config, name) for name in GATE_FIELDS}
     History.of(config).with_last(parameters=parameters, **fields).with_stage(record).write(config)
     return write_checkpoint(out, config, outputs, [(stored.folder, COMPANIONS)], "gates", max_shard_size, overwrite)
 
 
-def set_gates(config: Any, gates: Gates) -> None:
-    """Writes into a configuration which layers have gates, how they judge, and the languages of their rows."""
-    config.classifier_layers = sorted({layer for layer, _ in gates.rows})
-    config.prefix_gate = asdict(gates.rule) if gates.rule else None
-    config.gate_languages = gates.languages if gates.rows else None
+def gate_tensors(stored: StoredModel, gate: Gate) -> list[OutputTensor]:
+    """The gate's tensors, in the type of its layer's first expert."""
+    place = decoder_ffns(stored.network)[gate.rule.layer].place
+    like = next(key for key in stored.tensors if key.startswith(f"{place}.") and stored[key].dtype in TORCH_DTYPES)
+    dtype = TORCH_DTYPES[stored[like].dtype]
+    return [in_memory(f"{place}.{inner}", rows.to(dtype)) for (_, inner), rows in gate.rows.items()]
 
 
-def stored_gates(stored: StoredModel) -> Gates | None:
-    """The fitted gates of a checkpoint; None if it has none."""
-    config: Any = stored.config
-    if getattr(config, "gate_languages", None) is None:
+def stored_gate(stored: StoredModel) -> Gate | None:
+    """The gate of a checkpoint; None if it has none."""
+    rule = GateRule.of(stored.config)
+    if rule is None:
         return None
-    places = {key: place for key, place in stored.places.items() if place.inner in ROUTING[1:]}
-    rows = {(place.layer, place.inner): stored.tensor(key) for key, place in places.items()}
-    return Gates(config.gate_languages, rows, PrefixRule.of(config))
-
-
-def without_classes(gates: Gates, gone: Collection[int]) -> Gates:
-    """The gates without the rows of some classes; the later classes move up."""
-    classes = [number for number, codes in enumerate(gates.languages) for _ in codes]
-    rows = torch.tensor([row for row, number in enumerate(classes) if number not in gone])
-    languages = [codes for number, codes in enumerate(gates.languages) if number not in gone]
-    return Gates(languages, {place: old[rows] for place, old in gates.rows.items()}, gates.rule)
+    place = decoder_ffns(stored.network)[rule.layer].place
+    return Gate(rule, *(stored.tensor(f"{place}.{inner}") for inner in GATE_ROWS))

@@ -17,7 +17,9 @@ from ..planning.plan import Plan
 from ..records import ExpansionRecord, History
 from ..schema import changed
 from .expand import planned_record
+from .gates import stored_gate
 from .new_experts import Block, new_weight
+from .packs import GATE_ROWS
 from .source import COMPANIONS, load_expanded_config, resolve_checkpoint
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, made, write_checkpoint, zeros
@@ -68,8 +70,7 @@ def grow_checkpoint(
     changes = {
         "earlier_experts_per_layer": [*(config.earlier_experts_per_layer or []), counts],
         "classifier_layers": plan.classifier_layers,
-        "prefix_gate": plan.prefix_rule,
-        "gate_languages": None,  # fitted gates know nothing of the new languages: fit them again
+        "language_gate": None,  # it knows nothing of the new languages: fit it again
     }
     return add_experts(
         folder, out, sources, record, config_changes=changes, keep_routers=keep_routers, seed=seed,
@@ -117,27 +118,18 @@ def classifier_changes(model: str | os.PathLike, plan: Plan) -> list[str]:
     config = check_growth(model, plan)
     before, after = set(config.classifier_layers or []), set(plan.classifier_layers)
     classes, names = len(History.of(config)) + 2, layer_names(config)
-    refitted = config.gate_languages is not None
-    retained = set() if refitted else before & after
-    why = (
-        "fit gates again after stage 1 (`hf-moe-expand gates`)" if refitted else "the plan names none for these layers"
-    )
     effects = [
-        (before if refitted else before - after, f"removed: {why}"),
-        (retained, f"kept, with a class for the new languages ({classes} classes)"),
-        (after - retained, f"added, with weights of zero ({classes} classes)"),
+        (before - after, "removed: the plan names none for these layers"),
+        (before & after, f"kept, with a class for the new languages ({classes} classes)"),
+        (after - before, f"added, with weights of zero ({classes} classes)"),
     ]
     changes = [
         f"classifiers of layers {', '.join(names[layer] for layer in sorted(layers))}: {effect}"
         for layers, effect in effects
         if layers
     ]
-    if retained and config.prefix_gate != plan.prefix_rule:
-        was, will_be = (
-            f"judge the text so far ({gate})" if gate else "judge one token"
-            for gate in (config.prefix_gate, plan.prefix_rule)
-        )
-        changes.append(f"all classifiers: they {was}, and will {will_be}")
+    if config.language_gate is not None:
+        changes.append("the language gate: removed; fit it again after stage 1 (`hf-moe-expand gates`)")
     return changes
 
 
@@ -214,7 +206,7 @@ def _grown_tensors(
             more = partial(_more_experts, copied_rows=rows, place=(seed, layer, counts[layer]))
             yield _resized(stored, key, shape[0], more)
         elif place.inner == "classifier.weight":
-            if key not in stored or f"{prefix}classifier.bias" in stored:  # a new one, or fitted gates
+            if key not in stored:  # a new one
                 yield zeros(key, stored[f"{prefix}router.weight"].dtype, shape)
             else:
                 yield _resized(stored, key, shape[0], lambda old, n: torch.cat([old, *[old[-1:]] * (n - len(old))]))
@@ -295,22 +287,24 @@ def shrink_checkpoint(
     kept_history = History(expansions[:to])
     kept_history.write(config)
     config.classifier_layers = kept_history.last.classifier_layers
-    config.prefix_gate = kept_history.last.prefix_gate
-    known, config.gate_languages = config.gate_languages, kept_history.last.gate_languages
+    gate = stored_gate(stored)
+    if gate is not None:
+        gate = gate.without_classes(range(to + 1, len(history) + 2))
+        gate.set_in(config)
     lost, outputs = [], []
     for key, place in places(network_of(config)).items():
         if not place.is_routing:
             outputs += stored.copies(key) if key in stored else []  # else it is tied
+        elif gate is not None and place.inner in GATE_ROWS:
+            outputs.append(in_memory(key, gate.rows[place.layer, place.inner]))
         elif routers is not None and key in routers:
             outputs.append(in_memory(key, routers[key]))
-        elif key in stored and (".classifier." not in key or (known and known[: to + 1]) == config.gate_languages):
+        elif key in stored:
             outputs.append(_resized(stored, key, place.shape[0], lambda old, rows: old[:rows]))
         elif place.layer not in lost:
             lost.append(place.layer)
     if lost:
         config.classifier_layers = [layer for layer in config.classifier_layers if layer not in lost]
-        if not config.classifier_layers:
-            config.prefix_gate = config.gate_languages = None
     companions = [pattern for pattern in COMPANIONS if pattern != KEPT_ROUTERS.format("*")]
     companions += [KEPT_ROUTERS.format(earlier) for earlier in range(1, to)]
     write_checkpoint(out, config, outputs, [(folder, companions)], "shrink", max_shard_size, overwrite)

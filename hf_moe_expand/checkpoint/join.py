@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..modeling import LayerMoEConfig, count_layers
 from ..records import History, StageRecord
 from ..schema import changed
-from .gates import GATE_FIELDS, Gates, set_gates, stored_gates, without_classes
+from .gates import GATE_FIELDS, Gate, stored_gate
 from .local import pack_and_name
 from .packs import PACK_FILE, ROUTING, Pack, Rows, check_pack_name, check_packs, joined_routing, own_pack, packs_inside
 from .reader import is_finite
@@ -70,9 +70,9 @@ def join_expansions(
     """Writes one model with the experts of several packs, expansions of one and the same base.
 
     Experts and the base's tensors stay byte for byte. The routers are joined by `packs.joined_rows`: expert 0's logit
-    is their common zero. Classifiers and two-class gates become one with a class for each expansion of each pack;
-    `join_calibrated` fits gates that tell the packs apart. Each
-    pack's own routers and configuration are kept beside the weights, for `leave_out_pack`.
+    is their common zero. Classifiers become one with a class for each expansion of each pack;
+    `join_calibrated` fits a gate that tells the packs apart. Each pack's own routers and configuration are kept beside
+    the weights, for `leave_out_pack`.
 
     Args:
         packs: folders or hub ids of expanded checkpoints, whole or with only the tensors that the expansion added. A
@@ -97,10 +97,10 @@ def join_expansions(
 
 
 def check_ungated(packs: Sequence[Pack]) -> None:
-    """Refuses packs with fitted gates, which know one pack's languages alone."""
-    if fitted := [pack.name for pack in packs if pack.config.gate_languages]:
+    """Refuses packs with a language gate, which knows one pack's languages alone."""
+    if fitted := [pack.name for pack in packs if pack.config.language_gate]:
         raise InputError(
-            f"{', '.join(fitted)}: has gates that were fitted for it alone: a join fits them anew, on text in each "
+            f"{', '.join(fitted)}: has a gate that was fitted for it alone: a join fits one anew, on text in each "
             "pack's languages (--calibrate LANGUAGE=FILE; `join: {calibrate: true}` in a recipe)."
         )
 
@@ -134,9 +134,9 @@ def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overw
 
 
 def routers_changed(stored: StoredModel) -> bool:
-    """Whether the routers or classifiers of a joined checkpoint are not those that the join made. Gates that were
-    fitted are the join's own, which no pack knows."""
-    gated = stored.config.gate_languages is not None
+    """Whether the routers or classifiers of a joined checkpoint are not those that the join made. A gate is the join's
+    own, which no pack knows, and takes the place of all classifiers."""
+    gated = stored.config.language_gate is not None
     rows = joined_routing(packs_inside(stored))
     for key, place in stored.places.items():
         if place.inner in ROUTING[: 1 if gated else None]:
@@ -154,18 +154,18 @@ def write_joined(
     overwrite: bool = False,
     routing: Rows | None = None,
     stages: Sequence[StageRecord] = (),
-    gates: Gates | None = None,
+    gate: Gate | None = None,
 ) -> JoinReport:
     """Writes the model that joins packs which fit together.
 
     Args:
         routing: the routers and classifiers, where they are not the packs' own.
         stages: steps after the join.
-        gates: fitted gates in place of the packs' classifiers.
+        gate: a language gate in place of the packs' classifiers.
     """
-    config = joined_config(packs, gates)
+    config = joined_config(packs, gate)
     made = joined_routing(packs) if routing is None else {}
-    made |= gates.rows if gates is not None else {}
+    made |= gate.rows if gate is not None else {}
     routing = (routing or {}) | {place: rows.to(_router_type(packs, place[0])) for place, rows in made.items()}
     outputs = _outputs(packs, config, routing)
     history = History.of(config)
@@ -188,7 +188,7 @@ def _router_type(packs: Sequence[Pack], layer: int) -> torch.dtype:
     return next(pack.routing[layer, ROUTING[0]].dtype for pack in packs if (layer, ROUTING[0]) in pack.routing)
 
 
-def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
+def joined_config(packs: Sequence[Pack], gate: Gate | None = None) -> Any:
     """The configuration of the joined model, with the packs' histories one after the other."""
     config: Any = copy.deepcopy(packs[0].config)
     cumulated = [1] * count_layers(config)
@@ -216,10 +216,9 @@ def joined_config(packs: Sequence[Pack], gates: Gates | None = None) -> Any:
     config.earlier_experts_per_layer = history[:-1] or None
     config.packs = [pack.expansions for pack in packs]
     config.classifier_layers = classifiers
-    config.prefix_gate = next((pack.config.prefix_gate for pack in packs if pack.config.classifier_layers), None)
-    config.gate_languages = None
-    if gates is not None:
-        set_gates(config, gates)
+    config.language_gate = None
+    if gate is not None:
+        gate.set_in(config)
         facts = {name: getattr(config, name) for name in GATE_FIELDS}
         records = [changed(record, **facts) for record in records]
     kinds = [pack.kind for pack in packs]
@@ -307,15 +306,15 @@ def leave_out_pack(
             f"{stored.folder}: `{stage}` changed the shared weights after the join: leaving a pack out would not "
             "restore them. Take it out of the checkpoint from before that stage."
         )
-    gates = stored_gates(stored)
-    if gates is not None:
+    gate = stored_gate(stored)
+    if gate is not None:
         first = 1 + sum(one.expansions for one in packs[: packs.index(gone)])
-        gates = without_classes(gates, range(first, first + gone.expansions))
+        gate = gate.without_classes(range(first, first + gone.expansions))
     trained = bool(later) or routers_changed(stored)
     if trained or len(left) > 1:
-        routing = _trained_rows(stored, packs, left, gates is not None) if trained else None
+        routing = _trained_rows(stored, packs, left, gate is not None) if trained else None
         write_joined(
-            left, out, max_shard_size=max_shard_size, overwrite=overwrite, routing=routing, stages=later, gates=gates
+            left, out, max_shard_size=max_shard_size, overwrite=overwrite, routing=routing, stages=later, gate=gate
         )
     else:  # the one pack that is left, as it was
         alone = left[0]

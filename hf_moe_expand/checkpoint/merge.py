@@ -21,8 +21,8 @@ from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, write_checkp
 # Fields that must agree between averaged models, besides all shapes.
 _SAME = (
     "model_type", "backbone_model_type", "num_hidden_layers", *DECODER_LAYERS, *COMPUTATION, "tie_word_embeddings",
-    "num_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages", "router_top_k", "language_groups",
-    "new_layers",
+    "num_experts_per_layer", "classifier_layers", "language_gate", "exclusive_experts", "router_top_k",
+    "language_groups", "new_layers",
 )  # fmt: skip
 # The last matrices of LoRA experts and of added ones, which start at zero: expert 0 is as if theirs were zero.
 _UPDATES = ("lora_B.weight", "down_proj.weight")

@@ -30,14 +30,15 @@ from .source import differences, load_expanded_config
 from .stored import StoredModel, network_of, places
 
 PACK_FILE = "pack_{}.safetensors"
-ROUTING = ("router.weight", "classifier.weight", "classifier.bias")
+ROUTING = ("router.weight", "classifier.weight")
+GATE_ROWS = ("language_gate.weight", "language_gate.bias")
 # The rows of routers and classifiers, by layer and inner name.
 Rows = dict[tuple[int, str], torch.Tensor]
 # float16's largest number. Scores that large make a softmax meaningless; no training comes near it.
 _LARGEST = 65504.0
 # Fields of a configuration in which packs may differ: those that the join computes, and those that computation ignores.
 _MAY_DIFFER = (
-    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "prefix_gate", "gate_languages",
+    "num_experts_per_layer", "earlier_experts_per_layer", "classifier_layers", "language_gate",
     "expansions", "packs", "expert_kind", "lora_rank", "lora_alpha", "expert_width", "updates_of_packs",
     "expansion_base", "architectures", "auto_map", "transformers_version", "_name_or_path", "use_cache",
 )  # fmt: skip
@@ -116,7 +117,7 @@ def own_pack(name: str, stored: StoredModel) -> Pack:
     """The pack that a checkpoint is. Refuses routers and classifiers with values that no training makes."""
     routing = {}
     for key, place in stored.places.items():
-        if place.inner in ROUTING:
+        if place.is_routing:
             routing[place.layer, place.inner] = stored.tensor(key)
             _check_rows(stored.folder, stored[key].name, routing[place.layer, place.inner])
     text = (stored.folder / "config.json").read_text("utf-8-sig")
@@ -154,7 +155,7 @@ def _check_record(pack: Pack, file: Path) -> None:
     own = places(network_of(pack.config))
     held = {(layer, f"experts.{number}.{rest}"): stored.shapes[key] for layer, number, rest, key in pack.experts}
     for key, place in own.items():
-        if place.inner in ROUTING:
+        if place.is_routing:
             shape = None if (rows := pack.routing.get((place.layer, place.inner))) is None else tuple(rows.shape)
         elif place.expert:
             shape = held.get((place.layer, place.inner))
@@ -294,11 +295,6 @@ def _check_config(first: Pack, pack: Pack) -> None:
             f"router_top_k is {first.config.router_top_k} in {first.name}, but {pack.config.router_top_k} in "
             f"{pack.name}: their routers were trained for different numbers of active experts."
         )
-    own = [one for one in (first, pack) if one.config.classifier_layers and one.config.gate_languages is None]
-    judging = {str(one.config.prefix_gate): one.name for one in own}
-    if len(judging) > 1:
-        (one, a), (other, b) = judging.items()
-        raise InputError(f"prefix_gate is {one} in {a}, but {other} in {b}: their classifiers judge in different ways.")
     for field, ours, theirs in differences(first.config, pack.config, _MAY_DIFFER):
         raise InputError(
             f"{field} is {ours!r} in {first.name}, but {theirs!r} in {pack.name}: they were not expanded from the same "
@@ -341,7 +337,7 @@ def joined_rows(parts: Sequence[tuple[torch.Tensor | None, int, float]], hidden_
 def joined_routing(packs: Sequence[Pack]) -> Rows:
     """The joined routers of the layers that a pack expands, and the classifiers where one has them, in float32."""
     hidden, rows = packs[0].config.hidden_size, {}
-    for place in dict.fromkeys(place for pack in packs for place in pack.routing):
+    for place in dict.fromkeys(place for pack in packs for place in pack.routing if place[1] in ROUTING):
         layer, inner = place
         if inner == ROUTING[0]:
             sizes = [(pack.config.num_experts_per_layer[layer] - 1, pack.scale) for pack in packs]

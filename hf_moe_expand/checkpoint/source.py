@@ -40,6 +40,8 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 # Everything that travels with a model besides its weights and configuration.
 COMPANIONS = (*TOKENIZER_FILES, "routers_after_expansion_*.safetensors", "pack_*.safetensors")
+# The fields of gates that an earlier version fitted in all layers.
+OLD_GATES = ("prefix_gate", "gate_languages")
 # The code that travels inside an expanded checkpoint, by file name.
 CODE = tuple(sorted(file.name for file in Path(modeling.__file__).parent.glob("[!_]*.py")))
 # No model comes near these numbers; building larger lists and modules would take for ever.
@@ -72,8 +74,8 @@ class _OwnFields(Declared):
     packs: list[_Experts] | None = None
     # Rank and alpha of a pack's updates, the width of its added FFNs, or null.
     updates_of_packs: list[Annotated[list[Positive], Field(min_length=1, max_length=2)] | None] | None = None
-    prefix_gate: dict[Text, Any] | None = None
-    gate_languages: list[list[Text]] | None = None
+    language_gate: dict[Text, Any] | None = None
+    exclusive_experts: Flag | None = None
     router_top_k: _Experts | None = None
     language_groups: list[list[Text]] | None = None
     conditional_routing: Flag | None = None
@@ -271,6 +273,11 @@ def check_fields(fields: Mapping[str, Any], folder: Path) -> None:
                 getattr(torch, value.removeprefix("torch."), None), torch.dtype
             ):
                 raise _wrong(folder, where + name, value, "a type that torch knows")
+    if any(fields.get(name) is not None for name in OLD_GATES):
+        raise InputError(
+            f"{folder}: has gates in all layers, of an earlier version: fit the one gate that takes their place, with "
+            f"`hf-moe-expand gates {folder} OUT --data LANGUAGE=FILE ...`."
+        )
     if "transformers_weights" in fields:
         raise InputError(
             f"{folder}: config.json names a weights file of its own (transformers_weights), which is not read: rename "

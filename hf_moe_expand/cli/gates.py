@@ -8,7 +8,7 @@ import typer
 from ..disk import DEFAULT_SHARD_SIZE
 from ..errors import InputError
 from ..settings import GateSettings
-from .common import check_checkpoints, texts_of
+from .common import check_checkpoints, codes, texts_of
 from .options import Data, Model, OutFolder, Overwrite, Seed, ShardSize, app, with_settings
 
 Anchors = Annotated[
@@ -20,32 +20,53 @@ Anchors = Annotated[
 
 
 @app.command()
-@with_settings("decay", "bound")
+@with_settings("bound", "window")
 def gates(
     model: Model,
-    out: OutFolder,
     data: Data,
     settings: GateSettings,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to write: the expanded model with its gate.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--out", help="Of a dense base: file to write, for `expand --gate`.")
+    ] = None,
+    new: Annotated[
+        str | None, typer.Option(help="Of a dense base: the languages of --data that will be new, by comma.")
+    ] = None,
     anchors: Anchors = None,
     seed: Seed = 0,
     max_shard_size: ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: Overwrite = False,
 ) -> None:
-    """Fit gates that send home every text whose language they do not recognise as new. Nothing is trained.
+    """Fit the gate that sends home every text whose language it does not recognise as new. Nothing is trained.
 
-    Give text of every new language, and of the base's own as far as you have some. What is not new the gates learn from
+    Give text of every new language, and of the base's own as far as you have some. What is not new the gate learns from
     anchors, some twenty sentences in each of many languages, which come with the package. A language that nobody named
     keeps the base's own output.
 
     Example: hf-moe-expand gates qwen-el-1 qwen-el-2 --data en=en.jsonl --data el=el.jsonl
-    """
-    check_checkpoints(model, expanded=True)
-    from ..analysis.gating import fit_gates
 
+    Example: hf-moe-expand gates Qwen/Qwen2.5-0.5B --data en=en.jsonl --data el=el.jsonl --new el --out gate.safetensors
+    """
+    if (folder is None) == (file is None):
+        raise InputError("Give OUT, the folder of an expanded model's gate, or --out FILE, for a dense base.")
     known = None if anchors is None else texts_of(anchors)
-    report = fit_gates(
-        model, out, texts_of(data), known, settings, seed=seed, max_shard_size=max_shard_size, overwrite=overwrite
-    )
+    if file is not None:
+        check_checkpoints(model)
+        from ..analysis.gating import fit_base_gate
+
+        report = fit_base_gate(model, file, texts_of(data), codes(new or ""), known, settings, overwrite=overwrite)
+    else:
+        check_checkpoints(model)
+        if new is not None:
+            raise InputError("--new is for a dense base: an expanded model's history names its new languages.")
+        from ..analysis.gating import fit_gates
+
+        report = fit_gates(
+            model, folder, texts_of(data), known, settings, seed=seed, max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )  # fmt: skip
     print("\n".join(report.lines()))
 
 

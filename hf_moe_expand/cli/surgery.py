@@ -21,6 +21,9 @@ def expand(
     out: opt.OutFolder,
     plan: Annotated[Path, typer.Option(help="plan.json of `plan`.")],
     settings: ExpandSettings,
+    gate: Annotated[
+        Path | None, typer.Option(help="File of `gates BASE`: the language gate, for the plan's languages.")
+    ] = None,
     seed: opt.Seed = 0,
     revision: opt.Revision = None,
     overwrite: opt.Overwrite = False,
@@ -39,7 +42,16 @@ def expand(
     from ..checkpoint.expand import expand_checkpoint
 
     options = settings.model_dump(exclude={"copy_from"})
-    report = expand_checkpoint(base, out, made, **options, seed=seed, revision=revision, overwrite=overwrite)
+    fitted = None
+    if gate is not None:
+        from ..analysis.gating import gate_from_file
+        from ..checkpoint.stored import StoredModel
+
+        fitted, of_gate = gate_from_file(gate, StoredModel(base, revision=revision), made.new)
+        print("\n".join(of_gate.lines()))
+    report = expand_checkpoint(
+        base, out, made, **options, seed=seed, revision=revision, overwrite=overwrite, gate=fitted
+    )
     if report.left_out:
         print(f"left out, since the backbone does not use them: {', '.join(report.left_out_parts)}")
     print(f"wrote {out}: {report.base_parameters:,} -> {report.parameters:,} parameters")

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from ..layer_names import layer_name
-from ..modeling.prefix_gate import PrefixRule
 from ..results import DeviationResult, Result, SeparabilityResult, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, LayerPlan, PlanSettings, Target
@@ -68,13 +67,10 @@ def make_plan(
     details = {**({"seed": seed} if drawn else {}), **made.details}
     if by_layer.only_layers:
         details["only_layers"] = by_layer.only_layers
-    gate = None
-    if by_layer.prefix_gates:
-        gate = PrefixRule(by_layer.prefix_decay, by_layer.prefix_bound, by_layer.prefix_reach)
     return Plan(
         settings.method, counts, classifier_layers=classifiers, top_k=settings.top_k, old=list(old), new=list(new),
-        settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from), prefix_gate=gate,
-        encoder_layers=encoder_layers,
+        settings=details, groups=[list(group) for group in made.groups], grows_from=list(grows_from),
+        exclusive=by_layer.exclusive, encoder_layers=encoder_layers,
     )  # fmt: skip
 
 

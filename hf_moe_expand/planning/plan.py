@@ -1,27 +1,17 @@
 """The plan: a small JSON file with the experts and classifiers of each layer."""
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ..errors import InputError
 from ..languages import LanguageCode, check_old_and_new
 from ..layer_names import counts_in_words, in_words, layer_name
-from ..modeling.prefix_gate import PrefixRule
 from ..results import JsonFile
-from ..schema import Count, Text, Whole, read
+from ..schema import Count, Flag, Text, Whole, read
 from .grouping import check_groups
 
 MOST_EXPERTS = 65_536
-
-
-def _checked_numbers(gate: Any) -> Any:
-    """Refuses texts and booleans, which pydantic would make numbers for a dataclass that is not its own."""
-    for name in ("decay", "bound"):
-        if isinstance(gate, dict) and isinstance(gate.get(name), bool | str):
-            raise ValueError(f"{name} is {gate[name]!r}: must be a number.")
-    return gate
 
 
 class Plan(JsonFile):
@@ -36,7 +26,7 @@ class Plan(JsonFile):
         settings: inputs of the counts (total, seed, shape, similarities).
         groups: language groups of a DMoE model: expert `e` of every expanded layer belongs to group `e`.
         grows_from: `experts_per_layer` of the model that a further expansion grows; empty for a dense model.
-        prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
+        exclusive: whether tokens of the new languages take the new experts alone, without expert 0.
         encoder_layers: number of an encoder-decoder's first layers, its encoder's; 0 for a decoder.
 
     Raises:
@@ -54,7 +44,7 @@ class Plan(JsonFile):
     settings: dict[str, Any] = Field(default_factory=dict)
     groups: list[list[LanguageCode]] = Field(default_factory=list)
     grows_from: list[Count] = Field(default_factory=list)
-    prefix_gate: Annotated[PrefixRule | None, BeforeValidator(_checked_numbers)] = None
+    exclusive: Flag = False
     encoder_layers: Whole = 0
 
     if TYPE_CHECKING:
@@ -79,10 +69,15 @@ class Plan(JsonFile):
                 f"encoder_layers is {self.encoder_layers}: must be at least 0 and below {len(counts)}, the number of "
                 "all layers."
             )
-        if self.encoder_layers and self.prefix_gate:
+        if self.exclusive and (self.encoder_layers or self.groups):
             raise InputError(
-                "prefix gates judge a text from its first token on, but an encoder reads the whole sentence at once: "
-                "leave prefix_gates out for an encoder-decoder."
+                "exclusive: a token of a new language takes its expert alone, "
+                + (
+                    "but a sentence of an encoder-decoder and its translation have a language each"
+                    if self.encoder_layers
+                    else "but all experts of a DMoE train"
+                )
+                + ": leave exclusive out."
             )
         if self.encoder_layers and self.groups:
             raise InputError(
@@ -91,11 +86,6 @@ class Plan(JsonFile):
             )
         if len(set(self.classifier_layers)) < len(self.classifier_layers):
             raise InputError("classifier_layers names a layer twice; name each layer once.")
-        if self.prefix_gate and not self.classifier_layers and not self.groups:
-            raise InputError(
-                "prefix gates are classifiers that judge the text so far, but no layer has a classifier: name layers "
-                "(classifiers_in), or give a number of them (classifier_layers)."
-            )
         grown = len(self.grows_from) in (0, len(counts))
         if not grown or any(before > count for before, count in zip(self.grows_from, counts, strict=False)):
             raise InputError("grows_from: experts_per_layer must not give a layer fewer experts than grows_from.")
@@ -117,11 +107,8 @@ class Plan(JsonFile):
                     f"experts_per_layer gives layer {self.name_of(layer)} {count} experts, but there are "
                     f"{len(self.groups)} groups: an expanded layer needs one expert for each group."
                 )
-        if self.classifier_layers or self.prefix_gate:
-            raise InputError(
-                "classifier_layers: a plan with groups has no classifiers and no prefix gates; its routers learn the "
-                "groups."
-            )
+        if self.classifier_layers:
+            raise InputError("classifier_layers: a plan with groups has no classifiers; its routers learn the groups.")
         if self.grows_from:
             raise InputError("grows_from: a plan with groups is for a dense model; `train adapt` adds a language.")
 
@@ -155,13 +142,8 @@ class Plan(JsonFile):
 
     @property
     def has_choice(self) -> bool:
-        """Whether a router can leave an expert out, or a classifier decides."""
-        return bool(self.classifier_layers) or max(self.experts_per_layer) > self.top_k
-
-    @property
-    def prefix_rule(self) -> dict[str, Any] | None:
-        """`prefix_gate` as config.json holds it."""
-        return asdict(self.prefix_gate) if self.prefix_gate else None
+        """Whether a router can leave an expert out, or a class decides."""
+        return bool(self.classifier_layers) or self.exclusive or max(self.experts_per_layer) > self.top_k
 
     @property
     def counts_in_words(self) -> str:
@@ -170,6 +152,5 @@ class Plan(JsonFile):
 
     @property
     def classifiers_in_words(self) -> str:
-        """The layers with a classifier or a prefix gate, in words."""
-        layers = in_words(self.classifier_layers, self.encoder_layers) or "none"
-        return f"{layers} (prefix gates)" if self.prefix_gate else layers
+        """The layers with a classifier, in words."""
+        return in_words(self.classifier_layers, self.encoder_layers) or "none"

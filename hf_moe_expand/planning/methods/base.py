@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
 from ...results import DeviationResult, Result, SeparabilityResult, SimilarityResult
-from ...schema import Count, Declared, Flag, Positive, Share, Text, Whole, changed, read, unknown_key
+from ...schema import Count, Declared, Flag, Text, Whole, changed, read, unknown_key
 from ..layers import check_layer_ranges
 
 Needs = Literal["similarity", "deviation"]
@@ -205,8 +205,8 @@ _Layers = Annotated[
 
 
 class LayerPlan(PlanSettings):
-    """A method without language groups: its layers may have classifiers or prefix gates, and some may stay dense. By
-    default it has LayerMoE's card and tag."""
+    """A method without language groups: its layers may have classifiers, and some may stay dense. By default it has
+    LayerMoE's card and tag."""
 
     card = "layer_moe"
     tag = "layer-moe"
@@ -223,14 +223,8 @@ class LayerPlan(PlanSettings):
     classifiers_in: _Layers = Field(
         None, description="Layers with a classifier, by number, such as 4 or 0,6-8: instead of a count and a choice."
     )
-    prefix_gates: Flag = Field(
-        False, description="Classifiers judge the text so far instead of one token: prefix gates."
-    )
-    prefix_decay: Share = Field(0.95, gt=0, description="Factor of a prefix gate's log-odds from token to token.")
-    prefix_bound: Positive = Field(4.0, description="Most evidence of one token for a prefix gate, in nats.")
-    prefix_reach: Literal["layer", "later"] = Field(
-        "layer",
-        description="A prefix gate decides for its own layer (layer), or also for later ones without one (later).",
+    exclusive: Flag = Field(
+        False, description="Tokens of a new language take its new expert alone, without the original and a router."
     )
 
     @property
