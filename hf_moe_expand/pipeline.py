@@ -28,7 +28,7 @@ from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilar
 from .steps.base import Checks, ExpansionRun, Step, StepResult, check_pairs
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
-from .steps.gates import GatesStep
+from .steps.gates import FitBaseGate, GatesStep, fits_base
 from .steps.join import JoinPacks
 from .steps.plan import MakePlan
 from .steps.stage import AverageStep, GraftStep, StageStep, TrainStep
@@ -57,6 +57,8 @@ def steps_of(recipe: Recipe) -> tuple[list[Step], Path]:
             steps.append(JoinPacks(work, recipe.join))
             models["joined"] = str(steps[-1].output)
         for stage, settings in expansion.stages():
+            if stage.key == "gates" and fits_base(work):
+                continue
             steps.append(_KINDS.get(stage.key, TrainStep)(work, stage, settings, steps[-1].output))
             if not lifelong:
                 models[stage.participle] = str(steps[-1].output)
@@ -75,6 +77,8 @@ def _planned(work: ExpansionRun) -> list[Step]:
         steps.append({"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[needs](work))
     if work.expansion.planned.needs_separability:
         steps.append(AnalyzeSeparability(work))
+    if fits_base(work):
+        steps.append(FitBaseGate(work))
     return [*steps, MakePlan(work), Expand(work)]
 
 

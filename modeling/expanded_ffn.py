@@ -128,7 +128,7 @@ class ExpandedFFN(nn.Module):
         present = None if self.training else known.present
         y = self._run_alone(0, hidden_states, residual, training=False)
         for number in range(len(self.experts_of_class)) if present is None else present:
-            if expert := self._expert_of(number):
+            if expert := self.expert_of(number):
                 own = self._run_alone(expert, hidden_states, residual, training=False)
                 y = _chosen(known.class_T == number, own, y)
         return y
@@ -239,7 +239,7 @@ class ExpandedFFN(nn.Module):
         can_read = class_T.device.type == "cpu" and not is_traced(class_T)
         return TokenClasses(class_T, [0] if can_read and not class_T.any() else None)
 
-    def _expert_of(self, number: int) -> int | None:
+    def expert_of(self, number: int) -> int | None:
         """The expert that a class's tokens take alone; None if they have several."""
         first, end = self.experts_of_classes[number]
         if end <= first:
@@ -257,7 +257,7 @@ class ExpandedFFN(nn.Module):
             return forced
         if self.control.expansion == 0 and not self.training:
             return 0
-        return None if known is None or known.only is None else self._expert_of(known.only)
+        return None if known is None or known.only is None else self.expert_of(known.only)
 
     def _home(self, known: TokenClasses | None) -> torch.Tensor | None:
         """`[T]` bool, the tokens that the gate or the user sends to expert 0; None where there are none, or expert 0

@@ -150,9 +150,7 @@ def gate_from_file(file: str | os.PathLike, stored: StoredModel, new: Collection
             too many unseen languages pass as these.
     """
     try:
-        with safe_open(str(file), "pt") as opened:
-            facts = json.loads(opened.metadata()["gate"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
+        facts, tensors = _read_file(file)
         settings = GateSettings(**facts["settings"])
         left_out = {
             name.removeprefix("logits."): Scored(tensors[name].float(), tensors[f"spans.{name[7:]}"].long())
@@ -171,6 +169,17 @@ def gate_from_file(file: str | os.PathLike, stored: StoredModel, new: Collection
     classes = dict.fromkeys(new, 1)
     report = report_of(gate, classes, settings)
     return gate_of(gate, classes, report.bias, settings), report
+
+
+def layer_of_file(file: str | os.PathLike) -> int:
+    """The layer of the gate in a file of `fit_base_gate`."""
+    return int(_read_file(file)[0]["layer"])
+
+
+def _read_file(file: str | os.PathLike) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    with safe_open(str(file), "pt") as opened:
+        facts = json.loads(opened.metadata()["gate"])
+        return facts, {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 not a mapping
 
 
 def base_hash(stored: StoredModel, layer: int) -> str:

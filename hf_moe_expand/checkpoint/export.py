@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from ..errors import InputError
 from ..modeling import layer_names
 from ..modeling.expanded_config import LoraKind
+from ..modeling.routing_control import classes_of
 from ..records import StageRecord, add_stage
 from .routed import active_experts, check_routing, merged, needs_bias, other_tensors, stacked, stored_ffns, turned
 from .source import TOKENIZER_FILES, load_expanded_config, resolve_checkpoint
@@ -129,6 +130,7 @@ def export_native(
     out: str | os.PathLike,
     *,
     expert: int | None = None,
+    language: str | None = None,
     merge_lora: bool = False,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
@@ -145,6 +147,8 @@ def export_native(
         expert: write the dense model that has this expert of every expanded layer as its FFN, byte for byte. Expert 0
             of a model whose base was frozen gives the base. A LoRA expert's updates are added to expert 0's weights in
             float32 and rounded once.
+        language: write the dense model of a language: the base for one of its own, and for a new one the base with the
+            FFNs that its tokens take alone (exclusive experts).
         merge_lora: make FFN experts of LoRA experts.
 
     Returns:
@@ -153,27 +157,48 @@ def export_native(
     folder = resolve_checkpoint(model)
     check_output(out, overwrite, folder)
     source = StoredModel(model, load_expanded_config(folder))
-    if expert is None:
+    chosen = dense_experts(source, expert, language)
+    if chosen is None:
         form = native_form(source, merge_lora)
         config = _native_config(source, form)
         tensors = list(_native_tensors(source, form, config))
         _check_fits(source, form, config, tensors)
     else:
-        config, tensors = dense_config(source.config), expert_tensors(source, expert)
-    own = {} if expert is None else {"expert": expert}
+        config, tensors = dense_config(source.config), expert_tensors(source, chosen)
+    own = {name: value for name, value in (("expert", expert), ("language", language)) if value is not None}
     settings = {"model": source.name, **own, "expansions": source.config.expansions}
     add_stage(config, StageRecord(stage="export", settings=settings))
     write_checkpoint(out, config, tensors, [(folder, TOKENIZER_FILES)], "export", max_shard_size, overwrite)
     return config.architectures[0]
 
 
-def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
-    """The tensors of the dense model that has one expert of every expanded layer as its FFN."""
-    for layer, count in enumerate(source.config.num_experts_per_layer):
+def dense_experts(source: StoredModel, expert: int | None, language: str | None) -> list[int] | None:
+    """The expert of each layer in the dense model of one expert or of one language; None if neither is asked for."""
+    config = source.config
+    if language is not None:
+        try:
+            (number,) = classes_of(config, language)
+        except ValueError as error:
+            raise InputError(f"{source.folder}: {error}") from None
+        experts = {layer: ffn.expert_of(number or 0) for layer, ffn in source.network.expanded_ffns().items()}
+        if mixed := [layer for layer, one in experts.items() if one is None]:
+            raise InputError(
+                f"{source.folder}: in layer {mixed[0]} a token of {language} has several experts, which no dense model "
+                "has: only exclusive experts (`exclusive: true` in a plan) become one."
+            )
+        return [experts.get(layer) or 0 for layer in range(len(config.num_experts_per_layer))]
+    if expert is None:
+        return None
+    for layer, count in enumerate(config.num_experts_per_layer):
         if not 0 <= expert < count and count > 1:
-            name = layer_names(source.config)[layer]
+            name = layer_names(config)[layer]
             raise InputError(f"{source.folder}: layer {name} has no expert {expert}; give one of 0..{count - 1}.")
-    if expert and source.config.has_kind("added"):
+    return [expert] * len(config.num_experts_per_layer)
+
+
+def expert_tensors(source: StoredModel, experts: Sequence[int]) -> list[OutputTensor]:
+    """The tensors of the dense model that has one expert of every expanded layer as its FFN, by layer."""
+    if any(experts) and source.config.has_kind("added"):
         raise InputError(
             f"{source.folder}: its experts are added to expert 0's output, and the backbone has no FFN for both: only "
             "expert 0, the base, is written (--expert 0)."
@@ -184,6 +209,7 @@ def expert_tensors(source: StoredModel, expert: int) -> list[OutputTensor]:
     reverse: Any = [rule.reverse_transform() for rule in reversed(renamings)]
     tensors = []
     for key, place in source.places.items():
+        expert = experts[place.layer] if place.layer >= 0 else 0
         kind = source.config.kind_of(place.layer, expert)
         if key in source and place.dense is not None and place.expert in (None, expert if kind.has_ffn else 0):
             name, _ = rename_source_key(place.dense, reverse, [], reverse=True)

@@ -25,7 +25,7 @@ from ..extra import import_extra
 from ..jsonfile import read_json, write_text
 from ..records import History
 from ..scratch import new_file
-from .export import dense_config, expert_tensors
+from .export import dense_config, dense_experts, expert_tensors
 from .gguf import tokenizer_fields
 from .reader import TORCH_DTYPES, is_finite, tensor_bytes
 from .routed import active_experts, check_routing, needs_bias, other_tensors, stacked, stored_ffns, turned
@@ -92,6 +92,7 @@ def export_gguf(
     out: str | os.PathLike,
     *,
     expert: int | None = None,
+    language: str | None = None,
     kind: str | None = None,
     merge_lora: bool = False,
     modelfile: bool = False,
@@ -104,7 +105,7 @@ def export_gguf(
     Args:
         model: expanded checkpoint.
         out: file to write.
-        expert: write the dense model that has this expert as its FFNs.
+        expert, language: write the dense model of an expert or of a language; see `export_native`.
         kind: `f32`, `f16`, `bf16` or `q8_0`; by default the checkpoint's own type.
         merge_lora: make FFN experts of LoRA experts.
         modelfile: write `Modelfile` for Ollama beside it.
@@ -130,12 +131,13 @@ def export_gguf(
     # The same text is what an interrupted export left.
     if there and not (beside_it.is_file() and beside_it.read_bytes() == lines.encode()):
         check_file(beside_it, overwrite)
-    if expert is None:
+    chosen = dense_experts(source, expert, language)
+    if chosen is None:
         form = gguf_form(source.config, folder, merge_lora)
         tensors, own = list(_mixture(source, form, config)), _mixture_fields(source.config, form)
     else:
         form = gguf_form(config, folder)
-        tensors, own = list(_named(expert_tensors(source, expert), form, config, folder)), []
+        tensors, own = list(_named(expert_tensors(source, chosen), form, config, folder)), []
     tensors += _rope_factors(config)
     kind = kind or {"F16": "f16", "BF16": "bf16"}.get(source[source.tensors[0]].dtype, "f32")
     fields = [*_model_fields(source, form, config, kind), *own, *tokenizer_fields(folder, config.vocab_size)]

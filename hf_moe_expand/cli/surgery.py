@@ -301,6 +301,9 @@ def export(
     model: opt.Model,
     out: Annotated[Path, typer.Argument(help="Folder to write; with --gguf, file.")],
     expert: Annotated[int | None, typer.Option(help="Write the dense model with this expert as its FFNs.")] = None,
+    language: Annotated[
+        str | None, typer.Option(help="Write the dense model of a language: the base's, or its exclusive experts'.")
+    ] = None,
     merge_lora: Annotated[bool, typer.Option("--merge-lora", help="Make FFN experts of LoRA experts.")] = False,
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file, for llama.cpp and Ollama.")] = False,
     type: Annotated[
@@ -312,15 +315,19 @@ def export(
     max_shard_size: opt.ShardSize = DEFAULT_SHARD_SIZE,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Write an expanded model as a native architecture of transformers, as a dense model with one of its experts, or as
-    a GGUF file.
+    """Write an expanded model as a native architecture of transformers, as a dense model of one language or with one of
+    its experts, or as a GGUF file.
 
     Example: hf-moe-expand export qwen-el-1 qwen-el-moe
 
+    Example: hf-moe-expand export qwen-el-1 qwen-greek --language el
+
     Example: hf-moe-expand export qwen-el-1 qwen-el.gguf --gguf --type q8_0
     """
-    if expert is not None and merge_lora:
-        raise InputError("--expert writes one expert, merged if it is a LoRA expert: leave --merge-lora out.")
+    if expert is not None and language is not None:
+        raise InputError("--expert and --language: give only one of them.")
+    if (expert is not None or language is not None) and merge_lora:
+        raise InputError("One expert is written merged if it is a LoRA expert: leave --merge-lora out.")
     if not gguf and (type is not None or modelfile):
         raise InputError(f"{'--type' if type is not None else '--modelfile'} belongs to --gguf, which is not given.")
     check_checkpoints(model, expanded=True)
@@ -328,14 +335,22 @@ def export(
         from ..checkpoint.gguf_export import export_gguf
 
         name = export_gguf(
-            model, out, expert=expert, kind=type, merge_lora=merge_lora, modelfile=modelfile, overwrite=overwrite
+            model,
+            out,
+            expert=expert,
+            language=language,
+            kind=type,
+            merge_lora=merge_lora,
+            modelfile=modelfile,
+            overwrite=overwrite,
         )
     else:
         from ..checkpoint.export import export_native
 
         name = export_native(
-            model, out, expert=expert, merge_lora=merge_lora, max_shard_size=max_shard_size, overwrite=overwrite
-        )
+            model, out, expert=expert, language=language, merge_lora=merge_lora, max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )  # fmt: skip
     print(f"wrote {out}: {name}")
 
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from ..analysis.gating import gate_from_file
 from ..analysis.routing import nearest_experts
 from ..checkpoint.expand import check_dense_plan, expand_checkpoint, planned_config
 from ..checkpoint.grow import grow_checkpoint
 from ..checkpoint.new_experts import check_kinds, chosen_kind
-from ..checkpoint.stored import network_of
+from ..checkpoint.stored import StoredModel, network_of
 from ..checkpoint.writer import check_shard_size
 from ..disk import StepOutput
 from ..errors import InputError, errors_at
@@ -14,6 +15,7 @@ from ..models import load_for_inference
 from ..planning.plan import Plan
 from .analyze import check_tokens
 from .base import Checks, RunStep, StepResult
+from .gates import GATE_FILE, gate_layer
 
 # The settings that say what the new experts are.
 _KIND = {"expert_init", "expert_kind", "lora_rank", "lora_alpha", "expert_width"}
@@ -75,6 +77,9 @@ class Expand(RunStep):
             summary = f"{plan.total_experts - sum(plan.grows_from)} new experts"
             copied = f"; nearest in each layer {' '.join(map(str, origin.values()))}" if nearest else ""
             return StepResult(summary + copied)
+        gate = None
+        if gate_layer(run) is not None:
+            gate, _ = gate_from_file(run.folder / GATE_FILE, StoredModel(run.start, revision=run.revision), plan.new)
         report = expand_checkpoint(
             run.start,
             self.output,
@@ -82,6 +87,7 @@ class Expand(RunStep):
             conditional_routing=settings.conditional_routing,
             **settings.model_dump(include=_KIND),
             revision=run.revision,
+            gate=gate,
             **options,
         )
         return StepResult(f"{report.base_parameters:,} -> {report.parameters:,} parameters")

@@ -6,7 +6,9 @@ from ..checkpoint.source import load_config, resolve_checkpoint
 from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
 from ..results import DeviationResult, SeparabilityResult, SimilarityResult
+from ..schema import changed
 from .base import Checks, RunStep, StepResult
+from .gates import gate_layer
 
 
 class MakePlan(RunStep):
@@ -64,8 +66,11 @@ class MakePlan(RunStep):
         deviation = DeviationResult.from_json(path) if planned.needs == "deviation" else None
         separability = SeparabilityResult.from_json(apart) if planned.needs_separability else None
         config = load_config(resolve_checkpoint(run.start, run.revision))
+        gate, layers = gate_layer(run), count_layers(config)
+        if gate is not None and not getattr(planned, "only_layers", None):
+            planned = changed(planned, only_layers=f"{gate}-{layers - 1}")  # no expert ever runs below the gate
         plan = make_plan(
-            planned, count_layers(config), run.old, run.new, similarity, run.recipe.seed,
+            planned, layers, run.old, run.new, similarity, run.recipe.seed,
             deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (), separability=separability,
             encoder_layers=_encoder_layers(config),
         )  # fmt: skip
