@@ -95,9 +95,24 @@ class Asked:
             )
         except Exception as error:  # templates raise many types
             raise InputError(f"{self.name}: its chat template refuses the messages ({first_line(error)}).") from error
-        return self._write(inputs, how, language, streamer)
+        return self._write(inputs, how, language, streamer, self._ends([*system, *messages], inputs))
 
-    def _write(self, inputs: Any, how: Answering, language: str | None, streamer: Any = None) -> Answer:
+    def _ends(self, messages: Sequence[Message], inputs: Any) -> list[int]:
+        """The columns of a conversation's tokens at which its messages end, the last one's words after it included."""
+        whole = inputs["input_ids"][0].tolist()
+        ends = []
+        for count in range(1, len(messages)):
+            try:
+                ids = self.tokenizer.apply_chat_template([*messages[:count]], return_dict=True)["input_ids"]
+            except Exception:  # a template may want an answer to every message
+                continue
+            if ids == whole[: len(ids)]:  # else the template changes earlier messages
+                ends.append(len(ids))
+        return [*ends, len(whole)]
+
+    def _write(
+        self, inputs: Any, how: Answering, language: str | None, streamer: Any = None, ends: list[int] | None = None
+    ) -> Answer:
         inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
         length = inputs["input_ids"].shape[1]
         if not length:
@@ -115,6 +130,8 @@ class Asked:
             "max_new_tokens": new, "streamer": streamer, **(drawn if how.temperature else greedy),
             "pad_token_id": self.tokenizer.eos_token_id if pad is None else pad,
         }  # fmt: skip
+        if ends is not None and getattr(self.model.config, "language_gate", None) is not None:
+            options["judge_prompt"] = ends
         torch.manual_seed(how.seed)
         with torch.no_grad(), self._as_asked(language):
             written = self.model.generate(**inputs, **options)[0, length:].tolist()

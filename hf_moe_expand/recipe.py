@@ -73,6 +73,8 @@ class _Expansion(Declared):
         """The stages that run, in order, with their settings. A join runs the stages alone that the recipe names."""
         keys = self.model_fields_set if self.joins else recipe_stages()
         stages = [(stage, getattr(self, stage.key)) for stage in stages_for(self.family) if stage.key in keys]
+        if getattr(self.plan, "exclusive", False) and "review" not in self.model_fields_set:
+            stages = [(stage, settings) for stage, settings in stages if stage.key != "review"]  # no routers
         return [(stage, settings) for stage, settings in stages if settings is not None]
 
     def has(self, key: str) -> bool:

@@ -335,15 +335,9 @@ def export(
         from ..checkpoint.gguf_export import export_gguf
 
         name = export_gguf(
-            model,
-            out,
-            expert=expert,
-            language=language,
-            kind=type,
-            merge_lora=merge_lora,
-            modelfile=modelfile,
+            model, out, expert=expert, language=language, kind=type, merge_lora=merge_lora, modelfile=modelfile,
             overwrite=overwrite,
-        )
+        )  # fmt: skip
     else:
         from ..checkpoint.export import export_native
 

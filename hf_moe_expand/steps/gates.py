@@ -72,8 +72,8 @@ def fits_base(run: ExpansionRun) -> bool:
 
 def _check(run: ExpansionRun, checks: Checks, settings: Any) -> None:
     checks.lines.append(
-        f"gates: at most {100 * settings.unseen_share:g} % of the tokens of a language that the gate has not seen go to "
-        "new experts"
+        f"gates: at most {100 * settings.unseen_share:g} % of the tokens of a language that the gate has not seen go "
+        "to new experts"
     )
     if checks.config is not None and not run.recipe.joins:
         rounds = [run.recipe.old_languages, *(expansion.new for expansion in run.recipe.all_expansions[: run.number])]

@@ -53,6 +53,11 @@ class PostPretrainConfig(MixedConfig):
         return [*(old if settings.replay else ()), *new]
 
     def check_text(self, facts: StageFacts) -> None:
+        if getattr(facts.model, "exclusive_experts", False) and (self.language_prior_coef or self.masking != Masking()):
+            raise InputError(
+                "exclusive experts take the tokens of their languages alone: there is no choice to mask, and no router "
+                "for the LPR loss: leave masking and language_prior_coef out."
+            )
         if missing := [code for code in facts.new if code not in facts.texts]:
             raise InputError(f"{', '.join(missing)}: a language of this expansion has no text; give some.")
         old_with_text = [code for code in facts.old if code in facts.texts]

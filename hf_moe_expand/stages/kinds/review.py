@@ -4,7 +4,7 @@ Example: hf-moe-expand train review qwen-el-1 qwen-el-2 --data en=en.jsonl --dat
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from datasets import Dataset
@@ -48,22 +48,21 @@ class ReviewConfig(TrainingStage):
     balance_coef: Annotated[Coefficient, BalanceLoss] = setting(0.0, "weight of the load-balancing loss")
     language_prior_coef: Annotated[Coefficient, LanguagePriorLoss] = setting(0.1, "weight of the LPR loss")
     classifier_coef: Annotated[Coefficient, ClassifierLoss] = setting(0.1, "weight of the classifiers' loss")
-    train_gates: Flag = setting(
-        False, "train fitted gates further, by the classifiers' loss; they stay as fitted otherwise"
-    )
     distillation_coef: Annotated[Coefficient, DistillationLoss] = setting(
         0.0, "weight of self-distillation: old-language tokens keep the base's predictions"
     )
     validation: ValidationSettings | str | None = setting(ValidationSettings, "held-out text to score during training")
-
-    def trained(self) -> tuple[str, Trained]:
-        return self.name, replace(self.trains, gates=self.train_gates)
 
     @classmethod
     def languages(cls, settings: Any, old: Iterable[str], new: Iterable[str]) -> list[str]:
         return [*old, *new]
 
     def check_text(self, facts: StageFacts) -> None:
+        if getattr(facts.model, "exclusive_experts", False):
+            raise InputError(
+                "exclusive experts take the tokens of their languages alone, so that no router is left to review: "
+                "leave the review out (`review: null`)."
+            )
         if missing := [code for code in (*facts.old, *facts.new) if code not in facts.texts]:
             raise InputError(
                 f"{', '.join(missing)}: no text was given; review needs text of every old and new language."
