@@ -4,6 +4,7 @@
 """
 
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from conftest import DEVICES, tiny_dense
 from layers import assert_is_the_definition, build, drawn
 from test_dispatch import WAYS
 
-from hf_moe_expand import Plan, expand_model
+from hf_moe_expand import LayerMoEConfig, expand_model
 from hf_moe_expand.modeling.dispatch import FEW_ROWS
-from hf_moe_expand.modeling.prefix_gate import PrefixRule
 
 FLOATS = [torch.float32, torch.bfloat16]
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest value
@@ -23,15 +23,19 @@ UNMASKED = {"attention_mask": {"full_attention": None}, "use_cache": False}
 pytestmark = [pytest.mark.parametrize("device", DEVICES), pytest.mark.parametrize("dtype", FLOATS)]
 
 
-def models(device, dtype, experts, judge=None, differ=True, **changes):
-    """A dense model and its expansion with classifiers in all layers, unless the user judges; `differ`: the experts are
-    not copies of the base's."""
+def models(device, dtype, experts, judge=None, differ=True, exclusive=False, **changes):
+    """A dense model and its expansion with classifiers in all layers or a gate in the first, unless the user judges;
+    `differ`: the experts are not copies of the base's."""
     dense = tiny_dense("qwen2", dtype=dtype, **changes)
     layers = dense.config.num_hidden_layers
-    classified = list(range(layers)) if judge in ("classifier", "gate") else []
-    gate = PrefixRule(0.9, 2.0, "layer") if judge == "gate" else None
-    plan = Plan("layer-moe", [experts] * layers, classified, old=["en"], new=["el"], prefix_gate=gate)
-    model = expand_model(tiny_dense("qwen2", dtype=dtype, **changes), plan).eval()
+    config = LayerMoEConfig.from_dense(
+        dense.config, num_experts_per_layer=[experts] * layers, exclusive_experts=exclusive,
+        classifier_layers=list(range(layers)) if judge == "classifier" else [],
+        language_gate={"layer": 0, "languages": [["en"], ["el"]]} if judge == "gate" else None,
+    )  # fmt: skip
+    model = expand_model(tiny_dense("qwen2", dtype=dtype, **changes), config).eval()
+    known = {"method": "x", "old_languages": ["en"], "new_languages": ["el"]}
+    model.config.expansions = [known]
     if differ:
         draw = torch.Generator().manual_seed(2)
         with torch.no_grad():
@@ -46,10 +50,13 @@ def text(device, rows, length, seed=0):
 
 
 def send_home(model, is_home_T):
-    """Lets every classifier send these tokens home and no others."""
+    """Lets every classifier, or the gate, send these tokens home and no others."""
     logits_TC = torch.stack([is_home_T, ~is_home_T], -1).float() * 9
     for ffn in model.expanded_ffns().values():
-        ffn.classifier.register_forward_hook(lambda *_: logits_TC)
+        if ffn.classifier is not None:
+            ffn.classifier.register_forward_hook(lambda *_: logits_TC)
+        if ffn.language_gate is not None:
+            ffn.language_gate.register_forward_hook(lambda *_: (logits_TC[:, 1:] - logits_TC[:, :1]).int())
 
 
 def assert_close(found, expected, dtype):
@@ -122,8 +129,35 @@ def test_with_all_experts_a_token_sent_home_gets_the_bases_bits(device, dtype, j
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("judge", ["classifier", "gate"])
-def test_with_more_experts_a_token_sent_home_gets_the_bases_values_to_rounding(device, dtype, judge):
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_gate_sends_home_bit_for_bit_with_any_number_of_experts(device, dtype, exclusive):
+    dense, model = models(device, dtype, 2 if exclusive else 4, "gate", exclusive=exclusive)
+    for length in (1, 40):
+        ids = text(device, 3, length)
+        send_home(model, torch.tensor([True, False, True], device=device).repeat_interleave(length))
+        assert torch.equal(model(ids).logits[[0, 2]], dense(ids).logits[[0, 2]])
+        send_home(model, torch.ones(3 * length, dtype=torch.bool, device=device))
+        assert torch.equal(model(ids).logits, dense(ids).logits)
+
+
+@torch.no_grad()
+def test_a_pass_with_a_gate_reads_one_value_on_the_host(device, dtype):
+    _, model = models(device, dtype, 2, "gate", exclusive=True)
+    ids = text(device, 2, 40)
+    model(ids, use_cache=False)
+    reads, read = [], torch.Tensor.tolist
+    with patch.object(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or read(tensor)):
+        model(ids, use_cache=False)
+    assert len(reads) == 1
+    if device != "cpu":
+        ffn = model.expanded_ffns()[1]
+        x = torch.randn(1, 80, model.config.hidden_size, device=device, dtype=dtype)
+        with no_value_read(device):
+            ffn(x)
+
+
+@torch.no_grad()
+def test_with_more_experts_a_token_sent_home_gets_the_bases_values_to_rounding(device, dtype, judge="classifier"):
     dense, model = models(device, dtype, 4, judge)
     for length in (1, 40):
         ids = text(device, 3, length)
@@ -194,12 +228,14 @@ def test_compiled_it_is_one_graph(device, dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("judge", ["classifier", "gate"])
-def test_it_generates_with_a_static_cache(device, dtype, judge):
+@pytest.mark.parametrize(("judge", "experts"), [("classifier", 4), ("gate", 4), ("exclusive", 2)])
+def test_it_generates_with_a_static_cache(device, dtype, judge, experts):
     """On a GPU transformers compiles it. Each token is the best by a pass without a cache, to rounding."""
-    _, model = models(device, dtype, 4, judge, num_hidden_layers=1)
+    exclusive, judge = judge == "exclusive", "classifier" if judge == "classifier" else "gate"
+    _, model = models(device, dtype, experts, judge, exclusive=exclusive, num_hidden_layers=1)
     prompts = text(device, 2, 7)
     options = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "eos_token_id": None}
+    options["judge_prompt"] = False
     torch.compiler.reset()
     found = model.generate(prompts, max_new_tokens=8, cache_implementation="static", **options)
     assert found.shape == (2, 15)

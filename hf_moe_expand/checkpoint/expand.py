@@ -138,6 +138,7 @@ def expand_model(
     lora_alpha: float = LORA_ALPHA,
     expert_width: int | None = None,
     seed: int = 0,
+    gate: Gate | None = None,
 ) -> Any:
     """Returns the expanded model of a dense one, equal to that of `expand_checkpoint` and `from_pretrained`.
 
@@ -149,7 +150,7 @@ def expand_model(
         dense: a `...ForCausalLM` or `...ForConditionalGeneration` of a supported backbone, on one device.
         plan: experts and classifiers of each layer; or a configuration from `LayerMoEConfig.from_dense` or
             `DMoEConfig.from_dense`, which then also sets `conditional_routing`, `expert_kind` and its settings.
-        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, expert_width, seed: see
+        expert_init, conditional_routing, expert_kind, lora_rank, lora_alpha, expert_width, seed, gate: see
             `expand_checkpoint`.
 
     Returns:
@@ -176,6 +177,11 @@ def expand_model(
     check_dense_plan(plan, dense.config, name)
     kind = chosen_kind(dense, plan, expert_init, expert_kind, lora_rank, lora_alpha, expert_width)
     config = planned_config(dense.config, plan, kind, conditional_routing=conditional_routing)
+    if gate is not None:
+        check_plan_of_gate(plan, gate.rule.layer)
+        gate.set_in(config)
+    elif wanted is not None:
+        config.language_gate = wanted.language_gate
     if wanted is not None:
         for field, own, needed in differences(wanted, config, _OF_LOADING):
             raise InputError(
@@ -186,7 +192,7 @@ def expand_model(
         expanded: Any = auto_class(config).from_config(
             config, dtype=dense.dtype, attn_implementation=dense.config._attn_implementation
         )
-    state = _state(dense, expanded, expert_init, seed)
+    state = _state(dense, expanded, expert_init, seed, gate)
     expanded.load_state_dict(state, assign=True)
     _tie(expanded)
     _copy_buffers(dense, expanded)
@@ -196,7 +202,7 @@ def expand_model(
     record = planned_record(
         plan, old_languages=plan.old, base_model=name, base_revision=revision, seed=seed,
         expert_init=recorded_init(kind, expert_init), base_parameters=_parameters(dense),
-        parameters=_parameters(expanded),
+        parameters=_parameters(expanded), language_gate=config.language_gate,
     )  # fmt: skip
     History([record]).write(expanded.config)
     expanded.generation_config = copy.deepcopy(dense.generation_config)
@@ -340,7 +346,9 @@ def _plan_of(config: ExpandedConfig) -> Plan:
     )  # fmt: skip
 
 
-def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -> dict[str, torch.Tensor]:
+def _state(
+    dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int, gate: Gate | None
+) -> dict[str, torch.Tensor]:
     """Every tensor of the expanded model: the dense model's own, copies of them, and new ones."""
     weights, ffns, where = dense.state_dict(), decoder_ffns(dense), places(expanded)
     if unknown := sorted(set(weights) - {place.dense for place in where.values()}):
@@ -353,7 +361,9 @@ def _state(dense: PreTrainedModel, expanded: Any, expert_init: str, seed: int) -
         ffn = ffns[place.layer]
         like = next(ffn.module.parameters()) if place.dense is None else weights[place.dense]
         make = first_weight(dense, expanded.config, ffn, place, expert_init, seed)
-        if make is not None:
+        if gate is not None and (place.layer, place.inner) in gate.rows:
+            state[name] = gate.rows[place.layer, place.inner].to(like.dtype).to(like.device)
+        elif make is not None:
             state[name] = make().to(like.dtype).to(like.device)
         else:
             state[name] = like.clone() if place.expert else like
