@@ -202,7 +202,8 @@ def test_compiled_with_a_static_cache_a_pass_is_one_graph_that_gives_logits_alon
     torch.compiler.reset()
     found = model.generate(ids, cache_implementation="static", compile_config=compiling, **options)
     assert torch.equal(found, expected)
-    assert graphs == [["logits"]]
+    ((name,),) = graphs
+    assert name.startswith("logits")
 
 
 def test_a_static_cache_of_windows_alone_is_not_compiled():
