@@ -383,7 +383,7 @@ def test_bases_and_plans_that_do_not_fit_are_refused(base, tmp_path):
     gate = {"layer": 0, "languages": [["en"], ["el"]]}
     with pytest.raises(ValueError, match="but an encoder reads the whole sentence at once: leave it out"):
         LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, language_gate=gate)
-    with pytest.raises(ValueError, match="exclusive_experts: .*an encoder-decoder and its translation"):
+    with pytest.raises(ValueError, match=r"exclusive_experts: .*an encoder-decoder and its translation"):
         LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, exclusive_experts=True)
     with pytest.raises(ValueError, match="A DMoE is made of a decoder"):
         DMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5)

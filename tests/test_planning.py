@@ -324,9 +324,9 @@ def test_exclusive_experts_are_of_a_decoder_whose_base_is_frozen():
     plan = Plan("moe-lpr", [2, 2], old=["en"], new=["el"], exclusive=True)
     assert plan.has_choice
     assert not Plan("moe-lpr", [2, 2], old=["en"], new=["el"]).has_choice
-    with pytest.raises(InputError, match="exclusive: .* an encoder-decoder and its translation have a language each"):
+    with pytest.raises(InputError, match=r"exclusive: .* an encoder-decoder and its translation have a language each"):
         Plan("moe-lpr", [2, 2], encoder_layers=1, exclusive=True)
-    with pytest.raises(InputError, match="exclusive: .* but all experts of a DMoE train: leave exclusive out"):
+    with pytest.raises(InputError, match=r"exclusive: .* but all experts of a DMoE train: leave exclusive out"):
         Plan("dmoe", [2, 2], groups=[["en"], ["el"]], exclusive=True)
-    with pytest.raises(InputError, match="p/plan.json: unknown key `prefix_gate`"):
+    with pytest.raises(InputError, match=r"p/plan.json: unknown key `prefix_gate`"):
         read(Plan, {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": {"decay": 0.9}}, "p/plan.json")
