@@ -411,7 +411,7 @@ def pass_of_call(rule: GateRule, decoder: Any, args: tuple, kwargs: dict[str, An
     if positions is not None and not torch.compiler.is_compiling():
         must_begin = not held
     # Before the gate's first pass, the tokens in a cache are virtual.
-    before = held - memory.others if len(memory) else 0
+    before = held - memory.others if held and len(memory) else 0
     return GatePass.of_inputs(
         rule, inputs.shape[:2], inputs.device, attention_mask=arguments.get("attention_mask"), position_ids=positions,
         memory=memory, held=before, message_ends=ends, must_begin=must_begin,

@@ -26,7 +26,7 @@ from ..records import History
 from ..scratch import beside, scratch_folder
 from ..settings import GateSettings
 from .gate_fit import GateReport
-from .gating import check_languages, fitted
+from .gating import check_languages, fitted, gate_of
 
 FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 TOKENS = 500
@@ -130,7 +130,8 @@ def join_calibrated(
         model, tokenizer = load_for_inference(scratch / "model")
         made = None
         if settings:
-            made, report = fitted(model, tokenizer, texts, chosen, settings)
+            gate, report = fitted(model, tokenizer, texts, chosen, settings, history.classes)
+            made = gate_of(gate, history.classes, report.bias, settings)
             told: dict[str, float] = {}  # what the gates aim at
             for code, stream in streams.items():
                 with model.use_languages(code):
@@ -140,7 +141,7 @@ def join_calibrated(
             calibration = _search(model, streams, len(loaded))
         del model
     scaled = [replace(pack, scale=pack.scale * by) for pack, by in zip(loaded, calibration.factors, strict=True)]
-    joined = write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite, gates=made)
+    joined = write_joined(scaled, out, max_shard_size=max_shard_size, overwrite=overwrite, gate=made)
     return joined, calibration
 
 

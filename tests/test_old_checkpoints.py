@@ -1,0 +1,148 @@
+"""Checkpoints that the code of commit 1095de0 wrote (checkpoints/README.md) load, compute what they did, and grow.
+
+They are stored in half precision and run in float32, so that only the order of sums may differ between versions and
+machines: a change of 1e-6 in the embeddings moves these logits by up to 2e-4, and 1e-3 is allowed.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from hf_moe_expand import (
+    AdaptConfig,
+    LanguageText,
+    Plan,
+    PostPretrainConfig,
+    adapt_language,
+    grow_checkpoint,
+    leave_out_pack,
+    shrink_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.records import History
+
+STORED = Path(__file__).resolve().parent / "checkpoints"
+TOLERANCE = 1e-3
+TRAINING = {"block_size": 16, "per_device_train_batch_size": 2, "disable_tqdm": True}
+# Of each kind that grows by a plan: the experts of its layers before and after, and the layers with classifiers.
+GROWN = {
+    "moe_lpr": ([2, 2], [3, 3], []),
+    "layer_moe": ([4, 4], [5, 6], [0, 1]),
+    "lora": ([3, 2], [4, 3], [1]),
+    "added": ([3, 2], [4, 3], [1]),
+    "expansion_only": ([3, 2], [4, 3], []),
+    "encoder_decoder": ([2, 1, 2, 2], [3, 1, 3, 4], [0, 3]),
+}
+KINDS = [*GROWN, "dmoe", "packs"]
+
+
+def copied(kind, place):
+    """A checkpoint in a folder of the test's own, with a tokenizer and with the base that it needs."""
+    folder = Path(shutil.copytree(STORED / kind, place / kind))
+    for file in (STORED / "base").glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    if kind == "expansion_only":  # as if the base were on the hub: config.json says where it is
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config["expansion_base"]["base_model"] = str(shutil.copytree(STORED / "base", place / "base"))
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+def load(folder):
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    loads = AutoModelForSeq2SeqLM if config.get("is_encoder_decoder") else AutoModelForCausalLM
+    model, info = loads.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def recorded(kind):
+    return json.loads((STORED / f"{kind}.json").read_text("utf-8"))
+
+
+@torch.no_grad()
+def logits(model, **more):
+    ids = torch.tensor([recorded("moe_lpr")["input_ids"]])
+    if model.config.is_encoder_decoder:
+        more["decoder_input_ids"] = ids
+    return model(input_ids=ids, **more).logits[0, :, ::16]
+
+
+def as_recorded(found, kind, name="logits_of_every_16th_token"):
+    torch.testing.assert_close(found, torch.tensor(recorded(kind)[name]), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_loads_and_computes_what_it_did(tmp_path, kind):
+    as_recorded(logits(load(copied(kind, tmp_path))), kind)
+
+
+def grown(folder, before, after, classifiers=(), **more):
+    plan = Plan("own", after, list(classifiers), old=["en", "el"], new=["hi"], grows_from=before, **more)
+    model = load(grow_checkpoint(folder, folder.with_name("grown"), plan))
+    assert model.config.num_experts_per_layer == after
+    return model
+
+
+@pytest.mark.parametrize("kind", GROWN)
+def test_it_grows_and_the_old_part_computes_what_it_did(tmp_path, kind):
+    model = grown(copied(kind, tmp_path), *GROWN[kind], encoder_layers=2 if kind == "encoder_decoder" else 0)
+    with model.use_expansion(len(History.of(model.config)) - 1):
+        as_recorded(logits(model), kind)
+
+
+def test_a_dmoe_takes_a_further_language(tmp_path):
+    folder = copied("dmoe", tmp_path)
+    text = LanguageText("hi", str(STORED / "el.jsonl"))
+    done = adapt_language(folder, tmp_path / "grown", text, AdaptConfig(max_steps=1, sample_tokens=50, **TRAINING))
+    before, after = load(folder), load(tmp_path / "grown")
+    assert after.config.num_experts_per_layer == [3, 3]
+    assert done.expert == 2
+    for expert in (0, 1):
+        with before.use_expert(expert), after.use_expert(expert):
+            assert torch.equal(logits(before), logits(after))
+
+
+def test_joined_packs_grow_and_come_out_again(tmp_path):
+    folder = copied("packs", tmp_path)
+    before, after = load(folder), grown(folder, [3, 4], [4, 5], [1])
+    # By language: a token that the classifiers give to the last pack is given to the new class now, which sees all.
+    for language in ("en", "el", "hu"):
+        torch.testing.assert_close(logits(after, languages=[language]), logits(before, languages=[language]))
+    leave_out_pack(folder, tmp_path / "one", "hu")
+    as_recorded(logits(load(tmp_path / "one")), "packs", "pack_el_alone")
+
+
+def test_the_first_expansion_comes_back(tmp_path):
+    assert shrink_checkpoint(copied("layer_moe", tmp_path), tmp_path / "back", 1).routers_restored
+    as_recorded(logits(load(tmp_path / "back")), "layer_moe", "after_expansion_1")
+
+
+def test_fitted_gates(tmp_path):
+    """Later code may refuse this format, with the command that converts it: what is here then holds of the result."""
+    folder = copied("fitted_gates", tmp_path)
+    model, wanted = load(folder), recorded("fitted_gates")
+    as_recorded(logits(model), "fitted_gates")
+    ids = torch.tensor([wanted["input_ids"]])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert written[0, ids.shape[1] :].tolist() == wanted["generated"]  # the best token leads by 0.04 or more
+    after = grown(folder, [2, 2, 2], [3, 3, 3])
+    for language in ("en", "el"):  # growth leaves the gates out
+        torch.testing.assert_close(logits(after, languages=[language]), logits(model, languages=[language]))
+
+
+def test_the_interrupted_training_resumes(tmp_path, monkeypatch, capsys):
+    copied("moe_lpr", tmp_path)
+    shutil.copytree(STORED / "trained.training", tmp_path / "trained.training")
+    shutil.copyfile(STORED / "el.jsonl", tmp_path / "el.jsonl")
+    monkeypatch.chdir(tmp_path)  # the training's record names the text by its path
+    config = PostPretrainConfig(max_steps=2, save_steps=1, learning_rate=1e-2, **TRAINING)
+    record = train_stage("moe_lpr", "trained", {"el": LanguageText("el", "el.jsonl")}, config)
+    assert "resumes at step 1 of 2" in capsys.readouterr().out
+    assert (record.steps, record.tokens_seen) == (2, 64)
+    as_recorded(logits(load(tmp_path / "trained")), "trained")
