@@ -1,0 +1,172 @@
+"""The gate of a dense base, fitted to a file before anything is expanded, and where it is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import invoke, save_dense, write_texts
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_gates import ANCHORS, SETTINGS, TEXTS
+
+from hf_moe_expand import Plan, expand_checkpoint, expand_model, fit_gates
+from hf_moe_expand.analysis.gating import fit_base_gate, gate_from_file, layer_of_file
+from hf_moe_expand.checkpoint.gates import stored_gate
+from hf_moe_expand.checkpoint.stored import StoredModel
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.models import load_for_inference
+
+NEW = ["el", "hu"]
+PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=NEW)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_dense(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def file(base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("file") / "gate.safetensors"
+    report = fit_base_gate(base, out, TEXTS, NEW, ANCHORS, SETTINGS)
+    assert report.out == out
+    return out
+
+
+def the_gate(folder):
+    found = stored_gate(StoredModel(folder))
+    assert found is not None
+    return found
+
+
+def test_it_is_the_gate_that_the_expanded_model_would_get(base, file, tmp_path):
+    gate, report = gate_from_file(file, StoredModel(base), NEW)
+    expand_checkpoint(base, tmp_path / "one", PLAN, gate=gate)
+    expand_checkpoint(base, tmp_path / "plain", PLAN)
+    later = fit_gates(tmp_path / "plain", tmp_path / "two", TEXTS, ANCHORS, SETTINGS)
+    one, two = the_gate(tmp_path / "one"), the_gate(tmp_path / "two")
+    assert one.rule == two.rule
+    assert one.rule.layer == layer_of_file(file)
+    assert one.rule.languages == [["en", *sorted(ANCHORS)], NEW]
+    torch.testing.assert_close(one.weight_Rh, two.weight_Rh, rtol=1e-3, atol=1e-4)
+    # The file keeps the anchors' logits in half precision, from which the bias follows in steps of 0.02.
+    torch.testing.assert_close(one.bias_R, two.bias_R, rtol=0, atol=0.05)
+    assert report.named == later.gates.named
+    assert report.unseen == pytest.approx(later.gates.unseen, abs=0.02)
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert config["expansions"][-1]["language_gate"] == config["language_gate"]
+    assert config["classifier_layers"] == []
+
+
+def test_a_model_in_memory_gets_the_same_gate(base, file, tmp_path):
+    gate, _ = gate_from_file(file, StoredModel(base), NEW)
+    expand_checkpoint(base, tmp_path / "one", PLAN, gate=gate)
+    dense, _ = load_for_inference(base)
+    stored, _ = load_for_inference(tmp_path / "one")
+    model = expand_model(dense, PLAN, gate=gate)
+    for (name, ours), theirs in zip(model.state_dict().items(), stored.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert model.config.language_gate == stored.config.language_gate
+    ids = torch.arange(60, 90)[None]
+    assert torch.equal(model(ids).logits, stored(ids).logits)
+
+
+def test_one_file_serves_any_choice_of_its_languages(base, file):
+    """Rows of a language that is not new go home; fewer new languages pass less of the anchors."""
+    both, _ = gate_from_file(file, StoredModel(base), NEW)
+    one, _ = gate_from_file(file, StoredModel(base), ["hu"])
+    assert one.rule.languages[1] == ["hu"]
+    assert set(one.rule.languages[0]) == {"en", "el", *ANCHORS}
+    rows = [one.rule.languages[0].index("el"), len(both.rule.languages[0])]
+    assert torch.equal(one.weight_Rh[rows[0]], both.weight_Rh[rows[1]])
+    with pytest.raises(InputError, match="has no row for tr: fit the gate with text"):
+        gate_from_file(file, StoredModel(base), ["tr"])
+
+
+def changed_base(base, place, name):
+    """The base with one value of one tensor changed."""
+    folder = shutil.copytree(base, place)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_another_base_is_refused_but_not_for_layers_that_the_gate_does_not_read(base, file, tmp_path):
+    layer = layer_of_file(file)
+    said = "was fitted on another base than .*, or on other weights: fit the gate of this base"
+    with pytest.raises(InputError, match=said):
+        gate_from_file(file, StoredModel(save_dense(tmp_path / "other", seed=5)), NEW)
+    for number, name in enumerate(("embed_tokens.weight", f"layers.{layer}.self_attn.q_proj.weight")):
+        with pytest.raises(InputError, match=said):
+            gate_from_file(file, StoredModel(changed_base(base, tmp_path / f"{number}", f"model.{name}")), NEW)
+    above = changed_base(base, tmp_path / "above", f"model.layers.{layer + 1}.mlp.up_proj.weight")
+    assert gate_from_file(file, StoredModel(above), NEW)[0].rule.layer == layer
+
+
+def test_a_plan_with_experts_below_the_gate_or_none_beside_it_is_refused(base, tmp_path):
+    settings = SETTINGS.model_copy(update={"layer": 1})
+    fit_base_gate(base, tmp_path / "gate.safetensors", TEXTS, NEW, ANCHORS, settings)
+    gate, _ = gate_from_file(tmp_path / "gate.safetensors", StoredModel(base), NEW)
+    assert gate.rule.layer == 1
+    for counts in ([2, 2, 2], [1, 1, 2]):
+        with pytest.raises(
+            InputError, match=r"gate stands in layer 1, below which no expert ever runs.*--only-layers 1-2"
+        ):
+            expand_checkpoint(base, tmp_path / "no", Plan("moe-lpr", counts, old=["en"], new=NEW), gate=gate)
+        assert not (tmp_path / "no").exists()
+    expand_checkpoint(base, tmp_path / "one", Plan("moe-lpr", [1, 2, 2], old=["en"], new=NEW), gate=gate)
+    assert the_gate(tmp_path / "one").rule.layer == 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "new", "said"),
+    [
+        (TEXTS, ["el", "tr"], "no text in tr"),
+        (TEXTS, [], "name the languages of --data that will be new"),
+        ({**TEXTS, "hu": ["őű"]}, NEW, "hu has .* tokens"),
+    ],
+)
+def test_text_that_cannot_make_a_gate_is_refused_before_anything_is_written(base, tmp_path, texts, new, said):
+    with pytest.raises(InputError, match=said):
+        fit_base_gate(base, tmp_path / "gate.safetensors", texts, new, ANCHORS, SETTINGS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_none_of_a_gate_is_refused(base, file, tmp_path):
+    with pytest.raises(InputError, match="is no file of a gate"):
+        gate_from_file(base / "model.safetensors", StoredModel(base), NEW)
+    (tmp_path / "half").write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(InputError, match="is no file of a gate"):
+        gate_from_file(tmp_path / "half", StoredModel(base), NEW)
+    with safe_open(str(file), "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    tensors.pop("bias")
+    save_file(tensors, tmp_path / "less", metadata=metadata)
+    with pytest.raises(InputError, match="is no file of a gate"):
+        gate_from_file(tmp_path / "less", StoredModel(base), NEW)
+    with pytest.raises(InputError, match="exists already"):
+        fit_base_gate(base, file, TEXTS, NEW, ANCHORS, SETTINGS)
+
+
+def test_the_command_line(base, tmp_path):
+    for code, text in {**TEXTS, **ANCHORS}.items():
+        write_texts(tmp_path / f"{code}.jsonl", text)
+    data = [part for code in TEXTS for part in ("--data", f"{code}={tmp_path / code}.jsonl")]
+    anchors = [part for code in ANCHORS for part in ("--anchors", f"{code}={tmp_path / code}.jsonl")]
+    options = ["--tokens", 400, "--anchor-tokens", 150, "--unseen-share", 0.02, "--new", "el,hu"]
+    file = tmp_path / "gate.safetensors"
+    said = invoke("gates", base, *data, *anchors, *options, "--out", file)
+    assert "gate               in layer 0" in said
+    PLAN.save(tmp_path / "plan.json")
+    said = invoke("expand", base, tmp_path / "one", "--plan", tmp_path / "plan.json", "--gate", file)
+    assert "unseen languages" in said
+    shown = invoke("inspect", tmp_path / "one")
+    assert "9 languages stay home" in shown
+    assert "new: el, hu" in shown
+    with pytest.raises(InputError, match="Give OUT, the folder of an expanded model's gate, or --out FILE"):
+        invoke("gates", base, *data)
+    with pytest.raises(InputError, match="--new is for a dense base"):
+        invoke("gates", tmp_path / "one", tmp_path / "no", *data, "--new", "el")
