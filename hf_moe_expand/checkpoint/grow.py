@@ -99,6 +99,10 @@ def check_growth(model: str | os.PathLike, plan: Plan) -> Any:
         raise InputError(
             f"The plan was made for {made_for} in its layers, but {folder} has {counts}: plan with --from {folder}."
         )
+    if config.exclusive_experts and not plan.exclusive:
+        raise InputError(f"{folder}: its experts are exclusive, but the plan's are not: plan with `exclusive`.")
+    if plan.exclusive and not config.exclusive_experts:
+        raise InputError(f"{folder}: the plan's experts are exclusive, but its own are not: plan without `exclusive`.")
     encoder = stack_sizes(config).get("encoder", 0)
     if plan.encoder_layers != encoder:
         raise InputError(

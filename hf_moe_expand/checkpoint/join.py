@@ -18,7 +18,7 @@ from ..schema import changed
 from .gates import GATE_FIELDS, Gate, stored_gate
 from .local import pack_and_name
 from .packs import PACK_FILE, ROUTING, Pack, Rows, check_pack_name, check_packs, joined_routing, own_pack, packs_inside
-from .reader import is_finite
+from .reader import TORCH_DTYPES, is_finite
 from .source import COMPANIONS
 from .stored import StoredModel, network_of, places
 from .writer import DEFAULT_SHARD_SIZE, OutputTensor, check_output, in_memory, write_checkpoint
@@ -185,7 +185,10 @@ def write_joined(
 
 
 def _router_type(packs: Sequence[Pack], layer: int) -> torch.dtype:
-    return next(pack.routing[layer, ROUTING[0]].dtype for pack in packs if (layer, ROUTING[0]) in pack.routing)
+    """The type of the layer's routers or, where exclusive experts need none, of its experts."""
+    routers = [pack.routing[layer, ROUTING[0]].dtype for pack in packs if (layer, ROUTING[0]) in pack.routing]
+    experts = (pack.stored[key].dtype for pack in packs for own, *_, key in pack.experts if own == layer)
+    return routers[0] if routers else next(TORCH_DTYPES[dtype] for dtype in experts if dtype in TORCH_DTYPES)
 
 
 def joined_config(packs: Sequence[Pack], gate: Gate | None = None) -> Any:

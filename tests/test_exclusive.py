@@ -1,0 +1,396 @@
+"""Exclusive experts: a token of a new language takes its expert alone, from the plan to training, growth and export."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
+from datasets import Dataset
+from gated_models import TWO, classes_of_rows, dense_of, evidence_of, gated_model, give_evidence, tokens
+from safetensors.torch import load_file
+from test_gate_decisions import THREE, ffn_calls
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from hf_moe_expand import (
+    LanguageText,
+    LayerMoEConfig,
+    LayerMoEForCausalLM,
+    Plan,
+    PostPretrainConfig,
+    PostPretrainTrainer,
+    ReviewConfig,
+    expand_checkpoint,
+    expand_model,
+    grow_checkpoint,
+    join_calibrated,
+    join_expansions,
+    leave_out_pack,
+    shrink_checkpoint,
+    train_stage,
+)
+from hf_moe_expand.checkpoint.export import export_native
+from hf_moe_expand.checkpoint.gates import Gate
+from hf_moe_expand.checkpoint.join import load_packs, write_joined
+from hf_moe_expand.checkpoint.merge import average_checkpoints
+from hf_moe_expand.data.packing import collate_blocks
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
+from hf_moe_expand.modeling.language_gate import GateRule
+from hf_moe_expand.settings import GateSettings
+
+PLAN = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"], exclusive=True)
+ROUTED = Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"])
+IDS = tokens(2, 12)
+
+
+def moved(folder, seed=0):
+    """The checkpoint with experts of its last expansion that are no copies."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for ffn in model.expanded_ffns().values():
+            for parameter in ffn.experts[ffn.experts_of_class[-2] :].parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_dense(tmp_path_factory.mktemp("exclusive") / "base")
+
+
+@pytest.fixture(scope="module")
+def el(base, tmp_path_factory):
+    """A checkpoint whose exclusive experts are those of Greek."""
+    folder = tmp_path_factory.mktemp("packs") / "qwen-el"
+    expand_checkpoint(base, folder, PLAN)
+    byte_tokenizer().save_pretrained(folder)
+    return moved(folder)
+
+
+@pytest.fixture(scope="module")
+def grown(el, tmp_path_factory):
+    """The same with a second expansion, for Turkish."""
+    folder = tmp_path_factory.mktemp("grown") / "qwen-tr"
+    plan = Plan("moe-lpr", [3, 2, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2], exclusive=True)
+    grow_checkpoint(el, folder, plan, keep_routers=True)
+    return moved(folder, 1)
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def logits(model, **more):
+    return (load(model) if not isinstance(model, torch.nn.Module) else model)(IDS, **more).logits
+
+
+@pytest.mark.parametrize("backbone", COMMON_BACKBONES)
+def test_new_experts_are_copies_and_no_layer_has_a_router(backbone):
+    dense = tiny_dense(backbone)
+    model = expand_model(tiny_dense(backbone), PLAN).eval()
+    assert all(ffn.router is None for ffn in model.expanded_ffns().values())
+    assert not any("router" in name for name in model.state_dict())
+    expected = logits(dense)
+    for languages in ("en", "el", None, ["el", "en"], [None, "en"]):
+        assert torch.equal(logits(model, languages=languages), expected)
+
+
+def test_a_checkpoint_has_no_router_and_says_that_it_is_exclusive(el):
+    assert not any("router" in name for name in load_file(el / "model.safetensors"))
+    config = json.loads((el / "config.json").read_text())
+    assert config["exclusive_experts"] is True
+    assert config["expansions"][-1]["exclusive"] is True
+    assert "experts per layer   2 2 2 (total 6, exclusive)" in inspect_checkpoint(el).lines()
+
+
+def test_with_several_experts_of_a_class_its_router_chooses_among_them():
+    model, ids = gated_model(expansions=THREE, exclusive=True), tokens(3, 14)
+    table = evidence_of(classes=3)
+    give_evidence(model, table)
+    of_tokens = classes_of_rows(table, ids).flatten()
+    with torch.no_grad(), model.capture_routing() as routing:
+        model(ids)
+    own = {1: [{0}, {1, 2, 3}, {4}], 2: [{0}, {1, 2}, {3, 4}]}
+    for layer, experts in own.items():
+        allowed = routing.layers[layer].allowed
+        assert [{*row.nonzero().flatten().tolist()} for row in allowed] == [experts[number] for number in of_tokens]
+
+
+def test_a_pass_of_one_language_runs_its_expert_alone_bit_for_bit(el, grown):
+    one, two = load(el), load(grown)
+    assert torch.equal(logits(one, languages="el"), logits(dense_of(one, [1, 1, 1])))
+    assert torch.equal(logits(one, languages="en"), logits(dense_of(one)))
+    assert torch.equal(logits(two, languages="el"), logits(one, languages="el"))
+    # Turkish has no expert in layer 1: its tokens take expert 0 there.
+    assert torch.equal(logits(two, languages="tr"), logits(dense_of(two, [2, 0, 2])))
+    assert torch.equal(logits(two), logits(two, languages="tr"))  # without a gate, the newest expansion's
+    with two.use_expansion(1):
+        assert torch.equal(logits(two), logits(one, languages="el"))
+        assert torch.equal(logits(two, languages="en"), logits(one, languages="en"))
+
+
+def test_in_a_mixed_batch_every_token_gets_the_output_of_its_classs_expert():
+    model, ids = gated_model(expansions=TWO, exclusive=True), tokens(3, 14)
+    table = evidence_of(classes=3)
+    give_evidence(model, table)
+    of_tokens = classes_of_rows(table, ids)
+    seen = {}
+    for layer, ffn in model.expanded_ffns().items():
+        ffn.register_forward_pre_hook(lambda _, args, layer=layer: seen.update({layer: args[0]}))
+    found = ffn_calls(model, lambda: model(ids))
+    with torch.no_grad():
+        for layer, (y, _) in found.items():
+            own = [expert(seen[layer]) for expert in model.expanded_ffns()[layer].experts]
+            for number in range(3):
+                assert torch.equal(y[of_tokens == number], own[number][of_tokens == number])
+
+
+def test_each_sequence_of_a_batch_runs_in_the_language_that_the_user_tells(grown):
+    model = load(grown)
+    for codes in product(("en", "el", "tr"), repeat=2):
+        mixed = logits(model, languages=list(codes))
+        for row, code in enumerate(codes):
+            torch.testing.assert_close(mixed[row], logits(model, languages=code)[row])
+    assert torch.equal(logits(model, languages=["en", "tr"])[0], logits(model, languages="en")[0])
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def one_step(folder, model, ids, languages, classes=(0, 1)):
+    """A step of plain SGD with learning rate 1 on these blocks, by the stage's own trainer."""
+    dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
+    arguments = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=len(ids), max_steps=1, learning_rate=1.0, optim="sgd",
+        lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True, report_to="none",
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    PostPretrainTrainer(
+        model, args=arguments, train_dataset=dataset, data_collator=collate_blocks, language_classes=list(classes)
+    ).train()
+    return model
+
+
+def blocks(*languages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One block of 12 tokens in each language."""
+    ids = tokens(len(languages), 12, seed=4)
+    return ids, torch.tensor(languages).unsqueeze(1).expand_as(ids).clone()
+
+
+def by_hand(model, experts, ids, tokens_of_step):
+    """The weights after the step: of the dense model with these experts, on their class's rows."""
+    dense = dense_of(model, experts).train()
+    logits = dense(ids).logits[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / tokens_of_step
+    loss.backward()
+    stepped = {name: (part - part.grad).detach() for name, part in dense.named_parameters() if ".mlp." in name}
+    return {name: part.detach() for name, part in dense.named_parameters()} | stepped
+
+
+def assert_experts(model, number, wanted, tolerance=1e-5):
+    for layer, ffn in model.expanded_ffns().items():
+        for name, part in ffn.experts[number].named_parameters():
+            expected = wanted[f"model.layers.{layer}.mlp.{name}"]
+            torch.testing.assert_close(part.detach(), expected, rtol=0, atol=tolerance)
+
+
+def untouched(before, after, number):
+    """Whether an expert of all layers is as it was, bit for bit."""
+    pairs = zip(before.expanded_ffns().values(), after.expanded_ffns().values(), strict=True)
+    return all(
+        torch.equal(a, b)
+        for old, new in pairs
+        for a, b in zip(old.experts[number].parameters(), new.experts[number].parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("languages", [(1, 1), (1, -1), (0, 1, 1, 0)], ids=["new", "unknown is new", "both"])
+def test_a_step_is_that_of_the_dense_model_with_its_experts(el, tmp_path, languages):
+    """Rows of an old language count among the tokens of the step, and change nothing."""
+    model, before = load(el), load(el)
+    ids, of_rows = blocks(*languages)
+    new = torch.tensor(languages) != 0
+    wanted = by_hand(model, [1, 1, 1], ids[new], ids[:, 1:].numel())
+    one_step(tmp_path, model, ids, of_rows)
+    assert_experts(model, 1, wanted)
+    assert not untouched(before, model, 1)
+    assert untouched(before, model, 0)
+    for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
+        assert ".experts.1." in name or torch.equal(ours, theirs), name
+
+
+def test_rows_of_old_languages_alone_train_nothing(grown, tmp_path):
+    model, before = load(grown), load(grown)
+    one_step(tmp_path / "old", model, *blocks(0, 1), classes=(0, 1, 2))
+    for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_rows_of_the_second_expansion_train_its_experts_alone(grown, tmp_path):
+    model, before = load(grown), load(grown)
+    ids, languages = blocks(2, 1, 2, 0)
+    wanted = by_hand(model, [2, 0, 2], ids[[0, 2]], ids[:, 1:].numel())
+    one_step(tmp_path, model, ids, languages, classes=(0, 1, 2))
+    for layer in (0, 2):
+        for name, part in model.expanded_ffns()[layer].experts[2].named_parameters():
+            torch.testing.assert_close(part.detach(), wanted[f"model.layers.{layer}.mlp.{name}"], rtol=0, atol=1e-5)
+    for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
+        assert ".experts.2." in name or torch.equal(ours, theirs), name
+
+
+def test_a_stage_trains_the_new_experts_and_says_so(el, tmp_path):
+    text = {"el": LanguageText("el", str(write_texts(tmp_path / "el.jsonl", ["αβγδ εζηθ ικλμ"] * 40)))}
+    options = {"block_size": 16, "max_steps": 20, "per_device_train_batch_size": 4, "disable_tqdm": True}
+    train_stage(el, tmp_path / "out", text, PostPretrainConfig(learning_rate=1e-2, **options))
+    before, after = (load_file(folder / "model.safetensors") for folder in (el, tmp_path / "out"))
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {name for name in before if ".experts.1." in name}
+    ids = torch.tensor([byte_tokenizer()("αβγδ εζηθ").input_ids])
+
+    def loss(folder, code):
+        with torch.no_grad():
+            return load(folder)(ids, labels=ids, languages=code).loss.item()
+
+    assert loss(tmp_path / "out", "el") < loss(el, "el") - 1
+    assert loss(tmp_path / "out", "en") == loss(el, "en")
+
+
+@pytest.mark.parametrize("settings", [{"language_prior_coef": 0.1, "replay": True}, {"masking": "gate"}])
+def test_what_needs_a_choice_or_a_router_is_refused_in_stage_1(el, tmp_path, settings):
+    if settings.get("masking"):
+        from hf_moe_expand import Masking
+
+        settings = {"masking": Masking(expert_output=0.1)}
+    text = {code: LanguageText(code, str(write_texts(tmp_path / f"{code}.jsonl", ["ab"] * 9))) for code in ("en", "el")}
+    given = text if settings.get("replay") else {"el": text["el"]}
+    with pytest.raises(InputError, match="exclusive experts take the tokens of their languages alone: there is no"):
+        train_stage(el, tmp_path / "out", given, PostPretrainConfig(max_steps=1, **settings))
+    with pytest.raises(InputError, match="no router is left to review"):
+        train_stage(el, tmp_path / "out", text, ReviewConfig(max_steps=1))
+    assert not (tmp_path / "out").exists()
+
+
+# --- growth, packs, averages ---------------------------------------------------------------------------------------
+
+
+def test_growth_keeps_all_earlier_bytes_and_shrinking_takes_it_back(el, grown, tmp_path):
+    before, after = (load_file(folder / "model.safetensors") for folder in (el, grown))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not any("router" in name for name in after)
+    shrink_checkpoint(grown, tmp_path / "back", 1)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (el / name).read_bytes()
+
+
+def test_growth_is_as_exclusive_as_the_model(base, el, tmp_path):
+    plan = {"old": ["en", "el"], "new": ["tr"], "grows_from": [2, 2, 2]}
+    with pytest.raises(InputError, match="its experts are exclusive, but the plan's are not: plan with"):
+        grow_checkpoint(el, tmp_path / "out", Plan("moe-lpr", [3, 3, 3], **plan))
+    expand_checkpoint(base, tmp_path / "routed", ROUTED)
+    with pytest.raises(InputError, match="the plan's experts are exclusive, but its own are not: plan without"):
+        grow_checkpoint(tmp_path / "routed", tmp_path / "out", Plan("moe-lpr", [3, 3, 3], exclusive=True, **plan))
+
+
+@pytest.fixture(scope="module")
+def hu(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packs") / "qwen-hu"
+    expand_checkpoint(base, folder, Plan("moe-lpr", [1, 2, 2], old=["en"], new=["hu"], exclusive=True))
+    return moved(folder, 2)
+
+
+def test_packs_join_and_each_language_is_its_packs(el, hu, tmp_path):
+    join_expansions([el, hu], tmp_path / "out")
+    joined = load(tmp_path / "out")
+    assert all(ffn.router is None for ffn in joined.expanded_ffns().values())
+    for code, pack in (("el", el), ("hu", hu), ("en", el)):
+        assert torch.equal(logits(joined, languages=code), logits(pack, languages=code))
+    leave_out_pack(tmp_path / "out", tmp_path / "one", "hu")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (el / name).read_bytes()
+    gate = Gate(GateRule(0, [["en"], ["el"], ["hu"]]), torch.randn(3, 32), torch.zeros(3))
+    write_joined(load_packs([el, hu], tmp_path / "gated", False), tmp_path / "gated", gate=gate)
+    assert torch.equal(logits(tmp_path / "gated", languages="hu"), logits(hu, languages="hu"))
+    weight = load_file(tmp_path / "gated" / "model.safetensors")["model.layers.0.mlp.language_gate.weight"]
+    assert torch.equal(weight, gate.weight_Rh)
+
+
+def test_calibrated_packs_have_a_gate_and_no_factors(el, hu, tmp_path, quick_gates):
+    texts = {"en": ["the cat sat on the mat "] * 40, "el": ["η γάτα κάθισε στο χαλί "] * 40}
+    texts["hu"] = ["őűáéíóú ő űá éí óúőűá "] * 40
+    with pytest.raises(InputError, match="exclusive experts have no routers to scale"):
+        join_calibrated([el, hu], tmp_path / "no", texts, tokens=50, gates=False)
+    settings = GateSettings(unseen_share=0.5, tokens=300, anchor_tokens=200)
+    join_calibrated([el, hu], tmp_path / "out", texts, tokens=50, gates=settings)
+    joined = load(tmp_path / "out")
+    assert joined.config.language_gate["languages"][1:] == [["el"], ["hu"]]
+    assert torch.equal(logits(joined, languages="el"), logits(el, languages="el"))
+
+
+def test_a_pack_with_routers_joins_no_exclusive_one(base, el, tmp_path):
+    expand_checkpoint(base, tmp_path / "qwen-fi", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["fi"]))
+    with pytest.raises(InputError, match="exclusive_experts is True in qwen-el, but False in qwen-fi"):
+        join_expansions([el, tmp_path / "qwen-fi"], tmp_path / "out")
+
+
+def test_an_average_of_two_is_the_mean_of_their_experts(base, el, tmp_path):
+    expand_checkpoint(base, tmp_path / "two", PLAN)
+    moved(tmp_path / "two", 5)
+    average_checkpoints([el, tmp_path / "two"], tmp_path / "mean")
+    one, two, mean = (load_file(folder / "model.safetensors") for folder in (el, tmp_path / "two", tmp_path / "mean"))
+    for name, tensor in mean.items():
+        torch.testing.assert_close(tensor, (one[name] + two[name]) / 2)
+    expand_checkpoint(base, tmp_path / "routed", ROUTED)
+    with pytest.raises(InputError, match="exclusive"):
+        average_checkpoints([el, tmp_path / "routed"], tmp_path / "no")
+
+
+# --- export and refusals -------------------------------------------------------------------------------------------
+
+
+def test_a_dense_model_of_each_language_is_written(base, grown, tmp_path):
+    model = load(grown)
+    for code in ("en", "el", "tr"):
+        said = invoke("export", grown, tmp_path / code, "--language", code)
+        assert "Qwen2ForCausalLM" in said
+        dense = load(tmp_path / code)
+        assert dense.config.model_type == "qwen2"
+        assert torch.equal(logits(dense), logits(model, languages=code))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "en", base))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
+    expand_checkpoint(base, tmp_path / "routed", ROUTED)
+    with pytest.raises(InputError, match="in layer 0 a token of el has several experts, which no dense model has"):
+        export_native(tmp_path / "routed", tmp_path / "out", language="el")
+    export_native(tmp_path / "routed", tmp_path / "en", language="en")
+    assert torch.equal(logits(tmp_path / "en"), logits(base))
+    with pytest.raises(InputError, match="the checkpoint does not know 'fr'"):
+        export_native(el, tmp_path / "out", language="fr")
+    with pytest.raises(InputError, match=r"its tokens go by their language.*`export --language`"):
+        export_native(el, tmp_path / "out")
+    with pytest.raises(InputError, match="--expert and --language: give only one"):
+        invoke("export", el, tmp_path / "out", "--language", "el", "--expert", 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_conditional_routing_and_encoder_decoders_are_refused():
+    with pytest.raises(ValueError, match="but conditional_routing shares expert 0: leave exclusive_experts out"):
+        LayerMoEConfig.from_dense(
+            tiny_config("qwen2"), num_experts_per_layer=[3, 3, 3], exclusive_experts=True, conditional_routing=True
+        )
+    with pytest.raises(InputError, match="a sentence of an encoder-decoder and its translation have a language each"):
+        Plan("moe-lpr", [2, 2, 2], encoder_layers=1, exclusive=True)
+
+
+def test_an_exclusive_model_is_saved_and_loaded_whole(grown, tmp_path):
+    model = LayerMoEForCausalLM.from_pretrained(grown).eval()
+    model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (grown / "model.safetensors").read_bytes()
+    assert torch.equal(logits(tmp_path / "again", languages="el"), logits(model, languages="el"))
