@@ -171,12 +171,11 @@ class ExpandedFFN(nn.Module):
             logits_TN = torch.cat([shared_TN, self.control.change_logits(routed_TN, self.top_k)], -1)
         if self.conditional_gate is not None:
             logits_TN = with_shared_expert(logits_TN, self.conditional_gate(x_Th).squeeze(-1))
+        allowed_TN = None if self.control.forced_expert is not None else self._allowed(logits_TN, class_T)
         if alone is not None:
-            ones_T1 = torch.ones_like(logits_TN[:, :1])
-            allowed_TN, weights_TK = None, ones_T1
-            index_TK = torch.full_like(ones_T1, alone, dtype=torch.long)
+            weights_TK = torch.ones_like(logits_TN[:, :1])
+            index_TK = torch.full_like(weights_TK, alone, dtype=torch.long)
         else:
-            allowed_TN = self._allowed(logits_TN, class_T)
             weights_TK, index_TK = self._choose(logits_TN, allowed_TN)
         told_T = class_T if self.classifier is None else None
         return LayerRouting(

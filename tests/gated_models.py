@@ -29,7 +29,11 @@ def gated_model(
     *earlier, counts = map(list, expansions)
     languages = LANGUAGES[: len(expansions) + 1]
     history = [
-        {"method": "x", "old_languages": sum(languages[:number], []), "new_languages": languages[number]}
+        {
+            "method": "x",
+            "old_languages": [code for of_class in languages[:number] for code in of_class],
+            "new_languages": languages[number],
+        }
         for number in range(1, len(languages))
     ]
     config = LayerMoEConfig.from_dense(

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import save_dense
 from hub_server import metadata_errors
@@ -14,18 +15,19 @@ from typer.testing import CliRunner
 
 from hf_moe_expand import Plan, cli, expand_checkpoint, grow_checkpoint, join_expansions, make_card
 from hf_moe_expand.card import readable_size, scores_of_this
+from hf_moe_expand.checkpoint.gates import Gate
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.inspection import inspect_checkpoint
-from hf_moe_expand.modeling.prefix_gate import PrefixRule
+from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.schema import changed
 
 PLANS = {
     "layer-moe": Plan("layer-moe", [3, 3, 2], [0], old=["en", "zh"], new=["el", "hu"]),
     "uniform": Plan("moe-lpr", [3, 3, 3], old=["en"], new=["el"]),
     "classified": Plan("moe-lpr", [3, 3, 3], [0, 1], old=["en"], new=["el"]),
-    "gated": Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=["el"], prefix_gate=PrefixRule(0.9, 2.0)),
+    "gated": Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]),
     "mola": Plan("mola", [2, 3, 4], old=["en"], new=["el"]),
     "random": Plan("random", [2, 1, 5], old=["en"], new=["el"]),
     "moe-lpr": Plan("moe-lpr", [2, 2, 2], old=["en"], new=["el"]),
@@ -52,7 +54,8 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     save_dense(folder / "tiny")
     for name, plan in PLANS.items():
-        expand_checkpoint(folder / "tiny", folder / name, plan)
+        gate = Gate(GateRule(0, [["en"], ["el"]]), torch.zeros(2, 32), torch.zeros(2)) if name == "gated" else None
+        expand_checkpoint(folder / "tiny", folder / name, plan, gate=gate)
     return folder
 
 
@@ -98,12 +101,12 @@ def test_every_method_has_a_valid_card(saved, name):
     assert method in card.data.tags
     assert ("2408.11396" in text) == (method != "dmoe")
     assert ("`my-rule`" in text) == (name == "my-rule")
-    assert ("2505.22582" in text) == (method == "layer-moe" or name in ("classified", "gated"))
+    assert ("2505.22582" in text) == (method == "layer-moe" or name == "classified")
     assert ("[LayerMoE]" in text) == (method == "layer-moe")
     assert ("fewer where" in text) == (name == "layer-moe")
     classified = "routing classifier" in text and "the output of expert 0 alone" in text
     assert classified == (name in ("layer-moe", "classified"))
-    assert ("prefix gates judge the text so far" in text) == (name == "gated")
+    assert ("A language gate in layer 0 judges the text so far" in text) == (name == "gated")
     if name == "gated":
         assert "classifier" not in text.split("## Citation")[0]
     assert "No evaluation was recorded" in text

@@ -376,13 +376,15 @@ def test_bases_and_plans_that_do_not_fit_are_refused(base, tmp_path):
     with pytest.raises(InputError, match="DMoE does not expand an encoder-decoder: each of its experts learns"):
         Plan("dmoe", [2] * 5, groups=[["en"], ["el"]], encoder_layers=3)
     refused(Plan("dmoe", [2] * 5, groups=[["en"], ["el"]]), "The plan is for a decoder")
-    gate = {"prefix_gate": {"decay": 0.9, "bound": 4.0}, "new": ["el"]}
-    with pytest.raises(InputError, match="an encoder reads the whole sentence at once: leave prefix_gates out"):
-        Plan("own", [2] * 5, [0], encoder_layers=3, **gate)
-    refused(Plan("own", [2] * 5, [0], **gate), "The plan is for a decoder")
+    refused(Plan("own", [2] * 5, [0], new=["el"], exclusive=True), "The plan is for a decoder")
     AutoConfig.for_model("bert").save_pretrained(tmp_path / "bert")
     refused(PLAN, "a bert checkpoint cannot be expanded: it is an encoder, or", tmp_path / "bert")
     config = AutoConfig.from_pretrained(base)
+    gate = {"layer": 0, "languages": [["en"], ["el"]]}
+    with pytest.raises(ValueError, match="but an encoder reads the whole sentence at once: leave it out"):
+        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, language_gate=gate)
+    with pytest.raises(ValueError, match=r"exclusive_experts: .*an encoder-decoder and its translation"):
+        LayerMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5, exclusive_experts=True)
     with pytest.raises(ValueError, match="A DMoE is made of a decoder"):
         DMoEConfig.from_dense(config, num_experts_per_layer=[2] * 5)
     with pytest.raises(ValueError, match=r"2 entries, but the m2m_100 backbone has 5 layers \(encoder 3, decoder 2"):

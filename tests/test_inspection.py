@@ -2,6 +2,7 @@
 
 from hf_moe_expand.forecast import Forecast, StageCost
 from hf_moe_expand.inspection import InspectedPack, Inspection
+from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.records import ExpansionRecord, StageRecord
 
 PLAIN = {
@@ -44,22 +45,19 @@ def test_everything_that_there_can_be():
     model = Inspection(
         **facts, expansions=expansions, experts="updates of rank 8", mixtures=[1, 2], leftovers=["A folder is left."],
         after_join=2, encoder_layers=1, unpacked=["Q4_1", "F32"],
-        prefix_gate={"decay": 0.95, "bound": 2.0, "reach": "later"},
-        gate_languages=[["en", "zxx", "de"], ["el"], ["hu"]],
+        gate=GateRule(1, [["en", "zxx", "de"], ["el"], ["hu"]]), exclusive=True,
         packs=[InspectedPack("greek", ["el"], 2, "FFNs", 0.5), InspectedPack("magyar", ["und"], 1, "FFNs")],
     )  # fmt: skip
     assert model.lines() == [
         "backbone            qwen2, 1 encoder and 2 decoder layers",
-        "experts per layer   encoder 2, decoder 1 3 (total 6, top-2)",
+        "experts per layer   encoder 2, decoder 1 3 (total 6, exclusive)",
         "new experts         updates of rank 8",
         "pack 1              greek: el; FFNs, 2 expansions, router x 0.5",
         "pack 2              magyar: und (undetermined); FFNs",
         "mixtures before     layers decoder.0, decoder.1; not expanded: decoder.0",
-        "gate layers         encoder.0, decoder.1",
-        "prefix gates        they judge the text so far, for the later layers too: decay 0.95 a token, evidence of a "
-        "token at most 2 nats",
-        "fitted gates        2 languages stay home, as does what no gate knows; new: el, hu",
-        "  to new experts     el 91 %, hu 100 %, en 0 % of the tokens",
+        "language gate       in layer 1, for it and all later layers: 2 languages stay home, as does what it does not "
+        "know; new: el, hu",
+        "  to new experts    el 91 %, hu 100 %, en 0 % of the tokens",
         "base's weights      unpacked from GGUF: Q4_1, F32",
         "parameters          3,000 (3.00 x the base model's 1,000)",
         "active for a token  2,500",
@@ -78,22 +76,17 @@ def test_everything_that_there_can_be():
     ]
 
 
-def mixtures_of(*mixtures, gate=None, counts=(1, 1)):
+def mixtures_of(*mixtures, counts=(1, 1)):
     layers = [(count, False, 1) for count in counts]
     facts = {**PLAIN, "layers": layers, "trainable": {}}
-    lines = Inspection(**facts, expansions=[], mixtures=mixtures, prefix_gate=gate).lines()
-    return [
-        line.split(maxsplit=2)[2] for line in lines if line.startswith(("mixtures", "prefix", "classifier", "gate"))
-    ]
+    lines = Inspection(**facts, expansions=[], mixtures=mixtures).lines()
+    return [line.split(maxsplit=2)[2] for line in lines if line.startswith(("mixtures", "classifier"))]
 
 
-def test_mixtures_before_and_the_reach_of_gates():
+def test_mixtures_before():
     assert mixtures_of(0, 1) == ["all layers, not expanded", "none"]
     assert mixtures_of(0, 1, counts=(2, 2)) == ["all layers", "none"]
     assert mixtures_of(1, counts=(2, 2)) == ["layers 1", "none"]
-    for reach in ({}, {"reach": "layer"}):
-        said = mixtures_of(gate={"decay": 1.0, "bound": 2.5, **reach})[1]
-        assert said.startswith("they judge the text so far, for their own layers: decay 1 a token")
 
 
 def test_a_forecast():

@@ -21,13 +21,13 @@ from hf_moe_expand import (
     leave_out_pack,
 )
 from hf_moe_expand.checkpoint.expansion_only import save_expansion
-from hf_moe_expand.checkpoint.gates import Gates, write_gates
+from hf_moe_expand.checkpoint.gates import Gate, write_gate
 from hf_moe_expand.checkpoint.join import load_packs, write_joined
 from hf_moe_expand.checkpoint.local import name_in_results, own_name
 from hf_moe_expand.checkpoint.packs import joined_rows, packs_inside
 from hf_moe_expand.checkpoint.stored import StoredModel
 from hf_moe_expand.errors import InputError
-from hf_moe_expand.modeling.prefix_gate import PrefixRule
+from hf_moe_expand.modeling.language_gate import GateRule
 from hf_moe_expand.modeling.routing import experts_of_classes, select_experts
 from hf_moe_expand.records import History, StageRecord
 
@@ -241,29 +241,6 @@ def test_updates_and_ffns_meet(packs, base, tmp_path):
     assert torch.equal(load(tmp_path / "saved")(IDS).logits, model(IDS).logits)
 
 
-def test_prefix_gates_join_as_classes(base, tmp_path):
-    gate = PrefixRule(0.9, 2.0)
-    two = []
-    for seed, code in enumerate(("el", "hu"), start=3):
-        plan = Plan("moe-lpr", [2, 2, 2], [0, 1], old=["en"], new=[code], prefix_gate=gate)
-        two.append(make_pack(tmp_path / f"qwen-{code}", base, plan, seed))
-    join_expansions(two, tmp_path / "out")
-    model = load(tmp_path / "out")
-    with torch.no_grad(), model.capture_routing() as routing:
-        model(IDS)
-    assert routing.layers[0].classifier_logits.shape == (28, 3)
-    for one in range(2):
-        alone = load(two[one])
-        with torch.no_grad(), alone.capture_routing() as own:
-            alone(IDS)
-        torch.testing.assert_close(
-            routing.layers[0].classifier_logits[:, 1 + one], own.layers[0].classifier_logits[:, 1], rtol=1e-4, atol=1e-4
-        )
-    other = make_pack(tmp_path / "qwen-tr", base, TR, 5)
-    with pytest.raises(InputError, match=r"prefix_gate is .* judge in different ways"):
-        join_expansions([two[0], other], tmp_path / "no")
-
-
 def test_a_fresh_process_loads_the_joined_model(packs, tmp_path):
     join_expansions([packs["el"], packs["hu"]], tmp_path / "out")
     code = """
@@ -331,23 +308,22 @@ def test_all_classes_of_a_pack_that_grew_go_with_it(packs, tmp_path):
         leave_out_pack(tmp_path / "joined", tmp_path / "no", "fi")
 
 
-def test_fitted_gates_lose_the_class_of_a_pack_that_is_taken_out(packs, tmp_path):
+def test_a_gate_loses_the_class_of_a_pack_that_is_taken_out(packs, tmp_path):
     rows = torch.arange(5.0)  # two languages stay home
-    of_layer = {(0, "classifier.weight"): rows[:, None].repeat(1, 32), (0, "classifier.bias"): rows}
-    gates = Gates([["en", "de"], ["el"], ["hu"], ["tr"]], of_layer, None)
-    write_joined(load_packs(list(packs.values()), tmp_path / "three", False), tmp_path / "three", gates=gates)
+    gate = Gate(GateRule(0, [["en", "de"], ["el"], ["hu"], ["tr"]]), rows[:, None].repeat(1, 32), rows)
+    write_joined(load_packs(list(packs.values()), tmp_path / "three", False), tmp_path / "three", gate=gate)
+    assert not load(tmp_path / "three").config.classifier_layers
     leave_out_pack(tmp_path / "three", tmp_path / "two", "hu")
     left = load_file(tmp_path / "two" / "model.safetensors")
-    assert left["model.layers.0.mlp.classifier.bias"].tolist() == [0, 1, 2, 4]
-    assert left["model.layers.0.mlp.classifier.weight"][:, 0].tolist() == [0, 1, 2, 4]
+    assert left["model.layers.0.mlp.language_gate.bias"].tolist() == [0, 1, 2, 4]
+    assert left["model.layers.0.mlp.language_gate.weight"][:, 0].tolist() == [0, 1, 2, 4]
     fields = json.loads((tmp_path / "two" / "config.json").read_text())
-    assert fields["gate_languages"] == [["en", "de"], ["el"], ["tr"]]
+    assert fields["language_gate"]["languages"] == [["en", "de"], ["el"], ["tr"]]
     leave_out_pack(tmp_path / "two", tmp_path / "one", "el")
     same_files(tmp_path / "one", packs["tr"])
-    of_layer = {(0, "classifier.weight"): torch.zeros(2, 32), (0, "classifier.bias"): torch.zeros(2)}
-    own = Gates([["en"], ["el"]], of_layer, None)
-    write_gates(packs["el"], tmp_path / "gated", own, StageRecord(stage="gates"))
-    with pytest.raises(InputError, match="gated: has gates that were fitted for it alone"):
+    own = Gate(GateRule(0, [["en"], ["el"]]), torch.zeros(2, 32), torch.zeros(2))
+    write_gate(packs["el"], tmp_path / "gated", own, StageRecord(stage="gates"))
+    with pytest.raises(InputError, match="gated: has a gate that was fitted for it alone"):
         join_expansions([tmp_path / "gated", packs["hu"]], tmp_path / "no")
 
 

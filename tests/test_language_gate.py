@@ -202,7 +202,8 @@ def test_compiled_with_a_static_cache_a_pass_is_one_graph_that_gives_logits_alon
     torch.compiler.reset()
     found = model.generate(ids, cache_implementation="static", compile_config=compiling, **options)
     assert torch.equal(found, expected)
-    assert graphs == [["logits"]]
+    ((name,),) = graphs
+    assert name.startswith("logits")
 
 
 def test_a_static_cache_of_windows_alone_is_not_compiled():
@@ -317,7 +318,7 @@ def test_a_cache_that_was_changed_behind_the_gate_is_refused(make):
 
 def test_a_pass_that_goes_on_without_its_cache_is_refused():
     model = gated_model()
-    with pytest.raises(ValueError, match="do not begin at 0.*knows nothing of the tokens before"):
+    with pytest.raises(ValueError, match=r"do not begin at 0.*knows nothing of the tokens before"):
         model(torch.arange(5)[None], position_ids=torch.arange(7, 12)[None])
     model(torch.arange(5)[None], position_ids=torch.arange(5)[None])
     padded = torch.tensor([[0, 0, 1, 1, 1]])

@@ -81,8 +81,9 @@ def test_the_working_folder_is_a_model_like_any_other(made, tmp_path, monkeypatc
         {"earlier_experts_per_layer": [[9, 9, 9]]}, {"earlier_experts_per_layer": [[2, 1]]},
         {"earlier_experts_per_layer": [[2, 1, 3], [2, 1, 3], [2, 1, 3]]}, {"earlier_experts_per_layer": None},
         {"earlier_experts_per_layer": [[0, 1, 3]]}, {"packs": [1, 1, 1]}, {"packs": [5]}, {"expansions": []},
-        {"updates_of_packs": [None]}, {"updates_of_packs": [[0, "x"], None]}, {"prefix_gate": {}},
-        {"prefix_gate": {"decay": 0.9}}, {"prefix_gate": {"decay": 0.9, "bound": 2.0, "reach": 3}},
+        {"updates_of_packs": [None]}, {"updates_of_packs": [[0, "x"], None]}, {"language_gate": {}},
+        {"language_gate": {"layer": 0}}, {"language_gate": {"layer": 0, "languages": [["en"], "el", 3]}},
+        {"language_gate": {"layer": "0", "languages": [["en"], ["el"], ["hu"]]}}, {"prefix_gate": {"decay": 0.9}},
     ],
     ids=str,
 )  # fmt: skip
@@ -97,14 +98,6 @@ def test_odd_values_are_refused_by_every_command_that_reads_them(made, tmp_path,
         ["push", model, "me/x", "--dry-run"],
     ):  # fmt: skip
         assert refused(*command)
-
-
-def test_a_gate_without_reach_is_one_for_its_own_layers(made, tmp_path):
-    model = shutil.copytree(made / "joined", tmp_path / "joined")
-    fields = json.loads((model / "config.json").read_text()) | {"prefix_gate": {"decay": 0.9, "bound": 2.0}}
-    (model / "config.json").write_text(json.dumps(fields))
-    assert "for their own layers: decay 0.9" in invoke("inspect", model)
-    assert "prefix gates judge" in invoke("card", model)
 
 
 def test_long_numbers_are_cut(tmp_path, made):

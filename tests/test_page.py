@@ -18,7 +18,6 @@ from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
-from hf_moe_expand.modeling.prefix_gate import PrefixRule
 from hf_moe_expand.recipe_paths import without_paths
 from hf_moe_expand.report import page as report_page
 from hf_moe_expand.report.page import make_page
@@ -449,16 +448,15 @@ def test_an_access_token_in_the_recipe_is_refused(run):
         make_page(run)
 
 
-@pytest.mark.parametrize(("gate", "judge"), [(None, "lassifier"), (PrefixRule(0.9, 2.0), "refix gate")])
-def test_the_plan_calls_gates_gates(tmp_path, gate, judge):
+def test_the_plan_names_the_layers_with_classifiers(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     write_json(run / "steps.json", {})
-    Plan("moe-lpr", [2, 2, 2], [0, 1], old=OLD, new=NEW, prefix_gate=gate).save(run / "plan.json")
+    Plan("moe-lpr", [2, 2, 2], [0, 1], old=OLD, new=NEW).save(run / "plan.json")
     text = make_page(run)
     section = text.split('<section id="plan">')[1].split("</section>")[0]
-    assert section.count(judge) == 3
-    assert ("lassifier" in section) == (gate is None)
+    assert section.count("lassifier") == 3
+    assert "Classifiers in layers 0, 1." in section
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

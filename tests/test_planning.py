@@ -320,21 +320,13 @@ def test_layers_that_are_dense_do_not_grow():
         Plan("x", [2, 2], grows_from=[2, 1])
 
 
-@pytest.mark.parametrize(
-    ("gate", "message"),
-    [
-        ({"decay": 0.9, "bound": 2, "rech": "layer"}, "prefix_gate: unknown key `rech`; did you mean `reach`?"),
-        ({"decay": 2, "bound": 2}, "prefix_gate: decay is 2: must be above 0 and at most 1."),
-        ({"decay": 0.9, "bound": 0}, "prefix_gate: bound is 0: must be above 0, in nats."),
-        ({"decay": 0.9, "bound": 2, "reach": "all"}, "prefix_gate: reach is 'all'; known: layer, later."),
-        ({"decay": "soon", "bound": 2}, "prefix_gate: decay is 'soon': must be a number."),
-        ({"decay": "0.9", "bound": 2}, "prefix_gate: decay is '0.9': must be a number."),
-        ({"decay": 0.9, "bound": True}, "prefix_gate: bound is True: must be a number."),
-        ({"bound": 2}, "prefix_gate: `decay` is missing."),
-    ],
-)
-def test_a_plans_prefix_gates_are_checked_as_a_models(gate, message):
-    fields = {"method": "moe-lpr", "experts_per_layer": [2, 2], "classifier_layers": [0], "prefix_gate": gate}
-    with pytest.raises(InputError) as refused:
-        read(Plan, fields, "p/plan.json")
-    assert str(refused.value) == f"p/plan.json: {message}"
+def test_exclusive_experts_are_of_a_decoder_whose_base_is_frozen():
+    plan = Plan("moe-lpr", [2, 2], old=["en"], new=["el"], exclusive=True)
+    assert plan.has_choice
+    assert not Plan("moe-lpr", [2, 2], old=["en"], new=["el"]).has_choice
+    with pytest.raises(InputError, match=r"exclusive: .* an encoder-decoder and its translation have a language each"):
+        Plan("moe-lpr", [2, 2], encoder_layers=1, exclusive=True)
+    with pytest.raises(InputError, match=r"exclusive: .* but all experts of a DMoE train: leave exclusive out"):
+        Plan("dmoe", [2, 2], groups=[["en"], ["el"]], exclusive=True)
+    with pytest.raises(InputError, match=r"p/plan.json: unknown key `prefix_gate`"):
+        read(Plan, {"method": "moe-lpr", "experts_per_layer": [2, 2], "prefix_gate": {"decay": 0.9}}, "p/plan.json")

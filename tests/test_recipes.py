@@ -153,7 +153,7 @@ NUMBERS = {
         "post_pretrain.training.learning_rate": 2e-3, "review.training.learning_rate": 3e-3,
         "post_pretrain.training.max_steps": 150, "review.training.max_steps": 50, "post_pretrain.block_size": 512,
         "review.language_prior_coef": 0.1, "review.new_per_old": None, "review.distillation_coef": 1,
-        "review.classifier_coef": 0, "review.train_gates": False, "gates": GateSettings(), "sequences": (16, 16),
+        "review.classifier_coef": 0, "gates": GateSettings(), "sequences": (16, 16),
         "new": "hu",
     },
     "laptop-smollm2-135m": {

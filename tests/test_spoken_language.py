@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import CONFIGURATIONS, byte_tokenizer, matrix, tiny_config, tiny_dense
+from gated_models import dense_of, gated_model
 from transformers import Trainer, TrainingArguments, pipeline
 
-from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, Plan, expand_model
-from hf_moe_expand.modeling.prefix_gate import PrefixRule, text_seen
+from hf_moe_expand import DMoEConfig, DMoEForCausalLM, LayerMoEConfig, LayerMoEForCausalLM, expand_model
 
 LAYER_MOE = [one for one in CONFIGURATIONS if one.name != "dmoe"]
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -106,15 +106,14 @@ def test_a_language_of_an_earlier_expansion_sees_the_experts_of_its_time():
         torch.testing.assert_close(said[1], model(**batch).logits[1])
 
 
-def test_with_prefix_gates_the_word_decides_and_the_gates_go_on_listening():
-    plan = Plan("layer-moe", [3, 1, 2], [0, 2], old=["en"], new=["el"], prefix_gate=PrefixRule(0.9, 2.0, "layer"))
-    dense, model = expanded("qwen2", plan=plan)
+def test_with_a_gate_the_word_decides_and_the_gate_goes_on_listening():
+    model = gated_model()
     batch = text(1, 12)
-    assert torch.equal(model(**batch, languages="en").logits, dense(**batch).logits)
+    assert torch.equal(model(**batch, languages="en").logits, dense_of(model)(**batch).logits)
     cache = model(batch["input_ids"][:, :8], languages="en").past_key_values
-    assert len(text_seen(cache)) == 8
+    assert len(cache.layers[-1]) == 8
     model(batch["input_ids"][:, 8:], past_key_values=cache)
-    assert len(text_seen(cache)) == 12
+    assert len(cache.layers[-1]) == 12
 
 
 def test_pipelines_take_a_language():

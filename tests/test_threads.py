@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import enable_checkpointing, tiny_config
+from gated_models import TWO, gated_model
 
 from hf_moe_expand import LayerMoEConfig, LayerMoEForCausalLM
 
@@ -95,9 +96,10 @@ def test_each_threads_expert_expansion_and_capture_are_its_own():
         assert all(torch.equal(result, wanted) for result in results)
 
 
-@pytest.mark.parametrize("reach", ["layer", "later"])
-def test_each_threads_text_is_its_own(reach):
-    model = expanded(prefix_gate={"decay": 0.9, "bound": 2.0, "reach": reach})
+@pytest.mark.parametrize("exclusive", [False, True], ids=["copies", "exclusive"])
+def test_each_threads_text_is_its_own(exclusive):
+    """What the gate decides, and at which column each thread's prompt ends."""
+    model = gated_model(expansions=TWO, exclusive=exclusive)
     batches = [text(length) for length in (7, 12)]
     calls = [lambda batch=batch: model.generate(**batch, **OPTIONS) for batch in batches]
     alone = [call() for call in calls]

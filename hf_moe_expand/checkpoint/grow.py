@@ -287,8 +287,10 @@ def shrink_checkpoint(
     kept_history = History(expansions[:to])
     kept_history.write(config)
     config.classifier_layers = kept_history.last.classifier_layers
-    gate = stored_gate(stored)
-    if gate is not None:
+    gate = None
+    if any(key.endswith(GATE_ROWS) for key in routers or ()):
+        config.language_gate = kept_history.last.language_gate
+    elif (gate := stored_gate(stored)) is not None:
         gate = gate.without_classes(range(to + 1, len(history) + 2))
         gate.set_in(config)
     lost, outputs = [], []

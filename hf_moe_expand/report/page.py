@@ -170,12 +170,11 @@ def _plan(part: Part, plan: Plan) -> dict[str, Any]:
     description = f"Experts per layer, from layer {plan.name_of(0)}: {counts}."
     if measure:
         description += f" {label.capitalize()}: {', '.join(f'{value:.3g}' for value in measure)}."
-    judge = "prefix gate" if plan.prefix_gate else "classifier"
     layers = range(len(plan.experts_per_layer))
     columns: dict[str, Sequence[Any]] = {
         "layer": [plan.name_of(layer) for layer in layers],
         "experts": plan.experts_per_layer,
-        judge: ["yes" if layer in plan.classifier_layers else "" for layer in layers],
+        "classifier": ["yes" if layer in plan.classifier_layers else "" for layer in layers],
     }
     if measure:
         columns[label] = [f"{measure[layer]:.4g}" for layer in layers]
@@ -191,7 +190,6 @@ def _plan(part: Part, plan: Plan) -> dict[str, Any]:
     return {
         "title": part.title,
         "plan": plan,
-        "judge": judge,
         "measure": label if measure else None,
         "figure": allocation_chart(
             description,
