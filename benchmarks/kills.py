@@ -34,7 +34,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import datasets
 import torch
-from hostile import make
+from fuzz import make
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
