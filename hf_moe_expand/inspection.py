@@ -106,12 +106,11 @@ class Inspection:
             "home": sum(code != TEMPLATE for code in (self.gate_languages or [[]])[0]),
             "passing": ", ".join(f"{code} {100 * share:.0f} %" for code, share in shares.items()),
             "brought": {code for record in self.expansions if record.pack for code in record.new_languages},
-            "separability": None, **further,
+            **further,
         }  # fmt: skip
         filters = {
             "layers": lambda layers: layers_in_words(layers, encoder), "stage": _in_words, "count": "{:,}".format,
             "languages": lambda codes: ", ".join(in_words(codes)), "size": gigabytes,
-            "accuracies": lambda values: " ".join(f"{value:.2f}" for value in values),
         }  # fmt: skip
         return render(template, facts, filters)
 

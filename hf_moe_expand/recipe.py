@@ -42,7 +42,7 @@ class _Expansion(Declared):
     """The keys of an expansion besides its stages."""
 
     new: Sources = Field(description="language: training text, of the languages that this expansion adds")
-    analysis: AnalysisSettings = Field(AnalysisSettings(), description="how similarity and separability are measured")
+    analysis: AnalysisSettings = Field(AnalysisSettings(), description="how similarity is measured")
     deviation: DeviationSettings = Field(DeviationSettings(), description="how deviation is measured (DMoE)")
     plan: AnyPlan | None = Field(None, description="which layer gets how many experts")
     expand: ExpandSettings = Field(ExpandSettings(), description="how new experts start")

@@ -17,8 +17,7 @@ LORA_RANK, LORA_ALPHA = 8, 16.0
 
 
 class AnalysisSettings(Declared):
-    """Similarity of languages in each layer (LayerMoE), separability of old and new text, and which experts a further
-    expansion copies."""
+    """Similarity of languages in each layer (LayerMoE), and which experts a further expansion copies."""
 
     tokens: Count = Field(100_000, description="tokens of each language (Q)")
     block_size: Count = Field(1024, description="tokens that the model sees at once")
