@@ -89,12 +89,12 @@ class Study:
             join_expansions([self.pack(code) for code in self.new], out)
         return out
 
-    def calibrated(self, gates: bool) -> Path:
-        out = self.folder / ("gated" if gates else "calibrated")
+    def calibrated(self) -> Path:
+        out = self.folder / "gated"
         if not out.exists():
             texts = {code: source.load()["text"] for code, source in self.text([*self.old, *self.new]).items()}
             packs = [self.pack(code) for code in self.new]
-            join_calibrated(packs, out, texts, tokens=self.settings["calibration_tokens"], gates=gates)
+            join_calibrated(packs, out, texts, tokens=self.settings["calibration_tokens"])
         return out
 
     def joint(self) -> Path:
@@ -132,8 +132,7 @@ class Study:
         found = {"base": self.score(self.base)}
         found |= {f"pack {code}": self.score(self.pack(code)) for code in self.new}
         found["joined"] = self.score(self.joined())
-        for way in self.settings["calibrations"]:
-            found[f"joined, {way}"] = self.score(self.calibrated(gates=way == "gates"))
+        found["joined, gates"] = self.score(self.calibrated())
         found["joined, reviewed"] = self.score(self.review(self.joined(), "joined-reviewed", self.old, self.new))
         found["one joint expansion"] = self.score(self.joint())
         found["lifelong"] = self.score(self.lifelong())

@@ -34,7 +34,7 @@ class InspectedPack:
         languages: those that it adds.
         expansions: number of its expansions.
         experts: the kind of its experts, in words.
-        scale: factor of its router, from a calibration.
+        scale: factor of its router: 1, unless a release before this one calibrated it.
     """
 
     name: str

@@ -84,7 +84,7 @@ class ExpansionRecord(_Record):
         experts_per_layer: experts of each layer after this expansion, expert 0 counted.
         classifier_layers: layers with a routing classifier, after this expansion.
         pack: name of the language pack that brought the expansion into a joined model.
-        router_scale: factor of the pack's router, from a calibration.
+        router_scale: factor of the pack's router, if a release before this one calibrated it.
         prefix_gate: how the classifiers judge the text so far; None if they judge single tokens.
         gate_languages: the languages that fitted gates tell apart, by class.
         seed: random seed of routers and random experts.

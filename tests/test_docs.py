@@ -439,7 +439,7 @@ def test_the_guide_to_packs(workplace, quick_gates, monkeypatch):
         said[" ".join(words[:3])] = invoke(*words)
     assert [where for where, _ in pushed] == [("qwen-hu-2", "me/qwen-hu")]
     assert "pack 2  qwen-hu-2: hu" in said["join qwen-el-hu me/qwen-el"]
-    assert "bits per byte" in said["join qwen-el-hu-even me/qwen-el"]
+    assert "bits per byte" in said["join qwen-el-hu-gated me/qwen-el"]
     assert "pack 1              qwen-el: el; FFNs" in said["inspect qwen-el-hu"]
     assert "as before the pack came" in said["shrink qwen-el-hu qwen-without-hu"]
     assert "frozen tensors are byte-identical" in said["train review qwen-el-hu"]

@@ -156,7 +156,7 @@ def test_nothing_lost(tiny_study, tmp_path):
 def test_packs(tiny_study, quick_gates):
     found = rows(tiny_study("packs", calibration_tokens=100))
     assert list(found) == [
-        "base", "pack el", "pack hu", "pack tr", "joined", "joined, factors", "joined, gates",
+        "base", "pack el", "pack hu", "pack tr", "joined", "joined, gates",
         "joined, reviewed",
         "one joint expansion", "lifelong",
     ]  # fmt: skip
