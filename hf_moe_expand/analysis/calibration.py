@@ -81,6 +81,7 @@ def join_calibrated(
     tokens = TOKENS if tokens is None else tokens
     history = History.of(joined_config(loaded))
     check_calibrated(texts, history, tokens)
+    settings = GateSettings() if gates is None else gates
     chosen = check_languages(history.classes, texts, anchors)
     tokenizer = load_tokenizer(loaded[0].stored.folder, packs[0])
     streams = {code: first_tokens(code, documents, tokenizer, tokens) for code, documents in texts.items()}
@@ -88,7 +89,7 @@ def join_calibrated(
     with scratch_folder(place, True) as scratch, named_as(place / "model", out):
         write_joined(loaded, scratch / "model", max_shard_size=max_shard_size, gates=Gates([], {}, None))
         model, tokenizer = load_for_inference(scratch / "model")
-        made, report = fitted(model, tokenizer, texts, chosen, gates or GateSettings())
+        made, report = fitted(model, tokenizer, texts, chosen, settings)
         told: dict[str, float] = {}  # what the gates aim at
         for code, stream in streams.items():
             with model.use_languages(code):
