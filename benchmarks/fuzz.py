@@ -45,7 +45,7 @@ from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import LanguageScore
 from hf_moe_expand.evaluation.report import Evaluation
 from hf_moe_expand.evaluation.validation import ValidationCurves
-from hf_moe_expand.results import DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
+from hf_moe_expand.results import DeviationResult, RoutingResult, SimilarityResult
 from hf_moe_expand.stages import run as stage_run
 
 # The checkpoints that a case starts from, and the verbs that read the damaged one, {x}.
@@ -126,10 +126,6 @@ READERS: dict[str, tuple[str, ...]] = {
         "plan layer-moe --analysis {file} --total-experts 4 --classifier-layers 1 --out {out}",
         "plan random --analysis {file} --total-experts 4 --layers 2 --new el --out {out}",
     ),
-    "separability.json": (
-        "plan separable --analysis {run}/analysis.json --separability {file} --total-experts 4 --out {out}",
-        "report {run} --out {out}",
-    ),
     "deviation.json": ("plan dmoe --deviation {file} --groups 2 --layers-to-expand 1 --out {out}",),
     "evaluation.json": ("report {run} --out {out}", "card {run}/review --evaluation {file} --out {out}"),
     "routing.json": ("report {run} --out {out}",),
@@ -200,9 +196,6 @@ def make_all(folder: Path) -> None:
     (run / "recipe.yaml").write_text(RECIPE.format(made=folder))
     shutil.copy(folder / "plan.json", run)
     SimilarityResult.from_pairs({"el-en": [0.5, 0.25]}, ["en"], ["el"], 8).to_json(run / "analysis.json")
-    accuracies = {"8": [0.75, 0.5], "32": [1.0, 0.5]}
-    separability = SeparabilityResult(["en"], ["el"], 8, {}, 4.0, 0, [0.75, 0.5], accuracies, {"el": [1.0, 0.5]})
-    separability.to_json(run / "separability.json")
     DeviationResult(
         ["el", "hu"], [0.1, 0.2], {"el": [0.1, 0.2], "hu": [0.1, 0.2]}, [[1.0, 0.5], [0.5, 1.0]], [1], 1, 1e-5, 1, 8, 0
     ).to_json(folder / "deviation.json")

@@ -23,7 +23,6 @@ EXTRA = {
     "analyze separability": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
     "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
-    "plan separable": ["--similarity-floor", "0.01", "--min-separability", "0.5"],
     "evaluate-translation nllb": ["--max-new-tokens", "8"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }

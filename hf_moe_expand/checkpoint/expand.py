@@ -372,7 +372,6 @@ def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
         classifier_layers=plan.classifier_layers,
         prefix_gate=plan.prefix_rule,
         versions=versions(),
-        separability=plan.separability,
         **facts,
     )
 
