@@ -157,8 +157,8 @@ def test_a_pass_with_a_gate_reads_one_value_on_the_host(device, dtype):
 
 
 @torch.no_grad()
-def test_with_more_experts_a_token_sent_home_gets_the_bases_values_to_rounding(device, dtype, judge="classifier"):
-    dense, model = models(device, dtype, 4, judge)
+def test_with_more_experts_a_token_sent_home_gets_the_bases_values_to_rounding(device, dtype):
+    dense, model = models(device, dtype, 4, "classifier")
     for length in (1, 40):
         ids = text(device, 3, length)
         send_home(model, torch.tensor([True, False, True], device=device).repeat_interleave(length))
