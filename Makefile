@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export MALLOC_TRIM_THRESHOLD_ ?= 100000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 100000000000
 
-.PHONY: demo demo-real test gpu study study-gpu study-quick oldest floor vllm lint format clean
+.PHONY: demo demo-real test guides fuzz gpu study study-gpu study-quick oldest floor vllm lint format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --out runs/demo
@@ -18,7 +18,19 @@ demo-real: $(VENV)/.installed
 	$(BIN)/hf-moe-expand demo --real --out runs/demo-real
 
 test: $(VENV)/.installed-dev lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "wide or not wide"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not guides"
+
+# Runs the guides of docs/ as commands, with tiny models. `make test` reads them all, and runs one of each kind, README.md
+# and trl_and_peft.md.
+guides: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not wide" \
+	  tests/test_docs.py tests/test_chat_guide.py tests/test_serving_guide.py tests/test_extending.py
+
+# Broken checkpoints and input files: every verb must succeed or refuse in one sentence.
+CASES ?= 3000
+SEED ?= 0
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/fuzz.py --cases $(CASES) --seed $(SEED)
 
 # Measures one GPU in at most eight minutes, and prints docs/speed_gpu.md. In an environment of your own:
 # python benchmarks/gpu.py --out docs/speed_gpu.md

@@ -34,7 +34,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import datasets
 import torch
-from hostile import make
+from fuzz import make
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
@@ -97,7 +97,6 @@ VERBS = {
     "export, GGUF": "export {made}/words {out} --gguf",
     "export, Modelfile": "export {made}/words {out}/model.gguf --gguf --modelfile",
     "join, gates": f"{_JOIN} --calibrate en={{made}}/en.jsonl --calibrate el={{made}}/greek.jsonl {_ANCHORS}",
-    "join, factors": f"{_JOIN} --calibrate el={{made}}/greek.jsonl --factors",
     "curriculum derive": "curriculum derive {made}/validation.json --out {out}",
     "curriculum counts": f"curriculum counts {_DATA} --steps 10 --thresholds 2 --shares 1,0.5 --out {{out}}",
     "fertility": f"analyze fertility {{made}}/base {_DATA} --out {{out}}",

@@ -11,34 +11,35 @@
 Bases are Llamas with random weights. The tools run in turn, `--repeats` rounds; times are those of the fastest round.
 Peak memory is resident memory, pages of mapped files counted; in the second table without that of the imports. mergekit
 and PEFT are installed from the package index; a tool that cannot be installed is skipped, with the reason. Linux only.
+
+`peers.py step` and `peers.py upcycle` are what it measures. They run in the environment of each tool, so this file
+imports where it is used what an environment may lack, and what is not to count.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import yaml
-from environments import UnavailableError, environment
-from expand_io import flush
-from models import ffn_size, uniform_plan
 from tables import markdown_table
-from timing import header, in_own_process, parser
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as tokenizer_models
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from timing import header, in_own_process, parser, reset_peak, resident_bytes
+from transformers import AutoModelForCausalLM
 
 DISK_VOCABULARY = 32000
-HERE = Path(__file__).resolve().parent
+SELF = str(Path(__file__).resolve())
 BUILDERS = ("hf-moe-expand expand", "mergekit-moe", "transformers by hand")
-# The cases of peers_step.py.
+# The cases of `step`.
 STEPS = {
     "full": "full fine-tuning",
     "peft": "PEFT LoRA",
@@ -50,6 +51,9 @@ STEPS = {
 # What pip installs for each tool, whose row is named so.
 PACKAGES = {BUILDERS[1]: ("mergekit",), STEPS["peft"]: ("peft", "transformers", "datasets")}
 
+# Stage and expert kind of our cases.
+OURS = {case: tuple(case.rsplit("-", 1)) for case in STEPS if case not in ("full", "peft")}
+_INSTALLED = ".installed"
 IMPORTS = "importing torch and transformers alone"
 
 # Runs a command in a small process, since a process's peak memory is at least that of its parent.
@@ -64,6 +68,10 @@ print(json.dumps([os.waitstatus_to_exitcode(status), time.perf_counter() - start
 
 def write_base(folder: Path, vocabulary: int, hidden: int, layers: int, dtype: torch.dtype, seed: int) -> int:
     """Writes a Llama with random weights and a tokenizer of bytes; returns its number of parameters."""
+    from models import ffn_size
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
     heads = max(4, hidden // 64)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -82,7 +90,7 @@ def write_base(folder: Path, vocabulary: int, hidden: int, layers: int, dtype: t
     model.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = {"<end>": 0} | {character: number for number, character in enumerate(alphabet, start=1)}
-    tokenizer = Tokenizer(tokenizer_models.BPE(vocab=tokens, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"bos_token": "<end>", "eos_token": "<end>", "pad_token": "<end>"}
@@ -92,6 +100,8 @@ def write_base(folder: Path, vocabulary: int, hidden: int, layers: int, dtype: t
 
 def build_commands(folder: Path, options: argparse.Namespace, mergekit: Path | None) -> dict[str, list[str]]:
     """The command of each builder, which reads `base` and writes `out` in the folder."""
+    from models import uniform_plan
+
     plan, config, base, out = (str(folder / name) for name in ("plan.json", "moe.yaml", "base", "out"))
     uniform_plan(options.disk_layers, options.experts).save(plan)
     settings = {"base_model": base, "gate_mode": "random", "dtype": "bfloat16", "experts_per_token": 2}
@@ -101,7 +111,7 @@ def build_commands(folder: Path, options: argparse.Namespace, mergekit: Path | N
     found = {BUILDERS[0]: [python, "-m", "hf_moe_expand", "expand", base, out, "--plan", plan]}
     if mergekit:
         found[BUILDERS[1]] = [str(mergekit.with_name("mergekit-moe")), config, out]
-    found[BUILDERS[2]] = [python, str(HERE / "peers_upcycle.py"), base, out, str(options.experts)]
+    found[BUILDERS[2]] = [python, SELF, "upcycle", base, out, str(options.experts)]
     return found
 
 
@@ -124,7 +134,7 @@ def compare(base: Path, out: Path, seed: int) -> dict[str, Any]:
 
     Both compute in float32. In 64 random tokens every layer's FFN runs.
     """
-    dense = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     ids = torch.randint(1, 257, (1, 64), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         expected = dense(ids).logits
@@ -149,6 +159,8 @@ def keep(figures: dict[str, Any], seconds: float, peak: int) -> None:
 
 def measure_builders(folder: Path, options: argparse.Namespace, mergekit: Path | None) -> tuple[int, dict[str, dict]]:
     """Parameters of the base, and each builder's figures."""
+    from expand_io import flush
+
     base, out = folder / "base", folder / "out"
     shape = (DISK_VOCABULARY, options.disk_hidden, options.disk_layers)
     size = in_own_process(write_base, base, *shape, torch.bfloat16, options.seed)
@@ -176,13 +188,12 @@ def measure_steps(folder: Path, options: argparse.Namespace, peft: Path | None) 
     shape = (options.vocabulary, options.hidden, options.layers)
     size = in_own_process(write_base, base, *shape, torch.float32, options.seed)
     pythons = {case: peft if case == "peft" else Path(sys.executable) for case in STEPS}
-    keys = ("batch", "block", "steps", "rank", "dtype", "seed")
-    given = [word for key in keys for word in (f"--{key}", str(getattr(options, key)))]
-    given += ["--experts", str(options.trained_experts)]
+    keys = ("batch", "block", "steps", "rank", "dtype", "seed", "trained_experts")
+    given = json.dumps({key: getattr(options, key) for key in keys})
     found: dict[str, dict] = {case: {"seconds": [], "peak": []} for case, python in pythons.items() if python}
     for _ in range(options.repeats):
         for case in found:
-            command = [str(pythons[case]), str(HERE / "peers_step.py"), case, str(base), *given]
+            command = [str(pythons[case]), SELF, "step", case, str(base), given]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -235,7 +246,7 @@ def step_rows(found: dict[str, dict], skipped: dict[str, str]) -> list[list[str]
     return rows
 
 
-def main(arguments: list[str] | None = None) -> None:
+def compare_all(arguments: list[str] | None) -> None:
     options_parser = parser(__doc__, repeats=3, on_device=False)
     add = options_parser.add_argument
     add("--environments", type=Path, default=Path("runs/peers"), help="folder of the tools' environments (%(default)s)")
@@ -301,6 +312,175 @@ def installed(python: Path, package: str) -> str:
     names = dict.fromkeys((package, "transformers", "torch"))
     code = f"from importlib.metadata import version; print(', '.join(n + ' ' + version(n) for n in {[*names]}))"
     return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+class UnavailableError(Exception):
+    """A tool that cannot be installed. The message is the reason."""
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """The Python of an environment with the packages and this environment's version of torch; made once.
+
+    Packages come from the index that the user's pip is set up for. Nothing is installed where torch would bring CUDA
+    libraries, several gigabytes that a measurement on a CPU does not use.
+
+    Raises:
+        UnavailableError: pip does not find the packages or a common version of what they need, or torch would bring
+            CUDA libraries.
+    """
+    python = folder.absolute() / "bin" / "python"
+    if (folder / _INSTALLED).exists():
+        return python
+    # Not the local version, such as 2.13.0+cpu, which no public index has.
+    wanted = [*packages, f"torch=={torch.__version__.partition('+')[0]}"]
+    _run(sys.executable, "-m", "venv", "--clear", str(folder))
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    cuda = [name for name in planned(_run(*pip, "--dry-run", "--report=-", *wanted)) if name.startswith("nvidia-")]
+    if cuda:
+        raise UnavailableError(f"pip would install {len(cuda)} CUDA packages, such as {cuda[0]}")
+    _run(*pip, *wanted)
+    (folder / _INSTALLED).touch()
+    return python
+
+
+def planned(report: str) -> list[str]:
+    """Names of the packages that pip would install, from its report."""
+    return sorted(entry["metadata"]["name"] for entry in json.loads(report)["install"])
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        why = next((line for line in said if line.startswith("ERROR: ")), said[-1] if said else "no reason given")
+        raise UnavailableError(why.removeprefix("ERROR: "))
+    return done.stdout
+
+
+def import_tool(case: str) -> Any:
+    """The tool's module, imported before memory is measured; transformers itself for full fine-tuning."""
+    tool = import_module({"full": "transformers", "peft": "peft"}.get(case, "hf_moe_expand"))
+    if case in OURS:  # the package imports these on first use
+        _ = tool.Plan, tool.expand_model, tool.PostPretrainTrainer, tool.ReviewTrainer
+    return tool
+
+
+def trainer_of(case: str, dense: Any, tool: Any, options: SimpleNamespace) -> tuple[type, Any, dict[str, Any]]:
+    """The trainer class of a case, its model, and its arguments beside those that all cases share."""
+    from transformers import Trainer
+
+    if case == "full":
+        return Trainer, dense, {}
+    if case == "peft":
+        # PEFT's usual choice: every linear layer but the output head, scaled by alpha / rank = 2.
+        config = tool.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
+        return Trainer, tool.get_peft_model(dense, config), {}
+    stage, kind = OURS[case]
+    layers = dense.config.num_hidden_layers
+    plan = tool.Plan("moe-lpr", [options.trained_experts] * layers, old=["en"], new=["el"])
+    lora = {"expert_kind": "lora", "lora_rank": options.rank, "lora_alpha": 2 * options.rank} if kind == "lora" else {}
+    model = tool.expand_model(dense, plan, seed=options.seed, **lora)
+    trainer = tool.PostPretrainTrainer if stage == "post-pretrain" else tool.ReviewTrainer
+    return trainer, model, {"language_classes": [0, 1]}
+
+
+def blocks(options: SimpleNamespace, vocabulary: int) -> Any:
+    """A batch of random tokens for each step, a language a block."""
+    from datasets import Dataset
+
+    generator = torch.Generator().manual_seed(options.seed)
+    ids = torch.randint(1, vocabulary, (options.batch * options.steps, options.block), generator=generator)
+    languages = torch.randint(0, 2, (len(ids), 1), generator=generator).expand(ids.shape)
+    return Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist(), "language_ids": languages.tolist()})
+
+
+def measured_step(case: str, base: str, options: SimpleNamespace) -> dict[str, Any]:
+    """Median seconds of the steps after the first, peak bytes above those of the imports, and parameters.
+
+    The loop, the text and the measuring are the same in every case; `full` and `peft` import nothing of this package.
+    """
+    import datasets  # noqa: F401
+    from transformers import TrainerCallback, TrainingArguments, default_data_collator
+
+    begun: list[float] = []
+    seconds: list[float] = []
+
+    class StepTimer(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begun.append(perf_counter())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds.append(perf_counter() - begun[-1])
+
+    tool = import_tool(case)
+    imports = resident_bytes()
+    dense = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    trainer_class, model, arguments = trainer_of(case, dense, tool, options)
+    data = blocks(options, dense.config.vocab_size)
+    with TemporaryDirectory() as folder:
+        training = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=options.batch,
+            max_steps=options.steps,
+            learning_rate=5e-5,
+            bf16=options.dtype == "autocast",
+            use_cpu=True,
+            seed=options.seed,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        if case not in OURS:
+            data = data.remove_columns("language_ids")
+        reset_peak()
+        trainer_class(
+            model, args=training, train_dataset=data, data_collator=default_data_collator,
+            callbacks=[StepTimer()], **arguments,
+        ).train()  # fmt: skip
+    return {
+        "seconds": median(seconds[1:]),
+        "peak": resident_bytes(peak=True) - imports,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "tool": f"{tool.__name__} {tool.__version__}",
+    }
+
+
+def upcycle(base: str, out: str, experts: int) -> None:
+    """By hand in plain transformers: loads a Llama, copies its FFNs into Mixtral's experts, saves."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    dense = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    own = ("architectures", "model_type")
+    fields = {name: value for name, value in dense.config.to_dict().items() if name not in own}
+    config = MixtralConfig(**fields, num_local_experts=experts, num_experts_per_tok=2)
+    torch.set_default_dtype(dense.dtype)
+    model = MixtralForCausalLM(config)
+    weights = dense.state_dict()
+    with torch.no_grad():
+        for name, target in model.state_dict().items():
+            layer, is_ffn, part = name.partition(".mlp.")
+            if not is_ffn:
+                target.copy_(weights[name])
+            elif part == "experts.gate_up_proj":
+                parts = [weights[f"{layer}.mlp.{which}_proj.weight"] for which in ("gate", "up")]
+                target.copy_(torch.cat(parts).expand_as(target))
+            elif part == "experts.down_proj":
+                target.copy_(weights[f"{layer}.mlp.down_proj.weight"].expand_as(target))
+    model.save_pretrained(out)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["upcycle"]:
+        upcycle(words[1], words[2], int(words[3]))
+    elif words[:1] == ["step"]:
+        with contextlib.redirect_stdout(sys.stderr):  # the trainers print
+            found = measured_step(words[1], words[2], SimpleNamespace(**json.loads(words[3])))
+        print(json.dumps(found))
+    else:
+        compare_all(words)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,6 @@ from hf_moe_expand.planning.plan import Plan
 from hf_moe_expand.results import DeviationResult, SimilarityResult
 from hf_moe_expand.settings import GateSettings
 from hf_moe_expand.stages.config import StageConfig
-from hf_moe_expand.stages.kinds.dense import ShieldSettings
-from hf_moe_expand.trainers.shielding import shielded_parameters
 
 CONFIGS: dict[str, type[StageConfig]] = {
     "dense": DenseConfig, "post_pretrain": PostPretrainConfig, "group": GroupConfig, "joint": JointConfig,
@@ -238,13 +236,8 @@ class _Row:
         start = models.base
         if blocks := self.row.get("blocks"):
             start = self.step("depth", {"blocks": blocks}, lambda out: expand_depth(models.base, out, blocks) and None)
-        text, own = self.mixed(models.new, self.steps, replay), dict(self.row["dense"])
-        if own["method"] == "shielded":
-            shield = ShieldSettings(models.reviewed, **own.get("shield", {}))
-            each = shield.tokens // len(models.reviewed)
-            text |= {code: models.text.piece(code, each) for code in models.reviewed}
-            own["shield"] = shield.model_dump()
-        return self.train("dense", start, text, self.steps, self.rate, own)
+        text = self.mixed(models.new, self.steps, replay)
+        return self.train("dense", start, text, self.steps, self.rate, self.row["dense"])
 
     def averaged(self, trained: Path, weight: float) -> Path:
         """The average of a trained model and the base."""
@@ -443,7 +436,4 @@ def trained_parameters(start: Path, config: Any) -> int:
         adapters = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules)
         with torch.device("meta"):
             return get_peft_model(network, adapters).get_nb_trainable_parameters()[0]
-    if isinstance(config, DenseConfig) and config.method == "shielded":
-        shield: Any = config.shield
-        return config.saved_parameters(network)[1] - shielded_parameters(network, shield.share)
     return config.saved_parameters(network)[1]

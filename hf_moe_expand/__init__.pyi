@@ -1,4 +1,3 @@
-from .analysis.calibration import calibrate_join as calibrate_join
 from .analysis.calibration import join_calibrated as join_calibrated
 from .analysis.deviation import measure_deviation as measure_deviation
 from .analysis.gating import fit_gates as fit_gates

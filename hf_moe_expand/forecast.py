@@ -48,14 +48,10 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The expanded model and the costs of its stages; full fine-tuning of the base is the last of `stages`.
-
-    `separability` is that of each layer, if the plan went by it.
-    """
+    """The expanded model and the costs of its stages; full fine-tuning of the base is the last of `stages`."""
 
     model: Inspection
     stages: Sequence[StageCost]
-    separability: Sequence[float] | None = None
 
     def lines(self, tokens: float | None = None, tflops: float | None = None) -> list[str]:
         """The report, line by line.
@@ -69,8 +65,8 @@ class Forecast:
                 raise InputError(f"{name} is {number:g}: must be above 0, and finite.")
         hours = tokens / (tflops * 1e12) / 3600 if tokens and tflops else None  # for an operation of each token
         return self.model.rendered(
-            "forecast.txt", stages=self.stages, separability=self.separability, hours=hours, tokens=tokens,
-            tflops=tflops, process=PROCESS, at_once=AT_ONCE, checkpointing=CHECKPOINTING,
+            "forecast.txt", stages=self.stages, hours=hours, tokens=tokens, tflops=tflops, process=PROCESS,
+            at_once=AT_ONCE, checkpointing=CHECKPOINTING,
         ).splitlines()  # fmt: skip
 
 
@@ -99,7 +95,7 @@ def forecast(
             freeze(network, stage.trains)
             stages.append(_cost(stage.name, network, stage.one_expert_runs))
     stages.append(_cost("full fine-tuning of the base", whole))
-    return Forecast(inspect_config(config), stages, plan.separability)
+    return Forecast(inspect_config(config), stages)
 
 
 def _cost(name: str, network: Any, one_expert_runs: bool = False) -> StageCost:

@@ -35,7 +35,7 @@ class InspectedPack:
         languages: those that it adds.
         expansions: number of its expansions.
         experts: the kind of its experts, in words.
-        scale: factor of its router, from a calibration.
+        scale: factor of its router: 1, unless a release before this one calibrated it.
     """
 
     name: str
@@ -107,12 +107,11 @@ class Inspection:
             "home": sum(code != TEMPLATE for code in (self.gate.languages[0] if self.gate else ())),
             "passing": ", ".join(f"{code} {100 * share:.0f} %" for code, share in shares.items()),
             "brought": {code for record in self.expansions if record.pack for code in record.new_languages},
-            "separability": None, **further,
+            **further,
         }  # fmt: skip
         filters = {
             "layers": lambda layers: layers_in_words(layers, encoder), "stage": _in_words, "count": "{:,}".format,
             "languages": lambda codes: ", ".join(in_words(codes)), "size": gigabytes,
-            "accuracies": lambda values: " ".join(f"{value:.2f}" for value in values),
         }  # fmt: skip
         return render(template, facts, filters)
 

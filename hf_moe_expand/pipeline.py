@@ -24,7 +24,7 @@ from .recipe_paths import unset_variable, without_paths
 from .run_record import BEGUN, StepAtWork, StepDone, read_steps
 from .schema import changed
 from .scratch import FolderLock
-from .steps.analyze import AnalyzeDeviation, AnalyzeSeparability, AnalyzeSimilarity
+from .steps.analyze import AnalyzeDeviation, AnalyzeSimilarity
 from .steps.base import Checks, ExpansionRun, Step, StepResult, check_pairs
 from .steps.evaluate import Evaluate
 from .steps.expand import Expand
@@ -75,8 +75,6 @@ def _planned(work: ExpansionRun) -> list[Step]:
     steps: list[Step] = []
     if needs := work.expansion.needs:
         steps.append({"similarity": AnalyzeSimilarity, "deviation": AnalyzeDeviation}[needs](work))
-    if work.expansion.planned.needs_separability:
-        steps.append(AnalyzeSeparability(work))
     if fits_base(work):
         steps.append(FitBaseGate(work))
     return [*steps, MakePlan(work), Expand(work)]
@@ -280,7 +278,7 @@ class _Record:
             return None
         if step.read_later:
             later = [other for other in later if not other.repeatable][-1:]
-        for other in (other for other in later if other.stands_for_earlier):
+        for other in later:
             stands_for = not other.repeatable and (other.output.suffix != ".json" or step.output.suffix == ".json")
             if stands_for and other.output.exists() and (other.name in self.done or self.is_begun(other)):
                 return other

@@ -42,7 +42,7 @@ class _Expansion(Declared):
     """The keys of an expansion besides its stages."""
 
     new: Sources = Field(description="language: training text, of the languages that this expansion adds")
-    analysis: AnalysisSettings = Field(AnalysisSettings(), description="how similarity and separability are measured")
+    analysis: AnalysisSettings = Field(AnalysisSettings(), description="how similarity is measured")
     deviation: DeviationSettings = Field(DeviationSettings(), description="how deviation is measured (DMoE)")
     plan: AnyPlan | None = Field(None, description="which layer gets how many experts")
     expand: ExpandSettings = Field(ExpandSettings(), description="how new experts start")
@@ -141,7 +141,7 @@ class Recipe(Expansion):
         known = dict.fromkeys(self.old_languages, "")
         if both := sorted(set(self.old) & set(self.written_sources)):
             raise InputError(f"self_written.prompts: {', '.join(both)} has text under `old` already: leave one out.")
-        joins_gates = self.join is not None and self.join.calibrate and self.join.gates
+        joins_gates = self.join is not None and self.join.calibrate
         if self.anchors and not joins_gates and not any(expansion.has("gates") for expansion in self.all_expansions):
             raise InputError("anchors: gates alone read them: add the stage `gates: {}`, or leave anchors out.")
         if self.expansions and self.new:
@@ -168,8 +168,8 @@ class Recipe(Expansion):
         check_old_and_new(self.old_languages, self.new)
         if self.join is not None and self.join.calibrate and not self.new:
             raise InputError(
-                "join.calibrate: fits gates, or finds the factors of the packs' routers, on text: give some of each "
-                "pack's languages under `new`, and of the base's under `old`."
+                "join.calibrate: fits gates on text: give some of each pack's languages under `new`, and of the base's "
+                "under `old`."
             )
 
     @property

@@ -84,7 +84,7 @@ class ExpansionRecord(_Record):
         experts_per_layer: experts of each layer after this expansion, expert 0 counted.
         classifier_layers: layers with a routing classifier, after this expansion.
         pack: name of the language pack that brought the expansion into a joined model.
-        router_scale: factor of the pack's router, from a calibration.
+        router_scale: factor of the pack's router, if a release before this one calibrated it.
         language_gate: the gate of the model (`GateRule`); None without one.
         exclusive: whether tokens of the new languages take its experts alone.
         seed: random seed of routers and random experts.
@@ -94,7 +94,6 @@ class ExpansionRecord(_Record):
         copied_experts: for each layer, the expert that a further expansion copied (keys are text in JSON).
         base_parameters, parameters: parameter counts of the dense and the expanded model.
         versions: versions of the software that made the expansion.
-        separability: for each layer, how well it told old text from new, if the plan went by it.
         stages: the steps after this expansion.
     """
 
@@ -117,7 +116,6 @@ class ExpansionRecord(_Record):
     base_parameters: _Count | None = None
     parameters: _Count | None = None
     versions: dict[Text, Any] | None = None
-    separability: list[Number] | None = None
     stages: list[StageRecord] = Field([])
 
     def to_dict(self) -> dict[str, Any]:

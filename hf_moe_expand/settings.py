@@ -17,8 +17,7 @@ LORA_RANK, LORA_ALPHA = 8, 16.0
 
 
 class AnalysisSettings(Declared):
-    """Similarity of languages in each layer (LayerMoE), separability of old and new text, and which experts a further
-    expansion copies."""
+    """Similarity of languages in each layer (LayerMoE), and which experts a further expansion copies."""
 
     tokens: Count = Field(100_000, description="tokens of each language (Q)")
     block_size: Count = Field(1024, description="tokens that the model sees at once")
@@ -69,10 +68,7 @@ class JoinSettings(Declared):
     )
     keep_both: Flag = Field(False, description="join packs that add one and the same language, too")
     calibrate: Flag = Field(
-        False, description="fit gates, or find a factor for each pack's router, on text under `old` and `new`"
-    )
-    gates: Flag = Field(
-        True, description="with calibrate: fit gates that tell the packs' languages from all others; else factors"
+        False, description="fit gates that tell the packs' languages from all others, on text under `old` and `new`"
     )
     tokens: Whole = Field(500, ge=16, description="tokens of each language by which the join is scored")
     max_shard_size: Text = Field(DEFAULT_SHARD_SIZE, description="size of the largest weight file")

@@ -23,21 +23,20 @@ EXTRA = {
     "analyze separability": ["--tokens", "300", "--block-size", "32"],
     "plan layer-moe": ["--similarity-floor", "0.01"],
     "sample Qwen/Qwen2.5-0.5B": ["--documents", "30", "--tokens", "30"],
-    "plan separable": ["--similarity-floor", "0.01", "--min-separability", "0.5"],
     "evaluate-translation nllb": ["--max-new-tokens", "8"],
     "grow qwen-el-2": ["--tokens", "300", "--block-size", "32"],
 }
 
 
-def blocks(guide: str, kind: str) -> list[str]:
+def blocks(guide: str | Path, kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", (DOCS / guide).read_text("utf-8"), re.DOTALL)
 
 
-def bash_lines(guide: str) -> list[str]:
+def bash_lines(guide: str | Path) -> list[str]:
     return [line for block in blocks(guide, "bash") for line in block.splitlines()]
 
 
-def commands(guide: str) -> list[list[str]]:
+def commands(guide: str | Path) -> list[list[str]]:
     lines = [LAUNCH.sub("hf-moe-expand", line) for line in bash_lines(guide)]
     return [shlex.split(line)[1:] for line in lines if line.startswith("hf-moe-expand")]
 

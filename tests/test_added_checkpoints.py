@@ -197,12 +197,12 @@ def test_every_verb_once(base, saved, tmp_path, help_text):
     for code in ("en", "el"):
         write_texts(tmp_path / f"{code}.jsonl", [text[:400] for text in help_text(code, "train", 12)])
     en, el = (f"{code}={tmp_path / f'{code}.jsonl'}" for code in ("en", "el"))
-    out = {name: tmp_path / f"{name}.json" for name in ("analysis", "separability", "plan", "routing", "evaluation")}
+    out = {name: tmp_path / f"{name}.json" for name in ("analysis", "plan", "routing", "evaluation")}
     both = ("--old", en, "--new", el, "--tokens", 400, "--block-size", 32)
     invoke("analyze", "similarity", dense, *both, "--out", out["analysis"])
-    invoke("analyze", "separability", dense, *both, "--out", out["separability"])
-    measured = ("--analysis", out["analysis"], "--separability", out["separability"], "--similarity-floor", 2)
-    invoke("plan", "separable", *measured, "--total-experts", 7, "--out", out["plan"])
+    invoke("analyze", "separability", dense, *both, "--out", tmp_path / "separability.json")
+    measured = ("--analysis", out["analysis"], "--similarity-floor", 2)
+    invoke("plan", "layer-moe", *measured, "--total-experts", 7, "--out", out["plan"])
     expanded = tmp_path / "expanded"
     kind = ("--expert-kind", "added", "--expert-width", WIDTH)
     invoke("expand", dense, expanded, "--plan", out["plan"], *kind)

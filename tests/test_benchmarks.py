@@ -76,26 +76,6 @@ def test_peak_memory_is_of_the_process_and_outlives_the_memory(script):
     assert 95 << 20 <= peak < 3 * 48 << 20  # the kernel counts pages in batches
 
 
-def test_mixture_costs(script, monkeypatch, capsys, tmp_path):
-    module = script("mixture_costs")
-    whole = module.configuration
-
-    def small(layers):
-        config = whole(layers)
-        config.update(
-            {"vocab_size": 128, "hidden_size": 32, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 8}
-        )
-        return config
-
-    monkeypatch.setattr(module, "configuration", small)
-    monkeypatch.setattr(module, "SHARD", 100_000)
-    module.main(["--layers", "2", "--width", "16", "--scratch", str(tmp_path), "--out", str(tmp_path / "table.md")])
-    said = capsys.readouterr().out
-    assert "expert 0 with an added FFN of width 16" in said
-    assert re.search(r"^\| 2 \| 0\.00 \| 0\.00 \| \d+ \| \d+ \|$", said, re.MULTILINE)
-    assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
-
-
 def test_expert_speed_has_a_row_a_pass(script, capsys, tmp_path):
     module = script("expert_speed")
     rows = run(module, capsys, tmp_path, "--hidden 32 --experts 4 --tokens 1 16")

@@ -1,4 +1,4 @@
-"""The calibration of a joined model's routers."""
+"""The calibration of a joined model: its gates, the scores without and with them, refusals and leftovers."""
 
 import json
 import re
@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 from conftest import byte_tokenizer, invoke, save_dense, write_texts
-from safetensors.torch import load_file, save_file
+from test_join import join_with_scales, same_files
 from transformers import AutoModelForCausalLM
 
-from hf_moe_expand import Plan, calibrate_join, expand_checkpoint, grow_checkpoint, join_calibrated, join_expansions
+from hf_moe_expand import Plan, expand_checkpoint, join_calibrated, join_expansions
 from hf_moe_expand.analysis import calibration
 from hf_moe_expand.errors import InputError
 from hf_moe_expand.evaluation.perplexity import evaluate_model
@@ -22,20 +22,15 @@ TEXTS = {
 }
 
 
-def make_pack(folder, base, code, seed, router=1.0):
+def make_pack(folder, base, code, seed):
     """A pack whose experts know the bytes of its language, and whose router finds the tokens of its language."""
     plan = Plan("moe-lpr", [2, 2, 2], old=["en"], new=[code])
     expand_checkpoint(base, folder, plan, seed=seed)
-    train(folder, seed)
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if "router" in name:
-            tensor.mul_(router)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    train(folder)
     return folder
 
 
-def train(folder, seed):
+def train(folder):
     """A few steps on both languages, of the new experts and the routers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     code = json.loads((folder / "config.json").read_text())["expansions"][0]["new_languages"][0]
@@ -61,15 +56,12 @@ def train(folder, seed):
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    """Packs of one base; `faint` and `loud` are `hu` with a router of other log-odds."""
+    """A base and packs of it."""
     home = tmp_path_factory.mktemp("packs")
     base = save_dense(home / "base")
-    return {
-        "el": make_pack(home / "el", base, "el", 1),
-        "hu": make_pack(home / "hu", base, "hu", 2),
-        "faint": make_pack(home / "faint", base, "hu", 2, router=0.25),
-        "loud": make_pack(home / "loud", base, "hu", 2, router=10),
-    }
+    trained = {code: make_pack(home / code, base, code, seed) for seed, code in enumerate(("el", "hu"), start=1)}
+    expand_checkpoint(base, home / "tr", Plan("moe-lpr", [2, 2, 2], old=["en"], new=["tr"]))
+    return {"base": base, "tr": home / "tr", **trained}
 
 
 def load(folder):
@@ -82,55 +74,26 @@ def scored(folder):
     return {code: s.bits_per_byte for code, s in evaluate_model(load(folder), byte_tokenizer(), texts, 64).items()}
 
 
-@pytest.mark.parametrize(("pack", "low", "high"), [("faint", 2, 8), ("loud", 1 / 16, 1 / 2)])
-def test_a_router_with_other_log_odds_gets_a_factor_that_undoes_most_of_it(packs, tmp_path, pack, low, high):
-    report, found = join_calibrated([packs["el"], packs[pack]], tmp_path / "out", TEXTS, tokens=100, gates=False)
-    assert low <= found.factors[1] / found.factors[0] <= high
-    assert report.scales == found.factors
-    plain = tmp_path / "plain"
-    join_expansions([packs["el"], packs[pack]], plain)
-    assert found.before == pytest.approx(scored(plain), rel=1e-3)
-    assert found.after == pytest.approx(scored(tmp_path / "out"), rel=1e-3)
-    assert sum(found.after.values()) < sum(found.before.values()) - 0.3
-
-
-def test_the_factors_are_written_and_nothing_else_remains(packs, tmp_path):
-    chosen = [packs["el"], packs["faint"]]
-    _, found = join_calibrated(chosen, tmp_path / "out", TEXTS, tokens=100, gates=False)
-    join_expansions(chosen, tmp_path / "same", scales=found.factors)
-    for file in (tmp_path / "same").iterdir():
-        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "same"]
-    # A calibrated model that is joined and calibrated again keeps the product.
-    again, more = join_calibrated(
-        [tmp_path / "out", packs["hu"]], tmp_path / "three", TEXTS, tokens=100, keep_both=True, gates=False
-    )
-    assert again.scales[:2] == [a * b for a, b in zip(found.factors, more.factors, strict=False)]
-
-
-def test_a_factor_scales_the_rows_of_all_expansions_of_a_pack(packs, tmp_path):
-    plan = Plan("moe-lpr", [3, 4, 3], old=["en", "el"], new=["tr"], grows_from=[2, 2, 2])
-    grow_checkpoint(packs["el"], tmp_path / "grown", plan)
-    chosen = [tmp_path / "grown", packs["hu"]]
+def test_gates_are_fitted_and_nothing_else_remains(packs, tmp_path, quick_gates):
+    chosen = [packs["el"], packs["hu"]]
+    report, found = join_calibrated(chosen, tmp_path / "out", TEXTS, tokens=100)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (report.packs, report.experts_per_layer) == (["el", "hu"], [3, 3, 3])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["gate_languages"][1:] == [["el"], ["hu"]]
     join_expansions(chosen, tmp_path / "plain")
-    join_expansions(chosen, tmp_path / "scaled", scales=[0.7, 4.0])
-    scaled = load_file(tmp_path / "scaled" / "model.safetensors")
-    model = load(tmp_path / "plain")
-    with torch.no_grad(), calibration._scaled(model, [0.7, 4.0]):
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, scaled[name]), name
+    assert found.before == pytest.approx(scored(tmp_path / "plain"), rel=1e-3)
+    # Told its language, a text gets what its pack alone computes; one of the base's, what the base does.
+    alone = {"en": scored(packs["base"])["en"], **{code: scored(packs[code])[code] for code in ("el", "hu")}}
+    assert found.after == pytest.approx(alone, rel=1e-3)
+    assert sum(found.after.values()) < sum(found.before.values())
 
 
-def test_a_loaded_model_stays_as_it_is_and_no_score_gets_worse(packs, tmp_path):
-    join_expansions([packs["el"], packs["hu"]], tmp_path / "out")
-    model = load(tmp_path / "out")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert sum(found.after.values()) <= sum(found.before.values())
-    assert found == calibrate_join(model, byte_tokenizer(), TEXTS, tokens=100)
-    with pytest.raises(InputError, match="joins no language packs"):
-        calibrate_join(load(packs["el"]), byte_tokenizer(), TEXTS)
+def test_gates_take_the_place_of_the_factors_of_an_earlier_release(packs, tmp_path, quick_gates):
+    join_with_scales([packs["el"], packs["hu"]], tmp_path / "old", [0.25, 4.0])
+    for name, chosen in {"two": [packs["el"], packs["hu"]], "again": [tmp_path / "old"]}.items():
+        join_calibrated([*chosen, packs["tr"]], tmp_path / name, {**TEXTS, "tr": TEXTS["en"]}, tokens=100)
+    same_files(tmp_path / "two", tmp_path / "again")
 
 
 @pytest.mark.parametrize(
@@ -147,32 +110,35 @@ def test_text_that_it_cannot_use_is_refused_before_anything_is_written(
 ):
     monkeypatch.setattr(calibration, "write_joined", None)
     with pytest.raises(InputError, match=said):
-        join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", texts, tokens=tokens, gates=False)
+        join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", texts, tokens=tokens)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_calibration_leaves_what_the_next_one_removes(packs, tmp_path):
+def test_a_killed_calibration_leaves_what_the_next_one_removes(packs, tmp_path, quick_gates):
     left = tmp_path / ".out.joined-999999"
     left.mkdir()
     (sentence,) = leftovers(tmp_path / "out")
     assert "is of a killed process" in sentence
-    join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", TEXTS, tokens=50, gates=False)
+    join_calibrated([packs["el"], packs["hu"]], tmp_path / "out", TEXTS, tokens=50)
     assert not left.exists()
 
 
-def test_the_command(packs, tmp_path):
+def test_the_command(packs, tmp_path, quick_gates):
     for code, texts in TEXTS.items():
         write_texts(tmp_path / f"{code}.jsonl", texts)
     given = [part for code in TEXTS for part in ("--calibrate", f"{code}={tmp_path / code}.jsonl")]
-    said = invoke("join", tmp_path / "out", packs["el"], packs["faint"], *given, "--tokens", 100, "--factors")
-    assert re.search(r"calibration        bits per byte 7\.\d+ to 7\.\d+ \(en 8\.\d+ to 8\.\d+, el 6\.", said)
-    assert "pack 2  faint: hu (router x 2)" in said
+    said = invoke("join", tmp_path / "out", packs["el"], packs["hu"], *given, "--tokens", 100)
+    number = r"\d\.\d{3}"
+    told = rf"gates fitted; without them, and told the languages: bits per byte {number} to {number}"
+    assert re.search(rf"calibration        {told} \(en {number} to {number}, el {number} to", said)
+    assert "pack 2  hu: hu\n" in said
     assert f"wrote {tmp_path / 'out'}\n" in said
     with pytest.raises(InputError, match="--tokens belongs to --calibrate"):
         invoke("join", tmp_path / "no", packs["el"], packs["hu"], "--tokens", 100)
-    with pytest.raises(InputError, match="hu: faint and loud both add it"):
-        invoke("join", tmp_path / "no", packs["faint"], packs["loud"])
-    invoke("join", tmp_path / "both", packs["faint"], packs["loud"], "--keep-both")
+    other = make_pack(tmp_path / "other", packs["base"], "hu", 3)
+    with pytest.raises(InputError, match="hu: hu and other both add it"):
+        invoke("join", tmp_path / "no", packs["hu"], other)
+    invoke("join", tmp_path / "both", packs["hu"], other, "--keep-both")
     with pytest.raises(InputError, match="exists already"):
         invoke("join", tmp_path / "both", packs["el"], packs["hu"])
     assert "pack 1  el: el" in invoke("join", tmp_path / "both", packs["el"], packs["hu"], "--overwrite")

@@ -19,6 +19,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "chat.md"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
+@pytest.mark.guides
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # TRL uses the old name
 def test_the_chat_guide(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -414,14 +414,12 @@ def unreachable(monkeypatch):
 
 
 def test_without_a_network_a_data_set_or_a_model_on_the_hub_is_one_sentence(unreachable):
-    started = time.monotonic()
     with pytest.raises(InputError, match=r"hub:no/such: the hub cannot be reached \(.*refused\)\.$"):
         load("hub:no/such")
     with pytest.raises(InputError, match=r"^no/such: no such folder, and the hub cannot be reached \(.*refused\)\.$"):
         resolve_checkpoint("no/such")
     with pytest.raises(InputError, match="not a hub id"):
         resolve_checkpoint("no/such/folder")
-    assert time.monotonic() - started < 5
 
 
 def test_a_silent_hub_is_waited_for_a_few_seconds_and_only_once(unreachable, monkeypatch):

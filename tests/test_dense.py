@@ -218,7 +218,7 @@ def test_refusals_name_what_is_wrong(root, data, tmp_path):
             train_stage(model, out, texts, chosen, overwrite=True)
         assert not (tmp_path / "out").exists()
 
-    with pytest.raises(InputError, match="method is 'half': must be 'full', 'lora', 'shielded' or 'new-blocks'"):
+    with pytest.raises(InputError, match="method is 'half': must be 'full', 'lora' or 'new-blocks'"):
         config(method="half")
     with pytest.raises(InputError, match="training: unknown key `max_step`; did you mean `max_steps`"):
         settings_of(DenseConfig)(training={"max_step": 1}).config(tmp_path, seed=0)

@@ -309,7 +309,7 @@ def test_a_recipe_of_a_calibrated_join_is_refused(folder, tmp_path):
         base=str(folder / "base"), output=str(tmp_path / "run"), old={"en": text["es"]}, new=text, review=None,
         join={"packs": [str(tmp_path / code) for code in text], "calibrate": True, "tokens": 16},
     )  # fmt: skip
-    with pytest.raises(InputError, match=r"join\.calibrate: .* is an encoder-decoder, but factors and gates that are"):
+    with pytest.raises(InputError, match=r"join\.calibrate: .* is an encoder-decoder, but gates that are"):
         validate_recipe(recipe)
 
 

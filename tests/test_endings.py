@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest
@@ -154,11 +153,9 @@ def test_a_forked_worker_ends_as_it_would_without_handlers(tmp_path):
         "    os.kill(child, signal.SIGTERM)\n"
         "    print(os.waitpid(child, 0)[1])\n"
     )
-    started = time.monotonic()
     said, errors = start_python(program).communicate()
     assert said.strip() == str(int(signal.SIGTERM)), errors
     assert not errors
-    assert time.monotonic() - started < 30
 
 
 # A verb that prints a line, waits for it to be read, and shows a bar of each library.

@@ -69,7 +69,5 @@ def test_generate_needs_nothing_but_transformers(folder):
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_examples_are_short_and_tell_how_to_run_them(example):
-    text = example.read_text("utf-8")
-    assert f"python examples/{example.name} " in (ast.get_docstring(ast.parse(text)) or "")
-    assert len(text.splitlines()) <= 50
+def test_examples_tell_how_to_run_them(example):
+    assert f"python examples/{example.name} " in (ast.get_docstring(ast.parse(example.read_text("utf-8"))) or "")

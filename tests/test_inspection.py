@@ -37,7 +37,7 @@ def test_everything_that_there_can_be():
         ExpansionRecord(old_languages=["en", "hu"], new_languages=["el"], pack="greek", **parts),
         ExpansionRecord(old_languages=["und", "el", "tr"], new_languages=["hu"], pack="magyar", **parts),
         ExpansionRecord(
-            method="own", old_languages=["en", "el"], new_languages=["tr"], separability=[0.5, 0.987],
+            method="own", old_languages=["en", "el"], new_languages=["tr"],
             stages=[StageRecord(stage="review"), before, fitted],
         ),
     ]  # fmt: skip
@@ -67,7 +67,6 @@ def test_everything_that_there_can_be():
         "expansion 2         pack magyar: own on None: old und (undetermined), tr; new hu",
         "  review",
         "expansion 3         own on None: old en, el; new tr",
-        "  separability by layer 0.50 0.99",
         "  review",
         "joined model",
         "  gates",
@@ -92,16 +91,15 @@ def test_mixtures_before():
 def test_a_forecast():
     stages = [StageCost("post-pretrain", 2000, 5 * 10**9, 3.6e9, 2 * 10**9), StageCost("review", 30, 10**9, 2e9)]
     model = Inspection(**PLAIN | {"total": 3 * 10**9}, expansions=[FIRST])
-    costs = Forecast(model, stages, [0.5, 0.75, 1.0])
+    costs = Forecast(model, stages)
     lines = costs.lines()
-    assert lines[:5] == [
+    assert lines[:4] == [
         "backbone            qwen2, 3 layers",
         "experts per layer   2 1 3 (total 6, top-2)",
-        "separability        0.50 0.75 1.00",
         "classifier layers   2",
         "parameters          3,000,000,000 (3000000.00 x the base model's 1,000)",
     ]
-    assert lines[5:12] == [
+    assert lines[4:11] == [
         "checkpoint          6.0 GB in bfloat16, 12.0 GB in float32",
         "active for a token  2,500",
         "",
@@ -110,10 +108,10 @@ def test_a_forecast():
         "review                                      30      1.0 GB            -          2.00",
         "the process itself                                  0.6 GB",
     ]
-    assert [line.partition(":")[0] for line in lines[12:]] == ["", "memory", "activations"]
+    assert [line.partition(":")[0] for line in lines[11:]] == ["", "memory", "activations"]
     timed = costs.lines(1e9, 100.0)
-    assert timed[8] == lines[8] + "     hours"
-    assert timed[9] == lines[9] + "      10.0"
+    assert timed[7] == lines[7] + "     hours"
+    assert timed[8] == lines[8] + "      10.0"
     assert timed[-1] == (
         "hours: of one device at 100 TFLOP/s, if the stage trains on 1,000,000,000 tokens; a review needs few tokens"
     )

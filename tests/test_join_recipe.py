@@ -33,12 +33,7 @@ def fields(home, tmp_path, **changes):
     found = {
         "base": str(home / "base"),
         "output": str(tmp_path / "run"),
-        "join": {
-            "packs": [str(home / "qwen-el"), str(home / "qwen-hu")],
-            "calibrate": True,
-            "gates": False,
-            "tokens": 60,
-        },
+        "join": {"packs": [str(home / "qwen-el"), str(home / "qwen-hu")], "calibrate": True, "tokens": 60},
         "old": {code: texts[code] for code in ("en", "de")},
         "new": {code: texts[code] for code in ("el", "hu")},
         "test": {code: texts[code] for code in ("en", "el", "hu")},
@@ -59,14 +54,13 @@ def steps(said):
     return [line.split("] ")[1].split(":")[0] for line in said if line.startswith("[") and not line.endswith("...")]
 
 
-def test_it_joins_calibrates_reviews_and_evaluates_and_resumes(home, tmp_path):
+def test_it_joins_calibrates_reviews_and_evaluates_and_resumes(home, tmp_path, quick_gates):
     loaded = recipe(home, tmp_path)
     found = validate_recipe(loaded)
     assert "join: qwen-el, qwen-hu; experts per layer 4 2 3" in found
     said = []
     assert run_recipe(loaded, said.append) == tmp_path / "run" / "review"
     assert steps(said) == ["join", "review", "evaluate"]
-    assert "factors of the routers" in " ".join(said)
     again = []
     run_recipe(loaded, again.append)
     assert all("done already" in line for line in again if line.startswith("["))
@@ -74,10 +68,9 @@ def test_it_joins_calibrates_reviews_and_evaluates_and_resumes(home, tmp_path):
     assert list(evaluation["models"]) == ["base", "joined", "reviewed"]
     assert evaluation["expansions"] == [["el"], ["hu"]]
     record = json.loads((tmp_path / "run" / "steps.json").read_text())["join"]
-    scales = record["facts"]["scales"]
-    packs = [home / "qwen-el", home / "qwen-hu"]
-    join_expansions(packs, tmp_path / "same", scales=scales)
-    same_files(tmp_path / "run" / "joined", tmp_path / "same")
+    assert set(record["facts"]["before"]) == set(record["facts"]["after"]) == set(WORDS) - {"tr"}
+    config = json.loads((tmp_path / "run" / "joined" / "config.json").read_text())
+    assert config["gate_languages"][1:] == [["el"], ["hu"]]
     page = make_page(tmp_path / "run")
     assert "New: el, then hu." in page
     assert "Packs: qwen-el, qwen-hu." in page
@@ -99,7 +92,7 @@ def test_without_text_it_joins_and_trains_nothing(home, tmp_path):
     assert "Packs: qwen-el, qwen-hu." in make_page(tmp_path / "run")
 
 
-def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_path):
+def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_path, quick_gates):
     written = {"documents": 8, "tokens": 30, "prompts": {"en": ["The city"], "de": ["Die Stadt"]}}
     review = {"block_size": 32, "distillation_coef": 1.0, "fewer_documents": True, "training": TRAINING}
     loaded = recipe(home, tmp_path, old=None, test=None, self_written=written, review=review)
@@ -118,7 +111,8 @@ def test_the_base_writes_the_old_text_of_a_review_and_a_calibration(home, tmp_pa
         ({"graft": {"instruct": "x"}}, "graft: a recipe with `join`"),
         ({"expand": {"expert_kind": "lora"}}, "expand: a recipe with `join`"),
         ({"join": {"packs": ["only-one"]}}, "join.packs"),
-        ({"new": None}, "join.calibrate: fits gates, or finds the factors of the packs' routers, on text"),
+        ({"new": None}, "join.calibrate: fits gates on text: give some of each pack's languages"),
+        ({"join": {"packs": ["a", "b"], "gates": False}}, "join: unknown key `gates`"),
         ({"old": None}, "old: no old language: the review stage"),
         ({"join": {"packs": ["a", "b"], "tokens": 3}}, "join: tokens is 3: must be at least 16"),
     ],

@@ -64,11 +64,11 @@ def stop_at(step, monkeypatch):
 
 def test_killed_commands_lose_nothing():
     """In a process of its own, which forks: this one has threads."""
-    command = [sys.executable, str(BENCHMARKS / "kills.py"), "--cases", "12", "--seed", "1"]
+    command = [sys.executable, str(BENCHMARKS / "kills.py"), "--cases", "4", "--seed", "1"]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 cases: 0 failures, 0 hangs, 0 foreign files lost, 0 differing bytes" in done.stdout
+    assert "4 cases: 0 failures, 0 hangs, 0 foreign files lost, 0 differing bytes" in done.stdout
 
 
 def test_a_training_says_where_it_goes_on_and_warns_of_nothing(root, tmp_path, monkeypatch, capsys, caplog):

@@ -33,7 +33,7 @@ def home(tmp_path_factory):
     save_dense(home / "base")
     for seed, (code, plan) in enumerate({"el": EL, "hu": HU, "tr": TR}.items(), start=1):
         make_pack(home / f"qwen-{code}", home / "base", plan, seed)
-    join_expansions([home / "qwen-el", home / "qwen-hu", home / "qwen-tr"], home / "joined", scales=[1.0, 2.0, 1.0])
+    join_expansions([home / "qwen-el", home / "qwen-hu", home / "qwen-tr"], home / "joined")
     (home / "review.yaml").write_text(yaml.safe_dump({"block_size": 16, "training": QUICK}))
     return home
 
@@ -151,14 +151,14 @@ def test_inspection_and_card_show_the_packs(home, tmp_path):
     )  # fmt: skip
     join_expansions([home / "joined", lora], tmp_path / "out")
     said = invoke("inspect", tmp_path / "out")
-    assert "\npack 2              qwen-hu: hu; FFNs, router x 2\n" in said
+    assert "\npack 2              qwen-hu: hu; FFNs\n" in said
     assert "\npack 4              qwen-fr: fr; expert 0 with updates of rank 4, alpha 6\n" in said
     assert "\nexpansion 4         pack qwen-fr: mola on base: old en, de; new fr\n" in said
     assert "joined model" not in said
     card = str(make_card(tmp_path / "out"))
     assert "It joins 4 language packs" in card
-    assert "| qwen-hu | hu | FFNs | 2 |\n" in card
-    assert "| qwen-fr | fr | expert 0 with updates of rank 4, alpha 6 | 1 |\n" in card
+    assert "| qwen-hu | hu | FFNs |\n" in card
+    assert "| qwen-fr | fr | expert 0 with updates of rank 4, alpha 6 |\n" in card
     assert "Its expansions, in the order of the packs:" in card
     assert "expanded 4 times" not in card
     fields = json.loads((tmp_path / "out" / "config.json").read_text())

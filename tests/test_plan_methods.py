@@ -40,14 +40,13 @@ from hf_moe_expand.planning.methods import (
     read_plan_settings,
 )
 from hf_moe_expand.report.page import make_page
-from hf_moe_expand.results import DeviationResult, SeparabilityResult, SimilarityResult
+from hf_moe_expand.results import DeviationResult, SimilarityResult
 from hf_moe_expand.schema import Count, Declared, changed, json_schema, read
 from hf_moe_expand.settings import JoinSettings
 
 GOOD = {
     "layer-moe": {"total_experts": 7},
     "moe-lpr": {"experts": 3},
-    "separable": {"total_experts": 7},
     "mola": {},
     "random": {"total_experts": 7},
     "dmoe": {"groups": 2},
@@ -73,7 +72,6 @@ def test_every_key_has_a_type_a_help_and_an_option(name):
     assert ("--from" in options) == method.grows
     assert ("--deviation" in options) == ("--figure" in options) == (method.analysis == "deviation")
     assert ("--analysis" in options) != method.makes_groups
-    assert ("--separability" in options) == method.needs_separability
     assert ("--layers" in options) == ("--new" in options) == (method.analysis is None)
     assert all(key.description for key in method.all_keys().values())
 
@@ -107,7 +105,7 @@ def test_settings_are_values(name):
 
 def test_the_analysis_that_a_plan_needs():
     assert {name: plan_settings(name, **keys).needs for name, keys in GOOD.items()} == {
-        "layer-moe": "similarity", "moe-lpr": None, "separable": "similarity", "mola": None, "random": None,
+        "layer-moe": "similarity", "moe-lpr": None, "mola": None, "random": None,
         "dmoe": "deviation",
     }  # fmt: skip
     assert plan_settings("mola", classifier_layers=2).needs == "similarity"
@@ -119,18 +117,15 @@ def test_the_analysis_that_a_plan_needs():
     [
         ({"groups": 2}, "`groups` is a key of dmoe; this plan is layer-moe, the default."),
         ({"method": "layer-moe", "groups": 2}, "`groups` is a key of dmoe; this plan is layer-moe."),
-        (
-            {"method": "moe-lpr", "total_experts": 9},
-            "`total_experts` is a key of layer-moe, random and separable; this",
-        ),
+        ({"method": "moe-lpr", "total_experts": 9}, "`total_experts` is a key of layer-moe and random; this"),
         (
             {"method": "dmoe", "classifier_layers": 0},
-            "`classifier_layers` is a key of layer-moe, moe-lpr, mola, random and separable;",
+            "`classifier_layers` is a key of layer-moe, moe-lpr, mola and random;",
         ),
         ({"total_expert": 7}, "unknown key `total_expert`; did you mean `total_experts`?"),
         ({"total_experts": 7, "zzzz": 7}, "unknown key `zzzz`; known: method, total_experts, minimum"),
         ({"method": "moe_lpr"}, "unknown plan method 'moe_lpr'; did you mean `moe-lpr`?"),
-        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: dmoe, layer-moe, moe-lpr, mola, random, separable."),
+        ({"method": "zzzz"}, "unknown plan method 'zzzz'; known: dmoe, layer-moe, moe-lpr, mola, random."),
         ({"method": None}, "unknown plan method None"),
         ({"method": {1: 2}}, "unknown plan method {1: 2}"),
         ({}, "`total_experts` is missing."),
@@ -289,13 +284,11 @@ def test_every_method_plans_through_the_same_door():
     similarity = SimilarityResult(["en"], ["el"], 0, {}, None, [0.5] * 3, [0.5] * 3)
     codes = ["el", "tr"]
     deviation = DeviationResult(codes, [3.0, 2.0, 1.0], {}, [[1.0, 0.1], [0.1, 1.0]], [2], 1, 1e-3, 1, 2, 0)
-    same = [1.0] * 3
-    separability = SeparabilityResult(["en"], ["el"], 0, {}, 4.0, 0, same, {"32": same}, {})
     assert set(GOOD) == set(METHODS)
     for name, own in GOOD.items():
         for old, new, message in WRONG_LANGUAGES.values():
             with pytest.raises(InputError, match=message):
-                make_plan(plan_settings(name, **own), 3, old, new, similarity, 0, deviation, separability=separability)
+                make_plan(plan_settings(name, **own), 3, old, new, similarity, 0, deviation)
 
 
 def test_examples_of_the_help_are_of_the_verb():

@@ -296,7 +296,7 @@ def test_ranges_of_layers(text, layers):
         ),
         (
             {"method": "dmoe", "groups": 2, "only_layers": "1"},
-            "`only_layers` is a key of layer-moe, moe-lpr, mola, random and sep",
+            "`only_layers` is a key of layer-moe, moe-lpr, mola and random;",
         ),
     ],
 )

@@ -249,6 +249,27 @@ def test_an_expert_that_a_layer_may_not_have_cannot_be_copied(root):
         validate_recipe(Recipe.load(path))
 
 
+def test_a_growth_in_some_layers_leaves_out_others(root):
+    """After it, no layer is certain to have more experts than before, so a third expansion cannot copy them."""
+    some = LAYER_MOE.replace("total_experts: 7, classifier_layers: 1", "total_experts: 3, only_layers: 1")
+    first = {"new": {"el": str(root / "el.jsonl")}, "plan": {"method": "moe-lpr", "experts": 2}}
+    path = root / "recipe.yaml"
+    for copied in (1, 2):
+        rounds = [
+            first,
+            {"new": {"tr": first["new"]["el"]}},
+            {"new": {"hu": first["new"]["el"]}, "expand": {"copy_from": copied}},
+        ]
+        path.write_text(
+            f"base: {root}/base\noutput: {root}/run\nold: {{en: {root}/en.jsonl}}\n{some}expansions: {rounds}\n"
+        )
+        if copied == 1:
+            assert sum("experts, 0 classifiers" in line for line in validate_recipe(Recipe.load(path))) == 3
+            continue
+        with pytest.raises(InputError, match=r"copy_from is 2, but a layer may have only experts 0\.\.1"):
+            validate_recipe(Recipe.load(path))
+
+
 def test_variables_are_filled_in_wherever_there_is_a_path(root, monkeypatch):
     held_out = "validation: {{texts: {{el: $ROOT/el.jsonl}}}}, curriculum: $ROOT/curriculum.json"
     monkeypatch.setenv("ROOT", str(root))

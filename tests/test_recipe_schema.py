@@ -15,7 +15,7 @@ from hf_moe_expand.schema import keys_of, settings_in
 from hf_moe_expand.yamlfile import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = {**packaged_files(), **{path.name: path for path in (ROOT / "benchmarks").glob("*.yaml")}}
+FILES = packaged_files()
 
 
 def options(node, schema):

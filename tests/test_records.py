@@ -2,10 +2,11 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
-from conftest import save_dense, write_texts
+from conftest import invoke, save_dense, write_texts
 from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import (
@@ -23,6 +24,7 @@ from hf_moe_expand.baselines.branches import expand_branches
 from hf_moe_expand.checkpoint.merge import average_checkpoints
 from hf_moe_expand.data.sources import LanguageText
 from hf_moe_expand.errors import InputError
+from hf_moe_expand.hub_files import published_files
 from hf_moe_expand.records import CHANGES_EVERYTHING, ExpansionRecord, History, StageRecord, add_stage
 from hf_moe_expand.schema import read
 from hf_moe_expand.stages import training_stages
@@ -84,6 +86,24 @@ def test_what_a_step_writes_comes_back_to_the_byte(folders, kind):
     config = AutoModelForCausalLM.from_pretrained(folders / kind, dtype=torch.float32).config
     History.of(config).write(config)
     assert in_config_json(config.expansions) == in_config_json(written)
+
+
+def test_a_model_of_the_separable_plan_is_read_as_before(folders, tmp_path):
+    """Releases before this one had this plan, a field of the record, and a file beside the checkpoint."""
+    old = shutil.copytree(folders / "stage", tmp_path / "old")
+    config = json.loads((old / "config.json").read_text())
+    config["expansions"][-1] |= {"method": "separable", "separability": [0.99, 0.5, 1]}
+    (old / "config.json").write_text(json.dumps(config))
+    (old / "separability.json").write_text("{}")
+    loaded = AutoModelForCausalLM.from_pretrained(old).config
+    History.of(loaded).write(loaded)
+    assert loaded.expansions == config["expansions"]
+    assert "separable on base: old en" in invoke("inspect", old)
+    assert "separability.json" in published_files(old)
+    invoke("card", old, "--out", tmp_path / "card.md")
+    settings = {"separability": [0.99, 0.5, 1], "min_separability": 0.9}
+    Plan("separable", [2, 1, 2], old=["en"], new=["el"], settings=settings).save(tmp_path / "plan.json")
+    expand_checkpoint(folders / "base", tmp_path / "new", Plan.load(tmp_path / "plan.json"))
 
 
 def test_the_steps_are_in_the_history(folders):
@@ -154,7 +174,6 @@ def test_languages_and_their_classes():
             [{**EXPANSION, "experts_per_layer": [True]}],
             "expansions[0]: experts_per_layer[0]: expected an integer, found True",
         ),
-        ([{**EXPANSION, "separability": [0.5, "x"]}], "expansions[0]: separability[1]: expected a number, found 'x'"),
         ([{**EXPANSION, "seed": -1}], "expansions[0]: seed is -1: must be at least 0"),
         ([{**EXPANSION, "versions": []}], "expansions[0]: versions: expected `key: value` lines, found list"),
         ([{**EXPANSION, "stages": {}}], "expansions[0]: stages: expected a list, found dict"),

@@ -2,10 +2,11 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_dense, tiny_dense
+from conftest import byte_tokenizer, invoke, save_dense, tiny_dense, write_texts
 
 from hf_moe_expand import LayerMoEForCausalLM, Plan, expand_checkpoint, measure_separability
 from hf_moe_expand.analysis import separability
@@ -277,6 +278,22 @@ def test_json_round_trip_and_table(tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(InputError, match="not a separability analysis: `old` is missing"):
         SeparabilityResult.from_json(tmp_path / "plan.json")
+
+
+def test_on_the_command_line(tmp_path):
+    base = save_dense(tmp_path / "base")
+    texts = [
+        f"--{kind}={code}={write_texts(tmp_path / f'{code}.jsonl', TEXTS[code])}"
+        for kind, code in (("old", "en"), ("new", "el"))
+    ]
+    out, figure = tmp_path / "separability.json", tmp_path / "s.svg"
+    measure = ["analyze", "separability", base, *texts, "--tokens", "200", "--block-size", "24", "--out", out]
+    said = invoke(*measure, "--figure", figure)
+    rows = [re.findall(r"\d+(?:\.\d+)?", line) for line in said.splitlines() if re.search(r"\d\.\d{3}", line)]
+    assert rows == SeparabilityResult.from_json(out).rows()[1]
+    assert "32 tokens" in figure.read_text()
+    with pytest.raises(InputError, match="exists already"):
+        invoke(*measure)
 
 
 def test_real_text(help_text):

@@ -25,6 +25,7 @@ def workplace(tmp_path, monkeypatch, help_text):
     return workplace_in(tmp_path, monkeypatch, help_text)
 
 
+@pytest.mark.guides
 def test_the_serving_guide(workplace, monkeypatch):
     expanded("qwen-el-2", [3, 2, 2, 2, 2, 2, 2, 4], [1])
     expanded("qwen-moe-lpr-2", [3] * 8)

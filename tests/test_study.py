@@ -149,7 +149,7 @@ LENGTHS = {
         "base": {},
         "LoRA": {"dense": {"method": "lora"}},
         "LoRA, averaged": {"dense": {"method": "lora"}, "average": [0.3, 0.7]},
-        "source-shielded updates": {"dense": {"method": "shielded"}},
+        "full fine-tuning": {"dense": {"method": "full"}},
     },
     "claims": {"here": [["keeps more", "old", "LoRA, averaged", "LoRA"], ["learns", "new", "LoRA", "MoLA"]]},
 }
@@ -206,7 +206,7 @@ def test_lengths(quick_study, tmp_path, capsys, monkeypatch):
         tried = {one["weight"]: one["score"] for one in of["rows"]["LoRA, averaged"]["sweep"]["tried"]}
         assert set(tried) == {0.3, 0.7}
         assert one["weight"] == min(tried, key=tried.get)
-        assert of["rows"]["source-shielded updates"]["seeds"][0]["trained"] < one["total"]
+        assert of["rows"]["full fine-tuning"]["seeds"][0]["trained"] == one["total"]
     assert (tmp_path / "new" / "study_small_lengths.svg").read_text().count("LoRA, averaged") >= 1
 
     # Elsewhere, the JSON is all there is; the rows are not made again.

@@ -14,12 +14,12 @@ A bias, which the rows of new languages lose, keeps a promise: anchors are left 
 at a time, and of each one new experts take at most `unseen_share` of the tokens. An anchor of which they take more is a
 near relative of a new language and is named; at most a tenth of the anchors may be. The smallest such bias is taken.
 
-The layer is one of the first third. Of those that keep the promise and let new text pass, it is the one with the
-largest
+The layer is one of the last three of the first third: earlier ones know words, these know languages (docs/gates.md). Of
+those that keep the promise and let new text pass, it is the one with the largest
 
     (share of new text that passes) * (1 - 0.3 * layer / layers),
 
-the second factor for what experts from this layer on can learn (docs/gates.md).
+the second factor for what experts from this layer on can learn.
 
 Shape suffixes: T tokens, h hidden size, R languages, E later classes, M texts, S tokens of a text.
 """
@@ -46,7 +46,7 @@ ITERATIONS = 30
 FOLDS = 3
 POSITIONS = (8, 32)
 LEARNED_LESS = 0.3  # what experts lose for each layer below the gate, as a share of all layers
-_CANDIDATES = 5
+_CANDIDATES = 3
 _MOST_NAMED, _PASSING = 0.1, 0.1
 _WIDEST = 16.0  # nats
 _BATCH = 16
@@ -237,10 +237,9 @@ _Texts = Mapping[str, tuple[Sequence[Example], torch.Tensor]]
 
 
 def candidates(layers: Sequence[int], count: int) -> list[int]:
-    """The layers of the first third of `count` in which the gate is tried: a few, evenly spread, of `layers`."""
-    early = [layer for layer in layers if 3 * layer < count] or list(layers[:1])
-    steps = min(_CANDIDATES, len(early))
-    return sorted({early[len(early) - 1 - number * len(early) // steps] for number in range(steps)})
+    """The layers in which the gate is tried: the last ones of the first third of `count` that are among `layers`."""
+    early = [layer for layer in layers if 3 * layer < count]
+    return early[-_CANDIDATES:] or list(layers[:1])
 
 
 def _fitted(layer: int, codes: list[str], texts: _Texts, anchors: Sequence[str]) -> FittedGate:

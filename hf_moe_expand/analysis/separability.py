@@ -91,7 +91,7 @@ def split(language: str, documents: Sequence[Blocks], seed: int) -> tuple[Blocks
     if len(blocks) < 2:
         raise InputError(
             f"Language {language!r} has one block of text, so none can be held out: give more --tokens or a smaller "
-            "--block-size (`analysis: {tokens: ..., block_size: ...}` in a recipe)."
+            "--block-size."
         )
     total = sum(len(block) for (block,) in blocks)
     parts, tokens = _drawn(documents, total, seed)
@@ -100,7 +100,7 @@ def split(language: str, documents: Sequence[Blocks], seed: int) -> tuple[Blocks
     if tokens < LENGTHS[-1]:
         raise InputError(
             f"Language {language!r} has {tokens} held-out tokens, but a score needs at least {LENGTHS[-1]}: give more "
-            "--tokens (`analysis: {tokens: ...}` in a recipe)."
+            "--tokens."
         )
     return parts
 

@@ -404,7 +404,6 @@ def planned_record(plan: Plan, **facts: Any) -> ExpansionRecord:
         classifier_layers=plan.classifier_layers,
         exclusive=plan.exclusive or None,
         versions=versions(),
-        separability=plan.separability,
         **facts,
     )
 

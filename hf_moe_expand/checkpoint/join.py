@@ -35,7 +35,6 @@ class JoinReport:
         new_languages: the languages of each pack.
         old_languages: the base model's languages that any pack names.
         experts_per_layer: experts of each layer, expert 0 counted.
-        scales: factor of each pack's router, from the calibration; 1 without one.
     """
 
     out: Path
@@ -43,16 +42,11 @@ class JoinReport:
     new_languages: list[list[str]]
     old_languages: list[str]
     experts_per_layer: list[int]
-    scales: list[float]
 
     def lines(self) -> list[str]:
         """The lines that the command line prints."""
-        lines = [
-            f"pack {number}  {name}: {', '.join(codes)}" + (f" (router x {scale:g})" if scale != 1 else "")
-            for number, (name, codes, scale) in enumerate(
-                zip(self.packs, self.new_languages, self.scales, strict=True), start=1
-            )
-        ]
+        packs = enumerate(zip(self.packs, self.new_languages, strict=True), start=1)
+        lines = [f"pack {number}  {name}: {', '.join(codes)}" for number, (name, codes) in packs]
         lines.append(f"old languages      {', '.join(self.old_languages) or 'none'}")
         lines.append(f"experts per layer  {' '.join(map(str, self.experts_per_layer))}")
         return [*lines, f"wrote {self.out}"]
@@ -63,7 +57,6 @@ def join_expansions(
     out: str | os.PathLike,
     *,
     keep_both: bool = False,
-    scales: Sequence[float] | None = None,
     max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     overwrite: bool = False,
 ) -> JoinReport:
@@ -79,30 +72,19 @@ def join_expansions(
             joined model counts as its packs. `NAME=FOLDER` names a pack; else the folder of its run does, or its own.
         out: folder to write; appears whole or not at all.
         keep_both: join packs that add one and the same language, which then has two classes: the later one counts.
-        scales: factor of each pack's router (`calibrate_join` finds them); 1 by default.
 
     Raises:
         InputError: the packs do not fit together: of another base (the message names the first tensor that differs),
-            the same twice, for one language, of DMoE, with another top-k, with shared weights that were trained; or
-            `scales` are not one positive number for each pack.
+            the same twice, for one language, of DMoE, with another top-k, or with shared weights that were trained.
     """
     loaded = load_packs(packs, out, overwrite)
     check_packs(loaded, keep_both)
-    scales = [pack.scale for pack in loaded] if scales is None else list(scales)
-    if len(scales) != len(loaded) or not all(0 < scale < float("inf") for scale in scales):
-        raise InputError(f"scales is {scales}: must be a positive number for each of {len(loaded)} packs.")
-    check_ungated(loaded)
-    loaded = [replace(pack, scale=scale) for pack, scale in zip(loaded, scales, strict=True)]
-    return write_joined(loaded, out, max_shard_size=max_shard_size, overwrite=overwrite)
-
-
-def check_ungated(packs: Sequence[Pack]) -> None:
-    """Refuses packs with a language gate, which knows one pack's languages alone."""
-    if fitted := [pack.name for pack in packs if pack.config.language_gate]:
+    if fitted := [pack.name for pack in loaded if pack.config.language_gate]:
         raise InputError(
             f"{', '.join(fitted)}: has a gate that was fitted for it alone: a join fits one anew, on text in each "
             "pack's languages (--calibrate LANGUAGE=FILE; `join: {calibrate: true}` in a recipe)."
         )
+    return write_joined(loaded, out, max_shard_size=max_shard_size, overwrite=overwrite)
 
 
 def load_packs(packs: Sequence[str | os.PathLike], out: str | os.PathLike, overwrite: bool) -> list[Pack]:
@@ -180,7 +162,6 @@ def write_joined(
         [pack.new_languages for pack in packs],
         history.first.old_languages,
         config.num_experts_per_layer,
-        [pack.scale for pack in packs],
     )
 
 
@@ -248,7 +229,7 @@ def _outputs(packs: Sequence[Pack], config: Any, routing: Rows) -> list[OutputTe
             rows = routing[place.layer, place.inner]
             tensor = in_memory(key, rows)
             if not is_finite(rows):
-                raise InputError(f"{key}: the joined values are not finite in {tensor.dtype}: a factor is too large.")
+                raise InputError(f"{key}: the joined values are not finite in {tensor.dtype}.")
             outputs.append(tensor)
         elif place.expert:
             outputs.append(replace(experts[place.layer, place.inner], name=key))

@@ -57,7 +57,7 @@ class Pack:
         stored: the checkpoint that holds its experts.
         routing: its own routers and classifiers: tensors by layer and inner name.
         before: for each layer, the experts of `stored` between expert 0 and its own first one.
-        scale: factor of its router's log-odds, from a calibration.
+        scale: factor of its router's log-odds: 1, unless a release before this one calibrated it.
     """
 
     name: str

@@ -108,9 +108,6 @@ def join(
         typer.Option(help="LANGUAGE=FILE of text by which gates tell the packs' languages from all others; repeat."),
     ] = None,
     anchors: Anchors = None,
-    factors: Annotated[
-        bool, typer.Option("--factors", help="With --calibrate: instead of gates, a factor for each pack's router.")
-    ] = False,
     tokens: Annotated[
         int | None, typer.Option(help="With --calibrate: tokens of each language to score; 500 by default.")
     ] = None,
@@ -128,7 +125,7 @@ def join(
     Example: hf-moe-expand join qwen-el-hu me/qwen-el qwen-hu --calibrate en=en.jsonl --calibrate el=el.jsonl
     --calibrate hu=hu.jsonl
     """
-    for option, value in (("--tokens", tokens), ("--factors", factors or None), ("--anchors", anchors)):
+    for option, value in (("--tokens", tokens), ("--anchors", anchors)):
         if value is not None and not calibrate:
             raise InputError(f"{option} belongs to --calibrate, which is not given.")
     if name:
@@ -150,8 +147,7 @@ def join(
     from ..analysis.calibration import join_calibrated
 
     report, calibration = join_calibrated(
-        packs, out, texts_of(calibrate), tokens=tokens, gates=not factors,
-        anchors=None if anchors is None else texts_of(anchors),
+        packs, out, texts_of(calibrate), tokens=tokens, anchors=None if anchors is None else texts_of(anchors),
         keep_both=keep_both, max_shard_size=max_shard_size, overwrite=overwrite,
     )  # fmt: skip
     print("\n".join([*calibration.lines(), *report.lines()]))

@@ -40,9 +40,6 @@ def _parameters(method: type[PlanSettings]) -> opt.Parameters:
         file = _ANALYSES[method.analysis]
         help_ = f"{file}.json of `analyze {method.analysis}`."
         parameters[file] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
-    if method.needs_separability:
-        help_ = "separability.json of `analyze separability`, for the same languages."
-        parameters["separability"] = (Annotated[Path, typer.Option(help=help_)], _EMPTY)
     for name, key in method.own_keys().items():
         parameters |= _key_options(name, key)
     parameters["out"] = (opt.Out, _EMPTY)
@@ -111,11 +108,10 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
     check_figure(figure, arguments["overwrite"])
     settings = read_plan_settings({"method": name, **_keys_given(method, arguments)})
     from ..planning.make import make_plan
-    from ..results import DeviationResult, SeparabilityResult, SimilarityResult
+    from ..results import DeviationResult, SimilarityResult
 
     similarity = SimilarityResult.from_json(arguments["analysis"]) if arguments.get("analysis") else None
     deviation = DeviationResult.from_json(arguments["deviation"]) if arguments.get("deviation") else None
-    separability = SeparabilityResult.from_json(arguments["separability"]) if arguments.get("separability") else None
     old, new = codes(arguments.get("old", "")), codes(arguments.get("new", ""))
     if similarity is not None:
         old, new = old or similarity.old, new or similarity.new
@@ -137,7 +133,7 @@ def _plan(method: type[PlanSettings], name: str, arguments: dict[str, Any]) -> N
         num_layers, encoder = _num_layers(arguments["layers"])
     if not num_layers:
         raise InputError("The number of layers is not known: give --layers (a number or the checkpoint), or --from.")
-    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, separability, encoder)
+    plan = make_plan(settings, num_layers, old, new, similarity, seed, deviation, counts, encoder)
     plan.save(out)
     for expert, group in enumerate(plan.groups):
         print(f"expert {expert}  {', '.join(group)}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..errors import InputError
 from ..layer_names import layer_name
-from ..results import DeviationResult, Result, SeparabilityResult, SimilarityResult
+from ..results import DeviationResult, Result, SimilarityResult
 from .layers import classifier_layers, layers_in
 from .methods import METHODS, LayerPlan, PlanSettings, Target
 from .plan import Plan
@@ -19,7 +19,6 @@ def make_plan(
     seed: int = 0,
     deviation: DeviationResult | None = None,
     grows_from: Sequence[int] = (),
-    separability: SeparabilityResult | None = None,
     encoder_layers: int = 0,
 ) -> Plan:
     """The plan that `settings` describe.
@@ -31,14 +30,13 @@ def make_plan(
         similarity, deviation: the analysis that `settings.needs` names.
         seed: random seed of all choices.
         grows_from: experts of each layer of the expanded model that the plan grows; empty for a dense model.
-        separability: this analysis, for a method that needs it besides.
     """
     if grows_from and not settings.grows:
         growing = ", ".join(name for name, other in METHODS.items() if other.grows)
         raise InputError(f"A {settings.method} plan is for a dense model and cannot grow one; use {growing}.")
     if grows_from and len(grows_from) != num_layers:
         raise InputError(f"The plan is for {num_layers} layers, but the model to grow has {len(grows_from)}.")
-    given = {"similarity": similarity, "deviation": deviation, "separability": separability}
+    given = {"similarity": similarity, "deviation": deviation}
     analyses: dict[str, Result] = {name: analysis for name, analysis in given.items() if analysis is not None}
     for name, analysis in analyses.items():
         if (layers_of := len(getattr(analysis, name))) != num_layers:

@@ -126,21 +126,6 @@ class Plan(JsonFile):
         return sum(self.experts_per_layer)
 
     @property
-    def separability(self) -> list[float] | None:
-        """How well each layer tells old text from new, if the plan's method went by it.
-
-        Raises:
-            InputError: the plan's settings hold something else under this name.
-        """
-        values = self.settings.get("separability")
-        if values is None:
-            return None
-        numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
-        if not numbers or len(values) != len(self.experts_per_layer):
-            raise InputError("settings.separability: a list with one number for each layer is needed.")
-        return values
-
-    @property
     def has_choice(self) -> bool:
         """Whether a router can leave an expert out, or a class decides."""
         return bool(self.classifier_layers) or self.exclusive or max(self.experts_per_layer) > self.top_k

@@ -20,20 +20,18 @@ from ..planning.plan import Plan
 from ..recipe_paths import without_paths
 from ..records import ExpansionRecord, History, StageRecord, without_folders
 from ..rendering import render
-from ..results import NO_CHOICE, DeviationResult, RoutingResult, SeparabilityResult, SimilarityResult
+from ..results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 from ..run_record import StepDone, read_steps
 from ..stages import trained_parts
 from ..trainers.freezing import freeze
 from ..yamlfile import read_text, read_yaml, to_yaml
 from .charts import allocation_chart, change_chart, heat_map, line_chart
 from .drawing import Change, Line, with_means
-from .figures import expert_0_lines, grouped, separability_lines, separability_range
+from .figures import expert_0_lines, grouped
 from .parts import Loose, Part, history_of, last_stage, records_and_checkpoints
 
 # Files and folders at the top of a run; all others lie in folders of its stages and expansions.
-_RECORDS = (
-    "steps.json", "plan.json", "analysis.json", "separability.json", "evaluation.json", "routing.json", "recipe.yaml",
-)  # fmt: skip
+_RECORDS = ("steps.json", "plan.json", "analysis.json", "evaluation.json", "routing.json", "recipe.yaml")
 
 
 def make_page(run: str | Path, *others: str | Path) -> str:
@@ -178,9 +176,6 @@ def _plan(part: Part, plan: Plan) -> dict[str, Any]:
     }
     if measure:
         columns[label] = [f"{measure[layer]:.4g}" for layer in layers]
-    apart = _separability(part.folder, plan)
-    if apart:
-        columns |= apart["columns"]
     alike = None
     if deviation:
         names, values = grouped(deviation.languages, deviation.similarity, plan.groups)
@@ -200,34 +195,9 @@ def _plan(part: Part, plan: Plan) -> dict[str, Any]:
             plan.grows_from,
             axis_label(plan.encoder_layers),
         ),
-        "apart": apart,
         "header": list(columns),
         "rows": list(zip(*columns.values(), strict=True)),
         "alike": alike,
-    }
-
-
-def _separability(folder: Path, plan: Plan) -> dict[str, Any] | None:
-    """The figure of the separability by layer, and its columns for the plan's table."""
-    if not (folder / "separability.json").is_file():
-        return None
-    result = SeparabilityResult.from_json(folder / "separability.json")
-    if len(result.token) != len(plan.experts_per_layer):
-        raise InputError(
-            f"{folder / 'separability.json'}: has {len(result.token)} layers, but the plan beside it has "
-            f"{len(plan.experts_per_layer)}: put the analysis of the run's own base there."
-        )
-    threshold = plan.settings.get("min_separability")
-    least = float(threshold) if isinstance(threshold, int | float) else None
-    header, rows = result.rows()
-    lines = separability_lines(result, least)
-    accuracies = [f"{line.label} {', '.join(f'{y:.3f}' for y in line.y)}" for line in lines if not line.thin]
-    description = f"Balanced accuracy in telling old text from new by layer, from layer 0: {'; '.join(accuracies)}."
-    return {
-        "figure": line_chart(description, lines, "layer", separability_range(result)),
-        "length": result.length,
-        "least": least,
-        "columns": {f"accuracy, {name}": values for name, *values in list(zip(header, *rows, strict=True))[1:]},
     }
 
 

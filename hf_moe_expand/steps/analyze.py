@@ -1,12 +1,11 @@
-"""The steps before a plan: similarity of languages (LayerMoE), separability of old and new, deviation (DMoE)."""
+"""The steps before a plan: similarity of languages (LayerMoE), deviation (DMoE)."""
 
 import shutil
 from collections.abc import Sequence
 from typing import Any
 
 from ..analysis.deviation import measure_deviation
-from ..analysis.reading import document_blocks, token_blocks
-from ..analysis.separability import measure_separability, split
+from ..analysis.reading import token_blocks
 from ..analysis.similarity import measure_similarity
 from ..errors import InputError
 from ..models import load_for_inference
@@ -30,41 +29,12 @@ class AnalyzeSimilarity(RunStep):
         check_tokens(self.run, checks)
 
     def work(self) -> StepResult:
-        result = measure_similarity(*self._model_and_text(), **self.run.expansion.analysis.model_dump())
-        result.to_json(self.output)
-        return StepResult(f"similarity {_range(result.similarity)} over {len(result.similarity)} layers")
-
-    def _model_and_text(self) -> tuple[Any, Any, dict[str, Any], list[str], list[str]]:
-        """The base, or the checkpoint before, and the text that it reads."""
         run = self.run
         model, tokenizer = load_for_inference(run.start, run.revision)
-        return model, tokenizer, run.texts([*run.old, *run.new], model.config), run.old, run.new
-
-
-class AnalyzeSeparability(AnalyzeSimilarity):
-    """Measures how well each layer tells old text from new, with the settings of the similarity."""
-
-    stands_for_earlier = False  # the plan needs the similarity too
-    title, writes = "analyze separability", "separability.json"
-
-    def check(self, checks: Checks) -> None:
-        """Refuses local text of which nothing can be held out, as far as its order in the files shows."""
-        check_tokens(self.run, checks)
-        if checks.offline:
-            return
-        settings = self.run.expansion.analysis
-        for code in (*self.run.old, *self.run.new):
-            source = self.run.sources[code]
-            if source.files():
-                sizes = (checks.tokenizer, settings.tokens, settings.block_size)
-                split(code, document_blocks(code, source.documents(), *sizes), checks.recipe.seed)
-
-    def work(self) -> StepResult:
-        settings = self.run.expansion.analysis.model_dump()
-        result = measure_separability(*self._model_and_text(), **settings, seed=self.run.recipe.seed)
+        texts = run.texts([*run.old, *run.new], model.config)
+        result = measure_similarity(model, tokenizer, texts, run.old, run.new, **run.expansion.analysis.model_dump())
         result.to_json(self.output)
-        accuracy = _range(result.separability)
-        return StepResult(f"accuracy after {result.length} tokens {accuracy} over {len(result.token)} layers")
+        return StepResult(f"similarity {_range(result.similarity)} over {len(result.similarity)} layers")
 
 
 class AnalyzeDeviation(RunStep):

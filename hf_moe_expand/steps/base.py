@@ -120,13 +120,11 @@ class Step(ABC):
         every_rank: whether all ranks work, and not only the first.
         repeatable: whether it runs again if its inputs changed, since no other step depends on it.
         read_later: whether steps read its output besides the checkpoint before them.
-        stands_for_earlier: whether its output makes those of all steps before it (of a JSON file: JSON) unnecessary.
     """
 
     every_rank: ClassVar[bool] = False
     repeatable: ClassVar[bool] = False
     read_later: ClassVar[bool] = False
-    stands_for_earlier: ClassVar[bool] = True
     name: str
     output: Path
 

@@ -114,14 +114,11 @@ class JoinPacks(RunStep):
             self.output,
             {code: self.run.sources[code].load().shuffle(seed=recipe.seed)["text"] for code in self._given},
             tokens=settings.tokens,
-            gates=settings.gates,
             anchors={code: source.load()["text"] for code, source in recipe.anchor_sources.items()} or None,
             **options,
         )
-        summary = _in_words(report.packs, report.experts_per_layer)
-        if not calibration.gates:
-            summary += f"; factors of the routers {' '.join(f'{scale:g}' for scale in report.scales)}"
-        return StepResult(summary, {"scales": report.scales, "before": calibration.before, "after": calibration.after})
+        facts = {"before": calibration.before, "after": calibration.after}
+        return StepResult(_in_words(report.packs, report.experts_per_layer), facts)
 
 
 def _is_whole_folder(pack: str) -> bool:

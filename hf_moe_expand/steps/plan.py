@@ -5,7 +5,7 @@ from typing import Any
 from ..checkpoint.source import load_config, resolve_checkpoint
 from ..modeling import count_layers, stack_sizes
 from ..planning.make import make_plan
-from ..results import DeviationResult, SeparabilityResult, SimilarityResult
+from ..results import DeviationResult, SimilarityResult
 from ..schema import changed
 from .base import Checks, RunStep, StepResult
 from .gates import gate_layer
@@ -36,20 +36,16 @@ class MakePlan(RunStep):
             languages=codes, deviation=falling, by_language=dict.fromkeys(codes, falling), similarity=alike, layers=[],
             steps=0, learning_rate=0.0, batch_size=0, block_size=0, seed=0,
         )  # fmt: skip
-        apart = SeparabilityResult(
-            old=similarity.old, new=codes, tokens=0, held_out={}, bound=0.0, seed=0, token=same, running={"32": same},
-            by_language={},
-        )  # fmt: skip
         plan = make_plan(
             settings, layers, checks.recipe.old_languages, codes, similarity, checks.recipe.seed, deviation,
-            grows_from=checks.counts, separability=apart, encoder_layers=encoder,
+            grows_from=checks.counts, encoder_layers=encoder,
         )  # fmt: skip
         grown = plan.experts_per_layer
         checks.copyable = checks.least
         expanded = [count for count in grown if count > 1]
         if settings.fixed_counts:
             checks.least = min(expanded)
-        elif not (checks.least and (settings.needs_separability or getattr(settings, "only_layers", None))):
+        elif not (checks.least and getattr(settings, "only_layers", None)):
             # Else other layers do not grow.
             checks.least += getattr(settings, "minimum", None) or (1 if checks.least else 2)
         checks.counts, checks.plan = grown, plan
@@ -61,17 +57,16 @@ class MakePlan(RunStep):
 
     def work(self) -> StepResult:
         run, planned = self.run, self.run.expansion.planned
-        path, apart = run.folder / "analysis.json", run.folder / "separability.json"
+        path = run.folder / "analysis.json"
         similarity = SimilarityResult.from_json(path) if planned.needs == "similarity" else None
         deviation = DeviationResult.from_json(path) if planned.needs == "deviation" else None
-        separability = SeparabilityResult.from_json(apart) if planned.needs_separability else None
         config = load_config(resolve_checkpoint(run.start, run.revision))
         gate, layers = gate_layer(run), count_layers(config)
         if gate is not None and not getattr(planned, "only_layers", None):
             planned = changed(planned, only_layers=f"{gate}-{layers - 1}")  # no expert ever runs below the gate
         plan = make_plan(
             planned, layers, run.old, run.new, similarity, run.recipe.seed,
-            deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (), separability=separability,
+            deviation, grows_from=getattr(config, "num_experts_per_layer", None) or (),
             encoder_layers=_encoder_layers(config),
         )  # fmt: skip
         plan.save(self.output)

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from ...errors import InputError
-from ...results import DeviationResult, Result, SeparabilityResult, SimilarityResult
+from ...results import DeviationResult, Result, SimilarityResult
 from ...schema import Count, Declared, Flag, Text, Whole, changed, read, unknown_key
 from ..layers import check_layer_ranges
 
@@ -48,18 +48,13 @@ class Target:
 
     @property
     def similarity(self) -> SimilarityResult:
-        """The similarity of the languages in each layer; refused if it was not measured, as the other analyses are."""
+        """The similarity of the languages in each layer; refused if it was not measured, as the deviation is."""
         return self._measured("similarity", "an analysis of the languages' similarity")
 
     @property
     def deviation(self) -> DeviationResult:
         """The deviation of each layer."""
         return self._measured("deviation", "the deviation of each layer")
-
-    @property
-    def separability(self) -> SeparabilityResult:
-        """How well each layer tells old text from new."""
-        return self._measured("separability", "the separability of old and new text")
 
     def _measured(self, name: str, words: str) -> Any:
         if name not in self.analyses:
@@ -119,7 +114,6 @@ class PlanSettings(Declared):
         tag: its models' tag on the hub.
         words: a phrase for the card that says how experts are distributed.
         analysis: the analysis that the method needs.
-        needs_separability: whether it needs the separability of old and new text besides, for the same languages.
         fixed_counts: whether the settings alone determine each layer's count.
         grows: whether it can plan the further expansion of an expanded model.
         makes_groups: whether it groups the languages: for DMoE models, which have no classifiers.
@@ -133,7 +127,6 @@ class PlanSettings(Declared):
     tag: ClassVar[str]
     words: ClassVar[str] = ""
     analysis: ClassVar[Needs | None] = None
-    needs_separability: ClassVar[bool] = False
     fixed_counts: ClassVar[bool] = False
     grows: ClassVar[bool] = True
     makes_groups: ClassVar[bool] = False

@@ -1,6 +1,6 @@
 """LayerMoE: fewer experts in layers where languages are more similar."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -53,7 +53,12 @@ def allocate_experts(
         if floor <= 0:
             raise InputError(f"The similarity floor is {floor}: must be positive.")
         similarity = [max(value, floor) for value in similarity]
-    check_positive(dict(enumerate(similarity)))
+    for layer, value in enumerate(similarity):
+        if not value > 0:
+            raise InputError(
+                f"The similarity of layer {layer} is {value:g}, but experts are allocated by 1/similarity, which needs "
+                "positive values. Set a floor (--similarity-floor 0.01), which replaces smaller values."
+            )
     check_total(total, len(similarity), minimum)
     counts = [minimum] * len(similarity)
     for _ in range(total - sum(counts)):
@@ -61,13 +66,3 @@ def allocate_experts(
         layer = min(range(len(counts)), key=lambda i: similarity[i] * counts[i])
         counts[layer] += 1
     return counts
-
-
-def check_positive(similarity: Mapping[int, float]) -> None:
-    """Refuses similarities by layer that are not positive: experts are allocated by 1/similarity."""
-    for layer, value in similarity.items():
-        if not value > 0:
-            raise InputError(
-                f"The similarity of layer {layer} is {value:g}, but experts are allocated by 1/similarity, which needs "
-                "positive values. Set a floor (--similarity-floor 0.01), which replaces smaller values."
-            )
