@@ -80,7 +80,7 @@ def test_gates_are_fitted_and_nothing_else_remains(packs, tmp_path, quick_gates)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (report.packs, report.experts_per_layer) == (["el", "hu"], [3, 3, 3])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["gate_languages"][1:] == [["el"], ["hu"]]
+    assert config["language_gate"]["languages"][1:] == [["el"], ["hu"]]
     join_expansions(chosen, tmp_path / "plain")
     assert found.before == pytest.approx(scored(tmp_path / "plain"), rel=1e-3)
     # Told its language, a text gets what its pack alone computes; one of the base's, what the base does.

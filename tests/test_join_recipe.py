@@ -70,7 +70,7 @@ def test_it_joins_calibrates_reviews_and_evaluates_and_resumes(home, tmp_path, q
     record = json.loads((tmp_path / "run" / "steps.json").read_text())["join"]
     assert set(record["facts"]["before"]) == set(record["facts"]["after"]) == set(WORDS) - {"tr"}
     config = json.loads((tmp_path / "run" / "joined" / "config.json").read_text())
-    assert config["gate_languages"][1:] == [["el"], ["hu"]]
+    assert config["language_gate"]["languages"][1:] == [["el"], ["hu"]]
     page = make_page(tmp_path / "run")
     assert "New: el, then hu." in page
     assert "Packs: qwen-el, qwen-hu." in page

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_moe_expand import (
@@ -18,12 +19,16 @@ from hf_moe_expand import (
     Plan,
     PostPretrainConfig,
     adapt_language,
+    fit_gates,
     grow_checkpoint,
     leave_out_pack,
     shrink_checkpoint,
     train_stage,
 )
+from hf_moe_expand.errors import InputError
+from hf_moe_expand.inspection import inspect_checkpoint
 from hf_moe_expand.records import History
+from hf_moe_expand.settings import GateSettings
 
 STORED = Path(__file__).resolve().parent / "checkpoints"
 TOLERANCE = 1e-3
@@ -38,6 +43,7 @@ GROWN = {
     "encoder_decoder": ([2, 1, 2, 2], [3, 1, 3, 4], [0, 3]),
 }
 KINDS = [*GROWN, "dmoe", "packs"]
+ALPHABETS = {"a": "bcdfghj", "b": "BCDFGHJ", "c": "0123456", "d": "klmpqrv"}
 
 
 def copied(kind, place):
@@ -122,18 +128,39 @@ def test_the_first_expansion_comes_back(tmp_path):
     as_recorded(logits(load(tmp_path / "back")), "layer_moe", "after_expansion_1")
 
 
-def test_fitted_gates(tmp_path):
-    """Later code may refuse this format, with the command that converts it: what is here then holds of the result."""
+def letters(text, seed):
+    """Lines of words of these letters, for a gate to learn."""
+    draw = torch.Generator().manual_seed(seed)
+    picked = [(text + " ")[i] for i in torch.randint(len(text) + 1, (800,), generator=draw).tolist()]
+    return ["".join(picked[start : start + 50]) for start in range(0, 800, 50)]
+
+
+def test_fitted_gates_in_all_layers_are_refused_and_give_way_to_one(tmp_path):
+    """No code runs this format any more; `gates` makes a model of it with the same base and the same experts."""
     folder = copied("fitted_gates", tmp_path)
-    model, wanted = load(folder), recorded("fitted_gates")
-    as_recorded(logits(model), "fitted_gates")
+    with pytest.raises(ValueError, match=r"gates in all layers, of an earlier version.*`hf-moe-expand gates"):
+        load(folder)
+    plan = Plan("own", [3, 3, 3], old=["en", "el"], new=["hi"], grows_from=[2, 2, 2])
+    for refused in (lambda: grow_checkpoint(folder, tmp_path / "no", plan), lambda: inspect_checkpoint(folder)):
+        with pytest.raises(InputError, match=r"hf-moe-expand gates .*fitted_gates OUT --data LANGUAGE=FILE"):
+            refused()
+    texts = {"en": letters("aeioustn", 0), "el": letters("αβγδεζηθ", 1)}
+    anchors = {f"q{letter}{letter}": letters(text, n) for n, (letter, text) in enumerate(ALPHABETS.items(), start=2)}
+    settings = GateSettings(unseen_share=0.5, tokens=400, anchor_tokens=200)
+    fit_gates(folder, tmp_path / "gated", texts, anchors, settings)
+    before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "gated"))
+    layer = json.loads((tmp_path / "gated" / "config.json").read_text("utf-8"))["language_gate"]["layer"]
+    named = {name for name in before if "classifier" not in name}
+    assert after.keys() == named | {f"model.layers.{layer}.mlp.language_gate.{kind}" for kind in ("weight", "bias")}
+    assert all(torch.equal(before[name], after[name]) for name in named)
+    model, wanted = load(tmp_path / "gated"), recorded("fitted_gates")
     ids = torch.tensor([wanted["input_ids"]])
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert written[0, ids.shape[1] :].tolist() == wanted["generated"]  # the best token leads by 0.04 or more
-    after = grown(folder, [2, 2, 2], [3, 3, 3])
-    for language in ("en", "el"):  # growth leaves the gates out
-        torch.testing.assert_close(logits(after, languages=[language]), logits(model, languages=[language]))
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, eos_token_id=None)
+    assert written.shape == (1, ids.shape[1] + 12)
+    again = grown(tmp_path / "gated", [2, 2, 2], [3, 3, 3])
+    assert again.config.language_gate is None
+    for language in ("en", "el"):
+        torch.testing.assert_close(logits(again, languages=[language]), logits(model, languages=[language]))
 
 
 def test_the_interrupted_training_resumes(tmp_path, monkeypatch, capsys):

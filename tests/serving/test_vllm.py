@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_moe_expand import Plan, expand_checkpoint, join_expansions, save_expansion
 from hf_moe_expand.checkpoint.export import export_native
-from hf_moe_expand.checkpoint.gates import Gates, write_gates
-from hf_moe_expand.modeling.prefix_gate import PrefixRule
-from hf_moe_expand.records import StageRecord
+from hf_moe_expand.checkpoint.gates import Gate
+from hf_moe_expand.modeling.language_gate import GateRule
 
 # vLLM's attention on a CPU wants heads of at least 32 elements.
 SIZES = {
@@ -158,24 +157,17 @@ def test_an_export_needs_none_of_our_code(tmp_path, backbone, counts, options):
     assert served(tmp_path / "native", [PROMPTS], **options) == [expected(tmp_path / "expanded", PROMPTS)]
 
 
-@pytest.mark.parametrize("state_free", [True, False], ids=["state-free", "of the text so far"])
-def test_fitted_gates_serve_the_same_tokens_or_refuse(tmp_path, state_free):
+def test_a_gate_is_refused_and_the_dense_model_of_a_language_is_served(tmp_path):
     save_dense(tmp_path / "base", **SIZES)
-    expand_checkpoint(tmp_path / "base", tmp_path / "expanded", Plan("layer-moe", [3, 1, 2], **LANGUAGES))
-    perturbed(tmp_path / "expanded")
-    generator = torch.Generator().manual_seed(2)
-    rows = {(layer, "classifier.weight"): torch.randn(3, 128, generator=generator) / 3 for layer in (0, 2)}
-    rows |= {(layer, "classifier.bias"): torch.zeros(3) for layer in (0, 2)}
-    gates = Gates([["en", "fr"], ["el"]], rows, None if state_free else PrefixRule(0.95, 2.0))
-    write_gates(tmp_path / "expanded", tmp_path / "gated", gates, StageRecord(stage="gates", seed=0))
-    if state_free:
-        tokens = expected(tmp_path / "gated", PROMPTS)
-        assert tokens != expected(tmp_path / "expanded", PROMPTS)  # the gates decide something
-        assert served(tmp_path / "gated", [PROMPTS], **OURS) == [tokens]
-    else:
-        done = run_engine(tmp_path / "gated", [PROMPTS], **OURS)
-        assert done.returncode != 0
-        assert "gates --state-free" in done.stderr, done.stderr[-3000:]
+    plan = Plan("moe-lpr", [2, 2, 2], exclusive=True, **LANGUAGES)
+    gate = Gate(GateRule(0, [["en", "fr"], ["el"]]), torch.randn(3, 128) / 3, torch.zeros(3))
+    expand_checkpoint(tmp_path / "base", tmp_path / "gated", plan, gate=gate)
+    perturbed(tmp_path / "gated")
+    done = run_engine(tmp_path / "gated", [PROMPTS], **OURS)
+    assert done.returncode != 0
+    assert "export --language" in done.stderr, done.stderr[-3000:]
+    export_native(tmp_path / "gated", tmp_path / "el", language="el")
+    assert served(tmp_path / "el", [PROMPTS]) == [expected(tmp_path / "el", PROMPTS)]
 
 
 def test_what_vllm_cannot_serve_is_refused_when_it_loads(tmp_path):
