@@ -13,12 +13,12 @@ from .checkpoint.reader import CheckpointReader
 from .checkpoint.source import load_expanded_config, resolve_checkpoint
 from .checkpoint.stored import check_size, network_of
 from .costs import idle_in_mixture, size_of
-from .languages import TEMPLATE, in_words
+from .languages import in_words
 from .layer_names import counts_in_words
 from .layer_names import in_words as layers_in_words
 from .memory import gigabytes
 from .modeling import count_layers, decoder_ffns, stack_sizes
-from .modeling.language_gate import GateRule
+from .modeling.language_gate import TEMPLATE, GateRule
 from .records import ExpansionRecord, History, StageRecord
 from .rendering import render
 from .scratch import leftovers

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator
 from .errors import InputError
 
 UNDETERMINED = "und"  # BCP 47's code for text whose language nobody determined
-TEMPLATE = "zxx"  # its code for what is no language: the row of a chat template's first words in fitted gates
 
 
 @cache

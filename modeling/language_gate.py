@@ -4,7 +4,10 @@ With the FFN's input x, a row w_c and a bias b_c for each language c, token t is
 languages of expansion g, against class 0, the languages that stay home, in whole 1/1024 nats:
 
     l_t[g] = logsumexp over c in g (w_c x_t + b_c) - logsumexp over c in 0 (w_c x_t + b_c)
-    e_t[g] = round(1024 * bound * tanh(l_t[g] / bound))
+    e_t[g] = round(1024 * (1 - z_t) * bound * tanh(l_t[g] / bound))
+
+with z_t the share of the softmax over all rows that the row of a chat template's own words has (`zxx`, no language; 0
+where there is none): they are evidence for no class.
 
     s_t[g] = sum of e over the last `window` tokens of the text up to t
 
@@ -34,6 +37,7 @@ from .dispatch import is_traced
 from .routing import Scores, TokenClasses
 
 UNIT = 1024  # of evidence in a nat
+TEMPLATE = "zxx"  # of no language: the first row, where a chat template's own words have one
 # Servers that run a model's code in place of transformers' generate, by the name of their attention.
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 _FIELDS = ("layer", "languages", "bound", "window")
@@ -95,22 +99,26 @@ class LanguageGate(Scores):
 
     def __init__(self, hidden_size: int, rule: GateRule) -> None:
         self.sizes, self.bound = [len(codes) for codes in rule.languages], rule.bound
+        self.has_template = rule.languages[0][0] == TEMPLATE
         super().__init__(hidden_size, sum(self.sizes))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
 
     def forward(self, x_Th: torch.Tensor) -> torch.Tensor:
-        return bounded_evidence(class_log_odds(super().forward(x_Th) + self.bias.float(), self.sizes), self.bound)
+        return token_evidence(super().forward(x_Th) + self.bias.float(), self.sizes, self.bound, self.has_template)
 
 
-def class_log_odds(logits_TR: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """`l[g]`, `[..., R] -> [..., E]`; `sizes` are the numbers of languages of the classes, in the order of the rows."""
-    of_classes = [logits.logsumexp(-1) for logits in logits_TR.split(list(sizes), -1)]
-    return torch.stack(of_classes[1:], -1) - of_classes[0].unsqueeze(-1)
+def token_evidence(logits_TR: torch.Tensor, sizes: Sequence[int], bound: float, has_template: bool) -> torch.Tensor:
+    """`e`, `[..., R] -> [..., E]` int32.
 
-
-def bounded_evidence(log_odds_TE: torch.Tensor, bound: float) -> torch.Tensor:
-    """`e = round(1024 * bound * tanh(l / bound))`, int32."""
-    return (UNIT * bound * (log_odds_TE / bound).tanh()).round().int()
+    Args:
+        sizes: the number of languages of each class, in the order of the rows.
+        has_template: whether the first row is that of a chat template's own words.
+    """
+    home, *classes = (logits.logsumexp(-1) for logits in logits_TR.split(list(sizes), -1))
+    evidence_TE = bound * ((torch.stack(classes, -1) - home.unsqueeze(-1)) / bound).tanh()
+    if has_template:
+        evidence_TE = evidence_TE * (1 - logits_TR.softmax(-1)[..., :1])
+    return (UNIT * evidence_TE).round().int()
 
 
 def window_sums(evidence_BPE: torch.Tensor, counted_BP: torch.Tensor, starts_BP: torch.Tensor, window: int) -> Any:

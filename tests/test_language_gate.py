@@ -32,9 +32,8 @@ from hf_moe_expand.modeling.language_gate import (
     GateMemory,
     GatePass,
     GateRule,
-    bounded_evidence,
-    class_log_odds,
     classes_of_sums,
+    token_evidence,
     window_sums,
 )
 
@@ -68,11 +67,21 @@ def test_ties_go_home_or_to_the_earlier_class():
 
 def test_evidence_is_the_bounded_log_odds_of_classes_in_whole_numbers():
     logits = torch.tensor([[1.0, 2.0, -30.0, 0.5, 0.5]])
-    found = bounded_evidence(class_log_odds(logits, [2, 1, 2]), 4.0)
+    found = token_evidence(logits, [2, 1, 2], 4.0, has_template=False)
     home = math.log(math.exp(1) + math.exp(2))
     raw = [-30 - home, 0.5 + math.log(2) - home]
     assert found.tolist() == [[round(1024 * 4 * math.tanh(value / 4)) for value in raw]]
     assert found.dtype == torch.int32
+    shares = logits.double().exp() / logits.double().exp().sum()
+    weighed = [[round(1024 * (1 - float(shares[0, 0])) * 4 * math.tanh(value / 4)) for value in raw]]
+    assert token_evidence(logits, [2, 1, 2], 4.0, has_template=True).tolist() == weighed
+
+
+def test_a_chat_templates_own_words_are_no_evidence():
+    logits = torch.tensor([[30.0, 0.0, 0.0], [-30.0, 9.0, 0.0], [-30.0, 0.0, 9.0]])
+    found = token_evidence(logits, [2, 1], 4.0, has_template=True)
+    assert found[0].item() == 0
+    assert found[1].item() < -3000 < 3000 < found[2].item()
 
 
 def judged(rule, evidence, memory=None, **inputs):

@@ -7,8 +7,8 @@ A gate in layer l reads the FFN's input x. It has a row w_c and a bias b_c for e
 (x standardised, lambda = 0.003; convex, so that the start does not matter). What the gate makes of the rows stands in
 `modeling/language_gate.py`. Class 0 holds the languages of the base's own text and *anchors*, a little text of many
 languages that nobody trains on: a text in a language that no row knows is then more like one of many than like the few
-new ones, and goes home. Where there is a chat template, the words that it puts before a message have a row of class 0
-too, so that every chat begins at home.
+new ones, and goes home. Where there is a chat template, the words that it puts before a message have a row too, which
+is evidence for no class: every chat begins at home, and its first message decides.
 
 A bias, which the rows of new languages lose, keeps a promise: anchors are left out of the fit in turn, a third of them
 at a time, and of each one new experts take at most `unseen_share` of the tokens. An anchor of which they take more is a
@@ -35,8 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from ..errors import InputError
-from ..languages import TEMPLATE
-from ..modeling.language_gate import bounded_evidence, class_log_odds, classes_of_sums, window_sums
+from ..modeling.language_gate import TEMPLATE, classes_of_sums, token_evidence, window_sums
 from ..settings import GateSettings
 from .gate_text import Example, held_out
 from .reading import padded_batches, read_inputs
@@ -73,15 +72,17 @@ class FittedGate:
 
 @dataclass(frozen=True)
 class Scored:
-    """The logits `[T, R]` of a language's texts, one after the other, and `[M, 3]` each text's length, the first of the
-    language's own tokens, and the end of these."""
+    """The logits `[T, R]` of a language's texts, one after the other, `[M, 3]` each text's length, the first of the
+    language's own tokens, and the end of these, and whether the first row is the chat template's."""
 
     logits_TR: torch.Tensor
     spans_M3: torch.Tensor
+    has_template: bool
 
     @classmethod
-    def of(cls, examples: Sequence[Example], logits_TR: torch.Tensor) -> "Scored":
-        return cls(logits_TR, torch.tensor([[len(e.ids), e.start, e.end] for e in examples]))
+    def of(cls, examples: Sequence[Example], logits_TR: torch.Tensor, codes: Sequence[str]) -> "Scored":
+        spans = [[len(example.ids), example.start, example.end] for example in examples]
+        return cls(logits_TR, torch.tensor(spans), codes[0] == TEMPLATE)
 
     def shares(
         self, order: torch.Tensor, sizes: Sequence[int], bias: float, settings: GateSettings
@@ -93,8 +94,9 @@ class Scored:
             order: the rows by class; `sizes` of each class.
         """
         lengths = self.spans_M3[:, 0].tolist()
-        log_odds_TE = class_log_odds(self.logits_TR.float()[:, order], sizes) - bias
-        evidence_TE = bounded_evidence(log_odds_TE, settings.bound)
+        is_new = torch.arange(len(order)) >= sizes[0]
+        logits_TR = self.logits_TR.float()[:, order] - bias * is_new
+        evidence_TE = token_evidence(logits_TR, sizes, settings.bound, self.has_template)
         evidence_MSE = pad_sequence(list(evidence_TE.split(lengths)), batch_first=True)
         place_S = torch.arange(evidence_MSE.shape[1])
         text_MS, own_MS = place_S < self.spans_M3[:, :1], place_S >= self.spans_M3[:, 1:2]
@@ -254,7 +256,7 @@ def _fitted(layer: int, codes: list[str], texts: _Texts, anchors: Sequence[str])
             examples, states_Th = texts[code]
             logits_TR = torch.full((len(states_Th), len(codes)), float("-inf"))
             logits_TR[:, rows] = (states_Th.float() @ weight.T + bias).cpu()
-            left_out[code] = Scored.of(examples, logits_TR)
+            left_out[code] = Scored.of(examples, logits_TR, codes)
     weight, bias = _regression([parts[code] for code in codes])
     return FittedGate(layer, codes, weight.cpu(), bias.cpu(), left_out)
 
@@ -285,7 +287,8 @@ def report_of(
     at_bias = unseen(high)
 
     def scored(examples: Sequence[Example], states_Th: torch.Tensor) -> Scored:
-        return Scored.of(examples, (states_Th.float() @ gate.weight_Rh.T.to(states_Th.device)).cpu() + gate.bias_R)
+        logits_TR = (states_Th.float() @ gate.weight_Rh.T.to(states_Th.device)).cpu() + gate.bias_R
+        return Scored.of(examples, logits_TR, gate.codes)
 
     named = {}
     for code, share in at_bias.items():

@@ -20,7 +20,7 @@ from ..checkpoint.stored import StoredModel, layer_list
 from ..checkpoint.writer import DEFAULT_SHARD_SIZE, check_output
 from ..errors import InputError, first_line
 from ..modeling import LayerMoEConfig
-from ..modeling.language_gate import GateRule
+from ..modeling.language_gate import TEMPLATE, GateRule
 from ..models import check_decoder, load_for_inference, longest_block, model_name
 from ..records import History, StageRecord
 from ..scratch import new_file
@@ -153,7 +153,7 @@ def gate_from_file(file: str | os.PathLike, stored: StoredModel, new: Collection
         facts, tensors = _read_file(file)
         settings = GateSettings(**facts["settings"])
         left_out = {
-            name.removeprefix("logits."): Scored(tensors[name].float(), tensors[f"spans.{name[7:]}"].long())
+            name[7:]: Scored(tensors[name].float(), tensors[f"spans.{name[7:]}"].long(), facts["codes"][0] == TEMPLATE)
             for name in tensors
             if name.startswith("logits.")
         }
