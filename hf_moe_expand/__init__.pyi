@@ -1,6 +1,8 @@
 from .analysis.calibration import join_calibrated as join_calibrated
 from .analysis.deviation import measure_deviation as measure_deviation
+from .analysis.gating import fit_base_gate as fit_base_gate
 from .analysis.gating import fit_gates as fit_gates
+from .analysis.gating import gate_from_file as gate_from_file
 from .analysis.routing import measure_routing as measure_routing
 from .analysis.separability import measure_separability as measure_separability
 from .analysis.similarity import measure_similarity as measure_similarity

@@ -36,18 +36,15 @@ BLOCK = 512
 _BLOCKS_A_STEP = 16
 # A training of fewer steps takes smaller ones; one of more takes larger ones.
 _FEWEST_STEPS, _MOST_STEPS = 100, 10_000
-# Review takes a quarter of all tokens, as in the study.
-_REVIEW = 3
 # The share of the device's memory that the estimate may fill.
 _ROOM = 0.7
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Peak learning rates of stage 1 and of review, and where they come from."""
+    """The peak learning rate of stage 1, and where it comes from."""
 
     stage: str
-    review: str
     source: str
 
 
@@ -55,10 +52,10 @@ def rates_for(parameters: int) -> Rates:
     """The rates to start from, by the size of the base. Two sizes are measured: SmolLM2's 135 million parameters, here,
     and 1.8 billion, in the paper."""
     if parameters < 300_000_000:
-        return Rates("2e-3", "3e-3", "measured on SmolLM2, 135 million parameters")
+        return Rates("2e-3", "measured on SmolLM2, 135 million parameters")
     if parameters < 1_000_000_000:
-        return Rates("2e-4", "3e-4", "not measured for this size: between SmolLM2's and the paper's for 1.8 billion")
-    return Rates("5e-5", "5e-5", "the paper's, for 1.8 billion parameters and 524,288 tokens a step")
+        return Rates("2e-4", "not measured for this size: between SmolLM2's and the paper's for 1.8 billion")
+    return Rates("5e-5", "the paper's, for 1.8 billion parameters and 524,288 tokens a step")
 
 
 def blocks_a_step(tokens: int | None) -> int:
@@ -110,15 +107,11 @@ def new_recipe(
     blocks = blocks_a_step(tokens)
     steps = None if tokens is None else max(tokens // (blocks * BLOCK), 1)
     rates = rates_for(size_of(network_of(dense)))
-    review_steps = 50 if steps is None else max(steps // _REVIEW, 1)
-    # About a third of review's tokens are old text, in documents of 256.
-    documents = min(max(review_steps * blocks * BLOCK // (3 * 256), 100), 5000)
     facts = {
-        "base": base, "revision": revision, "seed": seed, "old": old, "new": new, "test": test, "documents": documents,
+        "base": base, "revision": revision, "seed": seed, "old": old, "new": new, "test": test,
         "output": output or f"runs/{Path(own_name(base)).name}-{'-'.join(new)}", "rates": rates, "block": BLOCK,
-        "blocks": blocks, "steps": steps, "tokens": tokens, "review_steps": review_steps,
-        "save": 50 if steps is None else max(min(steps // 4, 500), 1),
-        "review_save": max(min(review_steps // 2, 500), 1), **_on_this_device(dense, old, new, blocks),
+        "blocks": blocks, "steps": steps, "tokens": tokens,
+        "save": 50 if steps is None else max(min(steps // 4, 500), 1), **_on_this_device(dense, old, new, blocks),
     }  # fmt: skip
     text = render("new_recipe.yaml", facts, {"yaml": _value, "count": "{:,}".format}) + "\n"
     Recipe.of_text(text, "the recipe")
@@ -127,7 +120,7 @@ def new_recipe(
 
 def _on_this_device(dense: Any, old: Mapping[str, str], new: Mapping[str, str], most: int) -> dict[str, Any]:
     """What fits this machine: blocks at a time, mixed precision, and gradient checkpointing by its name, if needed."""
-    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new))
+    plan = Plan("moe-lpr", [2] * count_layers(dense), old=list(old) or [UNDETERMINED], new=list(new), exclusive=True)
     network = network_of(planned_config(dense, plan))
     trained = freeze(network, all_stages()["post_pretrain"].trains).trainable  # type: ignore[attr-defined]
     half = torch.cuda.is_available() and has_bfloat16()

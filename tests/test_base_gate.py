@@ -41,7 +41,7 @@ def the_gate(folder):
 
 
 def test_it_is_the_gate_that_the_expanded_model_would_get(base, file, tmp_path):
-    gate, report = gate_from_file(file, StoredModel(base), NEW)
+    gate, report = gate_from_file(file, base, NEW)
     expand_checkpoint(base, tmp_path / "one", PLAN, gate=gate)
     expand_checkpoint(base, tmp_path / "plain", PLAN)
     later = fit_gates(tmp_path / "plain", tmp_path / "two", TEXTS, ANCHORS, SETTINGS)
@@ -60,7 +60,7 @@ def test_it_is_the_gate_that_the_expanded_model_would_get(base, file, tmp_path):
 
 
 def test_a_model_in_memory_gets_the_same_gate(base, file, tmp_path):
-    gate, _ = gate_from_file(file, StoredModel(base), NEW)
+    gate, _ = gate_from_file(file, base, NEW)
     expand_checkpoint(base, tmp_path / "one", PLAN, gate=gate)
     dense, _ = load_for_inference(base)
     stored, _ = load_for_inference(tmp_path / "one")
@@ -74,14 +74,14 @@ def test_a_model_in_memory_gets_the_same_gate(base, file, tmp_path):
 
 def test_one_file_serves_any_choice_of_its_languages(base, file):
     """Rows of a language that is not new go home; fewer new languages pass less of the anchors."""
-    both, _ = gate_from_file(file, StoredModel(base), NEW)
-    one, _ = gate_from_file(file, StoredModel(base), ["hu"])
+    both, _ = gate_from_file(file, base, NEW)
+    one, _ = gate_from_file(file, base, ["hu"])
     assert one.rule.languages[1] == ["hu"]
     assert set(one.rule.languages[0]) == {"en", "el", *ANCHORS}
     rows = [one.rule.languages[0].index("el"), len(both.rule.languages[0])]
     assert torch.equal(one.weight_Rh[rows[0]], both.weight_Rh[rows[1]])
     with pytest.raises(InputError, match="has no row for tr: fit the gate with text"):
-        gate_from_file(file, StoredModel(base), ["tr"])
+        gate_from_file(file, base, ["tr"])
 
 
 def changed_base(base, place, name):
@@ -97,18 +97,18 @@ def test_another_base_is_refused_but_not_for_layers_that_the_gate_does_not_read(
     layer = layer_of_file(file)
     said = "was fitted on another base than .*, or on other weights: fit the gate of this base"
     with pytest.raises(InputError, match=said):
-        gate_from_file(file, StoredModel(save_dense(tmp_path / "other", seed=5)), NEW)
+        gate_from_file(file, save_dense(tmp_path / "other", seed=5), NEW)
     for number, name in enumerate(("embed_tokens.weight", f"layers.{layer}.self_attn.q_proj.weight")):
         with pytest.raises(InputError, match=said):
-            gate_from_file(file, StoredModel(changed_base(base, tmp_path / f"{number}", f"model.{name}")), NEW)
+            gate_from_file(file, changed_base(base, tmp_path / f"{number}", f"model.{name}"), NEW)
     above = changed_base(base, tmp_path / "above", f"model.layers.{layer + 1}.mlp.up_proj.weight")
-    assert gate_from_file(file, StoredModel(above), NEW)[0].rule.layer == layer
+    assert gate_from_file(file, above, NEW)[0].rule.layer == layer
 
 
 def test_a_plan_with_experts_below_the_gate_or_none_beside_it_is_refused(base, tmp_path):
     settings = SETTINGS.model_copy(update={"layer": 1})
     fit_base_gate(base, tmp_path / "gate.safetensors", TEXTS, NEW, ANCHORS, settings)
-    gate, _ = gate_from_file(tmp_path / "gate.safetensors", StoredModel(base), NEW)
+    gate, _ = gate_from_file(tmp_path / "gate.safetensors", base, NEW)
     assert gate.rule.layer == 1
     for counts in ([2, 2, 2], [1, 1, 2]):
         with pytest.raises(
@@ -136,17 +136,17 @@ def test_text_that_cannot_make_a_gate_is_refused_before_anything_is_written(base
 
 def test_a_file_that_is_none_of_a_gate_is_refused(base, file, tmp_path):
     with pytest.raises(InputError, match="is no file of a gate"):
-        gate_from_file(base / "model.safetensors", StoredModel(base), NEW)
+        gate_from_file(base / "model.safetensors", base, NEW)
     (tmp_path / "half").write_bytes(file.read_bytes()[:5000])
     with pytest.raises(InputError, match="is no file of a gate"):
-        gate_from_file(tmp_path / "half", StoredModel(base), NEW)
+        gate_from_file(tmp_path / "half", base, NEW)
     with safe_open(str(file), "pt") as opened:
         metadata = opened.metadata()
     tensors = load_file(file)
     tensors.pop("bias")
     save_file(tensors, tmp_path / "less", metadata=metadata)
     with pytest.raises(InputError, match="is no file of a gate"):
-        gate_from_file(tmp_path / "less", StoredModel(base), NEW)
+        gate_from_file(tmp_path / "less", base, NEW)
     with pytest.raises(InputError, match="exists already"):
         fit_base_gate(base, file, TEXTS, NEW, ANCHORS, SETTINGS)
 

@@ -45,22 +45,23 @@ def test_it_is_the_recommended_recipe_for_this_text(base, texts, tmp_path):
     assert dict(recipe.old) == {"en": str(texts["en"])}
     assert dict(recipe.test) == {"hu": str(texts["hu"])}
     assert recipe.output == "runs/tiny-hu-tr"
-    for stage in ("post_pretrain", "review"):
-        ours, theirs = getattr(recipe, stage), getattr(recommended, stage)
-        for name in ("block_size", "balance_coef", "language_prior_coef", "distillation_coef", "classifier_coef"):
-            assert getattr(ours, name, None) == getattr(theirs, name, None)
-        for name in ("learning_rate", "lr_scheduler_type", "warmup_steps"):
-            assert ours.training[name] == theirs.training[name]
+    assert [stage.key for stage, _ in recipe.stages()] == ["post_pretrain", "gates"]
+    assert [stage.key for stage, _ in recommended.stages()] == ["post_pretrain", "gates"]
+    assert recipe.plan.exclusive
+    assert recommended.plan.exclusive
+    ours, theirs = recipe.post_pretrain, recommended.post_pretrain
+    assert ours.block_size == theirs.block_size
+    for name in ("learning_rate", "lr_scheduler_type", "warmup_steps"):
+        assert ours.training[name] == theirs.training[name]
     # The byte tokenizer: a byte is a token, and one more ends each document.
     tokens = sum(len(doc.encode()) for code in ("hu", "tr") for doc in LanguageText(code, str(texts[code])).documents())
     steps = max(tokens // 512, 1)
     assert f"about {steps} steps, of {tokens:,} tokens" in text
     assert recipe.post_pretrain.training["num_train_epochs"] == 1
     assert recipe.post_pretrain.training["per_device_train_batch_size"] == 1
-    assert recipe.review.training["max_steps"] == max(steps // 3, 1)
     for wanted in (
         r"post_pretrain: memory about .* GB",
-        r"review: about \d+ steps",
+        r"post_pretrain: about \d+ steps",
         r"tokens at hand, about: hu [\d,]+",
     ):
         assert re.search(wanted, said), wanted
@@ -93,7 +94,6 @@ def test_rates_name_their_source():
     for recipe, parameters in ((smollm2, 135_000_000), (published, 1_800_000_000)):
         rates = rates_for(parameters)
         assert recipe["post_pretrain"]["training"]["learning_rate"] == rates.stage
-        assert recipe["review"]["training"]["learning_rate"] == rates.review
 
 
 def test_the_batch_fits_the_memory(base, texts, monkeypatch):

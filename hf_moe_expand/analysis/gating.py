@@ -142,8 +142,13 @@ def fit_base_gate(
     return GatingReport(Path(out), report, sorted(chosen))
 
 
-def gate_from_file(file: str | os.PathLike, stored: StoredModel, new: Collection[str]) -> tuple[Gate, GateReport]:
+def gate_from_file(
+    file: str | os.PathLike, base: str | os.PathLike, new: Collection[str], revision: str | None = None
+) -> tuple[Gate, GateReport]:
     """The gate of a file of `fit_base_gate`, for a base and its new languages.
+
+    Args:
+        base: folder or hub id of the dense base.
 
     Raises:
         InputError: the file is broken, was fitted on another base, or has no row for a new language; or the gate lets
@@ -160,6 +165,7 @@ def gate_from_file(file: str | os.PathLike, stored: StoredModel, new: Collection
         gate = FittedGate(int(facts["layer"]), list(facts["codes"]), tensors["weight"], tensors["bias"], left_out)
     except Exception as error:  # a broken file raises many types
         raise InputError(f"{file}: is no file of a gate ({first_line(error)}): write one with `gates BASE`.") from None
+    stored = StoredModel(base, revision=revision)
     if facts["base"] != base_hash(stored, gate.layer):
         raise InputError(
             f"{file}: was fitted on another base than {stored.name}, or on other weights: fit the gate of this base."

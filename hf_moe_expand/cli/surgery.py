@@ -45,9 +45,8 @@ def expand(
     fitted = None
     if gate is not None:
         from ..analysis.gating import gate_from_file
-        from ..checkpoint.stored import StoredModel
 
-        fitted, of_gate = gate_from_file(gate, StoredModel(base, revision=revision), made.new)
+        fitted, of_gate = gate_from_file(gate, base, made.new, revision)
         print("\n".join(of_gate.lines()))
     report = expand_checkpoint(
         base, out, made, **options, seed=seed, revision=revision, overwrite=overwrite, gate=fitted

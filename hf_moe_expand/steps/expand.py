@@ -7,7 +7,7 @@ from ..analysis.routing import nearest_experts
 from ..checkpoint.expand import check_dense_plan, expand_checkpoint, planned_config
 from ..checkpoint.grow import grow_checkpoint
 from ..checkpoint.new_experts import check_kinds, chosen_kind
-from ..checkpoint.stored import StoredModel, network_of
+from ..checkpoint.stored import network_of
 from ..checkpoint.writer import check_shard_size
 from ..disk import StepOutput
 from ..errors import InputError, errors_at
@@ -79,7 +79,7 @@ class Expand(RunStep):
             return StepResult(summary + copied)
         gate = None
         if gate_layer(run) is not None:
-            gate, _ = gate_from_file(run.folder / GATE_FILE, StoredModel(run.start, revision=run.revision), plan.new)
+            gate, _ = gate_from_file(run.folder / GATE_FILE, run.start, plan.new, run.revision)
         report = expand_checkpoint(
             run.start,
             self.output,
