@@ -37,6 +37,7 @@ from hf_moe_expand import (
     join_calibrated,
     join_expansions,
     leave_out_pack,
+    measure_routing,
     shrink_checkpoint,
     train_stage,
 )
@@ -395,6 +396,11 @@ def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
     with pytest.raises(InputError, match="--expert and --language: give only one"):
         invoke("export", el, tmp_path / "out", "--language", "el", "--expert", 1)
     assert not (tmp_path / "out").exists()
+
+
+def test_there_is_no_routing_to_measure(el):
+    with pytest.raises(InputError, match="takes its exclusive expert alone: there is no routing to measure"):
+        measure_routing(load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50)
 
 
 def test_conditional_routing_and_encoder_decoders_are_refused():
