@@ -23,7 +23,7 @@ from .errors import InputError
 
 MARKER = ".hf-moe-expand"
 LOCK = ".hf-moe-expand.lock"
-_KINDS = ("partial", "replaced", "grown", "joined")
+_KINDS = ("partial", "replaced", "grown", "joined", "gated")
 _OF_PROCESS = re.compile(rf"^\..+\.({'|'.join(_KINDS)})-\d+")
 _DAY = 24 * 60 * 60
 
@@ -38,7 +38,7 @@ def named(path: Path) -> Path:
 
 
 def beside(out: Path, kind: str) -> Path:
-    """The folder of this process beside `out`; `kind` is `partial`, `replaced`, `grown` or `joined`."""
+    """The folder of this process beside `out`; `kind` is one of `_KINDS`."""
     out = named(out)
     return out.with_name(f".{out.name}.{kind}-{os.getpid()}-{gethostname()}")
 

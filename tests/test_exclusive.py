@@ -6,7 +6,16 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import COMMON_BACKBONES, byte_tokenizer, invoke, save_dense, tiny_config, tiny_dense, write_texts
+from conftest import (
+    COMMON_BACKBONES,
+    byte_tokenizer,
+    checkpointed,
+    invoke,
+    save_dense,
+    tiny_config,
+    tiny_dense,
+    write_texts,
+)
 from datasets import Dataset
 from gated_models import TWO, classes_of_rows, dense_of, evidence_of, gated_model, give_evidence, tokens
 from safetensors.torch import load_file
@@ -28,6 +37,7 @@ from hf_moe_expand import (
     join_calibrated,
     join_expansions,
     leave_out_pack,
+    measure_routing,
     shrink_checkpoint,
     train_stage,
 )
@@ -163,13 +173,13 @@ def test_each_sequence_of_a_batch_runs_in_the_language_that_the_user_tells(grown
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def one_step(folder, model, ids, languages, classes=(0, 1)):
+def one_step(folder, model, ids, languages, classes=(0, 1), **options):
     """A step of plain SGD with learning rate 1 on these blocks, by the stage's own trainer."""
     dataset = Dataset.from_dict({"input_ids": ids.tolist(), "language_ids": languages.tolist()})
     arguments = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=len(ids), max_steps=1, learning_rate=1.0, optim="sgd",
         lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True, report_to="none",
-        save_strategy="no", disable_tqdm=True,
+        save_strategy="no", disable_tqdm=True, **options,
     )  # fmt: skip
     PostPretrainTrainer(
         model, args=arguments, train_dataset=dataset, data_collator=collate_blocks, language_classes=list(classes)
@@ -242,6 +252,17 @@ def test_rows_of_the_second_expansion_train_its_experts_alone(grown, tmp_path):
             torch.testing.assert_close(part.detach(), wanted[f"model.layers.{layer}.mlp.{name}"], rtol=0, atol=1e-5)
     for (name, ours), theirs in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
         assert ".experts.2." in name or torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("languages", [(2, 1, 2, 0), (0, 1), (0, 2)])
+def test_recomputed_the_step_is_the_same(grown, tmp_path, languages):
+    """Gradient checkpointing runs the forward pass again, in the backward pass: with the same classes."""
+    plain, recomputed = load(grown), load(grown)
+    one_step(tmp_path / "plain", plain, *blocks(*languages), classes=(0, 1, 2))
+    one_step(tmp_path / "again", recomputed, *blocks(*languages), classes=(0, 1, 2), **checkpointed())
+    for (name, ours), theirs in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert plain.routing_control.token_classes is None
 
 
 def test_a_stage_trains_the_new_experts_and_says_so(el, tmp_path):
@@ -375,6 +396,11 @@ def test_a_language_that_is_no_dense_model_is_not_written(base, el, tmp_path):
     with pytest.raises(InputError, match="--expert and --language: give only one"):
         invoke("export", el, tmp_path / "out", "--language", "el", "--expert", 1)
     assert not (tmp_path / "out").exists()
+
+
+def test_there_is_no_routing_to_measure(el):
+    with pytest.raises(InputError, match="takes its exclusive expert alone: there is no routing to measure"):
+        measure_routing(load(el), byte_tokenizer(), {"el": ["αβγδ"] * 40}, tokens=50)
 
 
 def test_conditional_routing_and_encoder_decoders_are_refused():

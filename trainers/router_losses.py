@@ -130,6 +130,11 @@ class RouterLossMixin(TrainerBase):
         self._step_counts = self._sum_over_ranks(counts).clamp(min=1)
         return batches, num_items
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # To the end of the backward pass, in which checkpointing runs the forward pass again.
+        with self.accelerator.unwrap_model(self.model).routing_control.setting("token_classes", None):
+            return super().training_step(*args, **kwargs)
+
     def compute_loss(
         self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -140,8 +145,8 @@ class RouterLossMixin(TrainerBase):
             inputs = with_decoder_inputs(expanded, inputs)
         own_inputs = dict(inputs)  # the trainer may change its inputs
         wants_outputs = return_outputs or any(loss.needs_outputs for loss in self.router_losses)
-        control = expanded.routing_control
-        with expanded.capture_routing() as captured, control.setting("token_classes", self._exclusive_classes(tokens)):
+        expanded.routing_control.token_classes = self._exclusive_classes(tokens)
+        with expanded.capture_routing() as captured:
             captured.layers = FirstPass()
             result = super().compute_loss(
                 model, inputs, return_outputs=wants_outputs, num_items_in_batch=num_items_in_batch

@@ -71,9 +71,9 @@ def fit_gates(
             anchor language is one of the model's new ones, or no layer keeps the promise of `settings.unseen_share`.
     """
     settings = settings or GateSettings()
-    with gated(model) as folder:
+    check_output(out, overwrite, resolve_checkpoint(model))
+    with gated(model, out) as folder:
         config = check_gated(folder)
-        check_output(out, overwrite, resolve_checkpoint(model))
         classes = History.of(config).classes
         chosen = check_languages(classes, texts, anchors)
         loaded, tokenizer = load_for_inference(folder)

@@ -152,6 +152,11 @@ def measure_routing(
     ffns: dict[int, ExpandedFFN] = model.expanded_ffns() if hasattr(model, "expanded_ffns") else {}
     if not ffns:
         raise InputError(f"{type(model).__name__}: no layer has experts; give an expanded model.")
+    if getattr(model.config, "exclusive_experts", False):
+        raise InputError(
+            f"{type(model).__name__}: a token of a new language takes its exclusive expert alone: there is no routing "
+            "to measure."
+        )
     if not texts:
         raise InputError("No language was given.")
     if tokens < 1 or block_size < 2 or batch_size < 1 or not random_seeds:

@@ -3,11 +3,11 @@ tensors stay byte for byte."""
 
 import json
 import os
+import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..jsonfile import read_json
 from ..modeling import LayerMoEConfig, decoder_ffns
 from ..modeling.language_gate import GateRule
 from ..records import History, StageRecord
+from ..scratch import beside, scratch_folder
 from .packs import GATE_ROWS, Rows
 from .reader import TORCH_DTYPES
 from .source import COMPANIONS, OLD_GATES, load_expanded_config, resolve_checkpoint
@@ -59,23 +60,31 @@ class Gate:
 
 
 @contextmanager
-def gated(model: str | os.PathLike) -> Iterator[Path]:
+def gated(model: str | os.PathLike, out: str | os.PathLike) -> Iterator[Path]:
     """The folder of a checkpoint that takes a gate. One with gates of an earlier version, which nothing else reads, is
-    shown without them."""
+    shown without them, in a folder beside `out`."""
     folder = resolve_checkpoint(model)
     fields = read_json(folder / "config.json", "a configuration")
     if any(fields.get(name) is not None for name in OLD_GATES):
-        with TemporaryDirectory() as scratch, named_as(scratch, folder):
-            for file in folder.iterdir():
-                if file.name != "config.json":
-                    (Path(scratch) / file.name).symlink_to(file.resolve())
+        place = beside(Path(out), "gated")
+        with named_as(place, folder), scratch_folder(place, True) as scratch:
+            shutil.copytree(folder, scratch, copy_function=_link, dirs_exist_ok=True)
+            (scratch / "config.json").unlink()
             left = {name: value for name, value in fields.items() if name not in OLD_GATES}
-            (Path(scratch) / "config.json").write_text(json.dumps({**left, "classifier_layers": []}), encoding="utf-8")
+            (scratch / "config.json").write_text(json.dumps({**left, "classifier_layers": []}), encoding="utf-8")
             check_gated(scratch)
-            yield Path(scratch)
+            yield scratch
     else:
         check_gated(folder)
         yield folder
+
+
+def _link(file: str, place: str) -> None:
+    """The same file at another place, which is no symbolic link: those are refused in a checkpoint."""
+    try:
+        os.link(os.path.realpath(file), place)
+    except OSError:  # another disk
+        shutil.copyfile(file, place)
 
 
 def check_gated(model: str | os.PathLike) -> Any:
