@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_moe_expand import Plan, expand_checkpoint
-from hf_moe_expand.forecast import forecast
+from hf_moe_expand.checkpoint.stored import network_of
+from hf_moe_expand.forecast import size_of
+from hf_moe_expand.inspection import inspect_plan
 
 SHARD = 4_000_000_000
 
@@ -90,13 +92,11 @@ def main(arguments: list[str] | None = None) -> None:
         write_base(base, options.layers)
         seconds, peak = in_own_process(measured, base, out, plan, options.width)
         sizes = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (base, out)]
-        found = forecast(base, plan, expert_kind="added", expert_width=options.width)
-    print("\n".join(found.lines()))
+        print("\n".join(inspect_plan(base, plan, expert_kind="added", expert_width=options.width)))
     said = [str(options.layers), *(f"{size / 1e9:,.2f}" for size in sizes), f"{seconds:,.0f}", f"{peak / 2**20:,.0f}"]
     titles = ["layers", "base, GB", "expanded, GB", "seconds", "peak MiB"]
-    report(
-        f"A mixture of {found.model.base:,} parameters, added experts of width {options.width}", titles, [said], options
-    )
+    parameters = size_of(network_of(configuration(options.layers)))
+    report(f"A mixture of {parameters:,} parameters, added experts of width {options.width}", titles, [said], options)
 
 
 if __name__ == "__main__":
