@@ -150,7 +150,7 @@ def test_memory_is_what_torch_keeps(tmp_path, experts, dtype):
         "head_dim": 32,
         "num_hidden_layers": 6,
     }
-    save_dense(tmp_path / "base", "llama", **sizes)
+    save_dense(tmp_path / "base", "llama", **sizes, num_hidden_layers=6)
     expand_checkpoint(tmp_path / "base", tmp_path / "out", Plan("moe-lpr", [experts] * 6, old=["en"], new=["el"]))
     model, kept = LayerMoEForCausalLM.from_pretrained(tmp_path / "out").train(), {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
