@@ -25,7 +25,7 @@ _SIZES = {
     "linear_head_dim mamba_d_head mamba_d_state mamba_chunk_size hidden_size_per_layer_input",
     4: "num_attention_heads linear_num_heads linear_num_value_heads mamba_n_heads num_experts n_routed_experts "
     "num_local_experts moe_num_experts rotary_dim encoder_attention_heads decoder_attention_heads",
-    2: "linear_num_key_heads moe_k eos_token_id decoder_start_token_id",
+    2: "linear_num_key_heads moe_k eos_token_id",
     1: "mamba_n_groups mamba_expand n_shared_experts n_group topk_group bos_token_id",
     0: "num_kv_shared_layers pad_token_id encoder_layerdrop decoder_layerdrop",
 }
@@ -79,7 +79,8 @@ def _small(config: Any) -> dict[str, Any]:
     if not config.is_encoder_decoder:
         return small | {"num_hidden_layers": LAYERS}
     encoder = kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return small | {name: LAYERS // 2 for name in (encoder, *DECODER_LAYERS) if name in known}
+    small |= {name: LAYERS // 2 for name in (encoder, *DECODER_LAYERS) if name in known}
+    return small | {"decoder_start_token_id": 2}
 
 
 @torch.no_grad()
