@@ -20,7 +20,6 @@ from hf_moe_expand.evaluation.validation import ValidationCurves
 from hf_moe_expand.jsonfile import read_json, write_json
 from hf_moe_expand.modeling.prefix_gate import PrefixRule
 from hf_moe_expand.recipe_paths import without_paths
-from hf_moe_expand.report import page as report_page
 from hf_moe_expand.report.page import make_page
 from hf_moe_expand.results import NO_CHOICE, DeviationResult, RoutingResult, SimilarityResult
 
@@ -72,26 +71,6 @@ class Page(HTMLParser):
     @property
     def sections(self):
         return [attributes["id"] for tag, attributes in self.elements if tag == "section"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def drawn():
-    """The charts by their function, description and data: equal ones are drawn once."""
-    charts = {}
-
-    def once(name, draw):
-        def chart(*args, **options):
-            key = name, repr((args, options))
-            if key not in charts:
-                charts[key] = draw(*args, **options)
-            return charts[key]
-
-        return chart
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("allocation_chart", "change_chart", "heat_map", "line_chart"):
-            patch.setattr(report_page, name, once(name, getattr(report_page, name)))
-        yield charts
 
 
 def page_of(run):
