@@ -63,8 +63,8 @@ def svg(figure: "Figure", caption: str, about: str = "") -> tuple[str, Markup]:
     stream, description = StringIO(), f"{about}: {caption}" if about else caption
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": description}):
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has these glyphs
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(stream, format="svg", metadata=nothing, transparent=True)
+        no_data = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(stream, format="svg", transparent=True, metadata=no_data)
     drawn = re.sub(r'<g id="[^"]*"', "<g", stream.getvalue().partition("<svg ")[2])  # ids such as axes_1 would repeat
     return caption, Markup(f'<svg role="img" aria-label="{escape(description)}" {drawn}')
 
@@ -121,7 +121,7 @@ def deviation(result: DeviationResult, groups: Sequence[Sequence[str]] = (), lay
     left, right = figure.subplots(1, 2, width_ratios=[side, 4])
     cells = _cells(left, names, names, values, "similarity of languages")
     cells.autoscale()
-    figure.colorbar(cells, ax=left, label="cosine of FFN changes")
+    figure.colorbar(cells, ax=left, label="cosine of FFN changes").solids.set_rasterized(False)
     right.plot(result.deviation, "o-", color="C0", markerfacecolor="white")
     right.plot(layers, [result.deviation[layer] for layer in layers], "o", color="C0")
     right.set(xlabel="layer (filled: becomes a mixture)" if layers else "layer", ylabel="L2 norm of the FFN's change")
@@ -142,7 +142,7 @@ def expert_shares(result: RoutingResult) -> "Figure":
         values = [result.top1_share[code][index] for code in old + new]
         cells = _cells(axes, old + new, [str(i) for i in range(len(values[0]))], values, f"layer {layer}")
         axes.axhline(len(old), color="black")
-    figure.colorbar(cells, ax=grid, label="share of tokens")
+    figure.colorbar(cells, ax=grid, label="share of tokens").solids.set_rasterized(False)  # a picture cannot be shown
     figure.supxlabel("expert, 0 the original (above the line: old languages)", fontsize=9)
     return figure
 

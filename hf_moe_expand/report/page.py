@@ -54,8 +54,7 @@ def make_page(run: str | Path, *others: str | Path) -> str:
         "steps": read_steps(root / "steps.json")[0],
         "recipe": without_paths(read_text(recipe)) if recipe.is_file() else None,
     }
-    filters: dict[str, Any] = {"in_words": in_words, "method_title": method_title, "number": "{:,}".format}
-    page = render("report.html", facts, filters)
+    page = render("report.html", facts, {"in_words": in_words, "method": method_title, "number": "{:,}".format})
     refuse_private({"report.html": page.encode()})
     return page
 
@@ -64,17 +63,21 @@ def _plan(folder: Path, plan: Plan) -> dict[str, Any]:
     """A plan's figures, and its table of layers."""
     counts, layers = plan.experts_per_layer, range(len(plan.experts_per_layer))
     columns: dict[str, Sequence[Any]] = {"layer": [plan.name_of(layer) for layer in layers], "experts": counts}
-    judge, shown, deviation = "prefix gate" if plan.prefix_gate else "classifier", [], None
+    judge, shown = "prefix gate" if plan.prefix_gate else "classifier", []
     if plan.classifier_layers:
         columns[judge] = ["yes" if layer in plan.classifier_layers else "" for layer in layers]
-    measured = dict(plan.settings)
-    if (file := folder / "analysis.json").is_file() and "by_language" in read_json(file, "an analysis"):
-        measured["deviation"] = (deviation := DeviationResult.from_json(file)).deviation
+    file, name = folder / "analysis.json", "deviation" if "deviation" in plan.settings else "similarity"
+    measure = plan.settings.get(name)
+    if file.is_file() and "by_language" in read_json(file, "an analysis"):
+        found = DeviationResult.from_json(file)
+        name, measure = "deviation", found.deviation
+        drawn = figures.deviation(found, plan.groups, [layer for layer in layers if counts[layer] > 1])
+        shown.append(figures.svg(drawn, "How fine-tuning on each language changes the FFNs"))
     elif file.is_file():
-        measured["similarity"] = SimilarityResult.from_json(file).similarity
-    name = "deviation" if "deviation" in measured else "similarity"
-    if measure := measured.get(name):
+        measure = SimilarityResult.from_json(file).similarity
+    if measure:
         columns[name] = [f"{value:.4g}" for value in measure]
+    if measure and not shown:
         drawn = figures.allocation(counts, measure, name, plan.classifier_layers, axis_label(plan.encoder_layers))
         dark = f" (dark: with a {judge})" if plan.classifier_layers else ""
         shown.append(figures.svg(drawn, f"Experts of each layer{dark} and {name} (line)"))
@@ -88,9 +91,6 @@ def _plan(folder: Path, plan: Plan) -> dict[str, Any]:
         header, rows = apart.rows()
         columns |= {f"accuracy, {name}": cells for name, *cells in list(zip(header, *rows, strict=True))[1:]}
         shown.append(figures.svg(figures.separability(apart), "Balanced accuracy of a linear probe: old text or new"))
-    if deviation:
-        drawn = figures.deviation(deviation, plan.groups, [i for i in layers if counts[i] > 1])
-        shown.append(figures.svg(drawn, "How fine-tuning on each language changes the FFNs"))
     return {"figures": shown, "header": list(columns), "rows": list(zip(*columns.values(), strict=True))}
 
 
@@ -148,6 +148,5 @@ def _routing(file: Path, folder: str) -> dict[str, Any]:
     result, scores = RoutingResult.from_json(file), "Router's score of expert 0 (dashed: old languages)"
     shown = [figures.svg(figures.expert_0_scores(result), scores, folder)]
     if result.has_choice:
-        caption = "Share of each language's tokens by top-1 expert; 0 is the original, old languages are above the line"
-        shown.append(figures.svg(figures.expert_shares(result), caption, folder))
+        shown.append(figures.svg(figures.expert_shares(result), "Share of tokens by top-1 expert", folder))
     return {"title": folder.removeprefix("."), "result": result, "figures": shown}
